@@ -1,0 +1,70 @@
+"""The algorithms in one process, on stacked numpy arrays, written from the formulas and from nothing of torchbagua."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = np.float32
+Array = npt.NDArray[np.float32]
+
+
+def rne(y: Array) -> Array:
+    """Round half to even, for magnitudes below 2^22."""
+    return (y + F32(12582912)) - F32(12582912)
+
+
+def quantise_block(x: Array) -> Array:
+    """Return what a block is after MinMaxUInt8's encode and decode."""
+    if not np.all(np.abs(x) < F32(2.0**126)):  # NaN compares false
+        return np.full_like(x, np.nan)
+    low, high = x.min() + F32(0), x.max() + F32(0)
+    pivot = low if low > 0 else high if high < 0 else F32(0)
+    spread = high - low
+    inverse, step = (F32(0), F32(0)) if spread < F32(2.0**-118) else (F32(255) / spread, spread / F32(255))
+    upper = rne((high - pivot) * inverse)
+    lower = upper - F32(255)
+    code = np.clip(rne((x - pivot) * inverse), lower, upper) - lower
+    return np.clip(pivot + (code + lower) * step, low, high)
+
+
+def quantise(x: Array, segments: Sequence[int], block: int = 2048) -> Array:
+    """Quantise blocks of at most `block` elements that do not cross the ends of segments."""
+    result = np.empty_like(x)
+    start = 0
+    for length in segments:
+        for first in range(start, start + length, block):
+            stop = min(first + block, start + length)
+            result[first:stop] = quantise_block(x[first:stop])
+        start += length
+    return result
+
+
+def ordered_sum(rows: Sequence[Array]) -> Array:
+    """Add rows in float32, in order."""
+    total = rows[0].astype(F32, copy=True)
+    for row in rows[1:]:
+        total = total + row
+    return total
+
+
+def gradient_allreduce(rows: Sequence[Array], nodes: Sequence[int] | None = None) -> Array:
+    """Mean in full precision; with `nodes`, node sums are added in node order."""
+    return ordered_sum(node_sums(rows, nodes)) / F32(len(rows))
+
+
+def bytegrad(
+    rows: Sequence[Array], segments: Sequence[int], nodes: Sequence[int] | None = None, block: int = 2048
+) -> Array:
+    """Q(mean_j Q(g_j)); with `nodes`, over the node sums."""
+    sent = [quantise(row.astype(F32), segments, block) for row in node_sums(rows, nodes)]
+    return quantise(ordered_sum(sent) / F32(len(rows)), segments, block)
+
+
+def node_sums(rows: Sequence[Array], nodes: Sequence[int] | None) -> list[Array]:
+    """Return the sums of the rows of each node, in node order; without nodes, the rows themselves."""
+    if nodes is None:
+        return list(rows)
+    return [
+        ordered_sum([row for row, on in zip(rows, nodes, strict=True) if on == node]) for node in dict.fromkeys(nodes)
+    ]

@@ -1,0 +1,48 @@
+"""Ranks as threads of one process: each with a gloo group made by hand, no init_process_group."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+TIMEOUT = timedelta(seconds=60)
+
+
+def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta = TIMEOUT) -> dist.ProcessGroup:
+    """Return a hand-made gloo group over `store`."""
+    prefixed = dist.PrefixStore("test", store)
+    group = dist.ProcessGroup(prefixed, rank, size)
+    backend = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def run_ranks(size: int, body: Callable[[dist.ProcessGroup], T], timeout: timedelta = TIMEOUT) -> list[T]:
+    """Run `body(group)` on `size` threads, one a rank, and return the results in rank order.
+
+    Raises what the lowest rank raised that raised; the others' errors follow from it, or are its like.
+    """
+    store = dist.HashStore()
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(gloo_group(store, rank, size, timeout))
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout.total_seconds() * 2)
+        assert not thread.is_alive(), f"{thread.name} hangs"
+    if errors:
+        raise errors[min(errors)]
+    return [results[rank] for rank in range(size)]

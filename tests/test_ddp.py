@@ -1,0 +1,190 @@
+"""DDP as people use it: replicas stay bit-identical, and the averages equal the one-process oracle's bit for bit."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from ranks import run_ranks
+from torch.nn.parallel import DistributedDataParallel
+from training import Branches, OneElement, Run, Tower, build, train
+
+import torchbagua as tb
+
+ALGORITHMS = [tb.ByteGradAlgorithm(), tb.GradientAllReduceAlgorithm(hierarchical=True)]
+
+
+def expected_average(
+    algorithm: tb.Algorithm, gradients: Sequence[torch.Tensor], nodes: Sequence[int] | None
+) -> torch.Tensor:
+    """The oracle's average of one parameter's local gradients, in the parameter's dtype and shape."""
+    rows = [gradient.float().flatten().numpy() for gradient in gradients]
+    if isinstance(algorithm, tb.ByteGradAlgorithm):
+        block = algorithm.block
+        assert block is not None
+        average = oracle.bytegrad(rows, [rows[0].size], nodes, block)
+    else:
+        average = oracle.gradient_allreduce(rows, nodes)
+    return torch.from_numpy(average).to(gradients[0].dtype).view_as(gradients[0])
+
+
+def check_runs(runs: Sequence[Run], algorithm: tb.Algorithm, nodes: Sequence[int] | None = None) -> None:
+    """Replicas are equal on all ranks and every average is the oracle's, to the bit."""
+    for run in runs[1:]:
+        for name, weight in runs[0].weights.items():
+            assert torch.equal(weight, run.weights[name]), f"replicas differ in {name}"
+    num_compared = 0
+    for step in range(len(runs[0].local)):
+        for name, averaged in runs[0].averaged[step].items():
+            gradients = [run.local[step][name] for run in runs]
+            expected = gradients[0] if len(runs) == 1 else expected_average(algorithm, gradients, nodes)
+            np.testing.assert_array_equal(averaged.float().numpy(), expected.float().numpy(), f"step {step}, {name}")
+            num_compared += 1
+    assert num_compared >= len(runs[0].local)
+
+
+SCENARIOS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "one bucket": (Tower, {}),
+    "several buckets": (Tower, {"bucket_cap_mb": 0.01}),
+    "accumulation": (Tower, {"bucket_cap_mb": 0.01, "num_micro_batches": 3}),
+    "unused parameters": (Branches, {"find_unused_parameters": True, "bucket_cap_mb": 0.005}),
+    "static graph": (Tower, {"static_graph": True, "bucket_cap_mb": 0.01}),
+    "bucket views": (Tower, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01}),
+    "mixed dtypes": (lambda: Tower((torch.float32, torch.bfloat16, torch.float16)), {"bucket_cap_mb": 0.01}),
+    "one element": (OneElement, {}),
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: type(algorithm).__name__)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_scenarios(scenario: str, algorithm: tb.Algorithm) -> None:
+    make_model, options = SCENARIOS[scenario]
+    model = build(make_model)
+    check_runs(run_ranks(3, lambda group: train(group, model, algorithm, **options)), algorithm)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: type(algorithm).__name__)
+def test_numbers_of_ranks(size: int, algorithm: tb.Algorithm) -> None:
+    model = build(Tower)
+    check_runs(run_ranks(size, lambda group: train(group, model, algorithm, bucket_cap_mb=0.01)), algorithm)
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 1], [0, 0, 0, 1, 1], [0, 0, 1, 1, 2, 2, 2, 2]])
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: type(algorithm).__name__)
+def test_hierarchical(nodes: list[int], algorithm: tb.Algorithm) -> None:
+    model = build(Tower)
+    runs = run_ranks(len(nodes), lambda group: train(group, model, algorithm, nodes=nodes, bucket_cap_mb=0.01))
+    check_runs(runs, algorithm, nodes)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: type(algorithm).__name__)
+def test_sum_instead_of_mean(algorithm: tb.Algorithm) -> None:
+    """On two ranks a sum is exactly twice the mean, in both codecs."""
+    model = build(Tower)
+    summed = type(algorithm)(average=False)  # type: ignore[call-arg]
+    runs = run_ranks(2, lambda group: train(group, model, summed, num_steps=1))
+    for name, gradient in runs[0].averaged[0].items():
+        expected = 2 * expected_average(algorithm, [run.local[0][name] for run in runs], None)
+        assert torch.equal(gradient, expected), name
+
+
+def test_small_blocks() -> None:
+    model, algorithm = build(Tower), tb.ByteGradAlgorithm(block=8)
+    check_runs(run_ranks(3, lambda group: train(group, model, algorithm)), algorithm)
+
+
+def test_one_range_per_chunk_keeps_replicas_equal() -> None:
+    model, algorithm = build(Tower), tb.ByteGradAlgorithm(block=None)
+    runs = run_ranks(3, lambda group: train(group, model, algorithm))
+    for name, averaged in runs[0].averaged[0].items():
+        gradients = torch.stack([run.local[0][name] for run in runs])
+        assert all(torch.equal(run.averaged[0][name], averaged) for run in runs)
+        # Two quantisations, each off by half a step of a range that is at most that of all gradients.
+        whole = torch.cat([gradient.flatten() for run in runs for gradient in run.local[0].values()])
+        bound = 1.01 * (whole.max() - whole.min()) / 255
+        assert (averaged - gradients.mean(0)).abs().max() <= bound
+
+
+def test_results_do_not_depend_on_buckets() -> None:
+    model, algorithm = build(Tower), tb.ByteGradAlgorithm()
+    weights = [
+        run_ranks(3, lambda group, cap=cap: train(group, model, algorithm, bucket_cap_mb=cap))[0].weights
+        for cap in (0.001, 0.02, 25)
+    ]
+    for other in weights[1:]:
+        assert all(torch.equal(weights[0][name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_grad_scaler_skips_on_all_ranks(dtype: torch.dtype) -> None:
+    """An Inf in the gradients of one rank makes every rank skip that step, and only that one."""
+    model = build(lambda: torch.nn.Linear(10, 3000))
+
+    def body(group: torch.distributed.ProcessGroup) -> tuple[list[float], list[torch.Tensor]]:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        data = torch.Generator().manual_seed(group.rank())
+        scales, weights = [], []
+        with tb.attach(ddp, optimizer, "bytegrad"):
+            for step in range(4):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", dtype=dtype):
+                    loss = ddp(torch.randn(4, 10, generator=data)).float().mean()
+                if step == 1 and group.rank() == 1:
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                scales.append(scaler.get_scale())
+                weights.append(ddp.module.weight.detach().clone())
+        return scales, weights
+
+    for scales, weights in (results := run_ranks(3, body)):
+        assert scales == [8.0, 4.0, 4.0, 4.0]
+        assert torch.equal(weights[0], weights[1])
+        assert not torch.equal(weights[1], weights[2])
+        assert torch.equal(weights[3], results[0][1][3])
+
+
+def test_resume_continues_bit_for_bit() -> None:
+    """Six steps, or three, a checkpoint, new DDP and optimizer, and three more: the same weights."""
+    model = build(Tower)
+
+    def steps(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, data: torch.Generator) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            ddp(torch.randn(6, 10, generator=data), 0).square().sum().backward()
+            optimizer.step()
+
+    def body(group: torch.distributed.ProcessGroup) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        def start() -> tuple[DistributedDataParallel, torch.optim.Optimizer, tb.Attachment]:
+            ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, bucket_cap_mb=0.01)
+            optimizer = torch.optim.Adam(ddp.parameters())
+            return ddp, optimizer, tb.attach(ddp, optimizer, tb.ByteGradAlgorithm())
+
+        data = torch.Generator().manual_seed(group.rank())
+        ddp, optimizer, attachment = start()
+        steps(ddp, optimizer, data)
+        checkpoint = copy.deepcopy(
+            [ddp.module.state_dict(), optimizer.state_dict(), attachment.state_dict(), data.get_state()]
+        )
+        steps(ddp, optimizer, data)
+        straight = copy.deepcopy(ddp.module.state_dict())
+        attachment.detach()
+
+        ddp, optimizer, attachment = start()
+        ddp.module.load_state_dict(checkpoint[0])
+        optimizer.load_state_dict(checkpoint[1])
+        attachment.load_state_dict(checkpoint[2])
+        data.set_state(checkpoint[3])
+        steps(ddp, optimizer, data)
+        attachment.detach()
+        return straight, ddp.module.state_dict()
+
+    for straight, resumed in run_ranks(3, body):
+        assert all(torch.equal(straight[name], resumed[name]) for name in straight)

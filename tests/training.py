@@ -1,0 +1,119 @@
+"""One small training run under DDP on every rank, with the local gradients that went in and the averages that came out."""
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+
+NUM_STEPS = 4
+
+
+class Branches(nn.Module):
+    """A model of which a part is used on some ranks and steps only, a part never, and a part is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(10, 65)
+        self.left, self.right = nn.Linear(65, 33), nn.Linear(65, 33)
+        self.never = nn.Linear(5, 5)
+        self.head = nn.Linear(33, 1)
+        self.frozen = nn.Linear(33, 33)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+        hidden = self.stem(x).tanh()
+        return self.head(self.frozen((self.left, self.right)[choice % 2](hidden)))
+
+
+class Tower(nn.Module):
+    """Linear layers of odd sizes, the largest of several blocks; optionally of several dtypes."""
+
+    def __init__(self, dtypes: Sequence[torch.dtype] = (torch.float32,) * 3) -> None:
+        super().__init__()
+        sizes = (10, 301, 47, 1)
+        self.layers = nn.ModuleList(
+            nn.Linear(before, after, dtype=dtype)
+            for before, after, dtype in zip(sizes, sizes[1:], dtypes, strict=False)
+        )
+
+    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype)).tanh()
+        return x.float()
+
+
+class OneElement(nn.Module):
+    """A model of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+        return x.sum(1, keepdim=True) * self.weight
+
+
+@dataclass
+class Run:
+    """What one rank saw: per step, by parameter name, gradients before and after averaging; and the weights at the end."""
+
+    local: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    averaged: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def build(make_model: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model from a fixed seed. Not on the ranks' threads, which share torch's global generator."""
+    torch.manual_seed(0)
+    return make_model()
+
+
+def train(
+    group: dist.ProcessGroup,
+    model: nn.Module,
+    algorithm: tb.Algorithm,
+    *,
+    nodes: Sequence[int] | None = None,
+    num_micro_batches: int = 1,
+    num_steps: int = NUM_STEPS,
+    before_hook: Callable[[int], None] = lambda step: None,
+    **ddp_options: Any,
+) -> Run:
+    """Train a copy of `model` with SGD through the plain hook; data differ by rank and step."""
+    rank = group.rank()
+    ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **ddp_options)
+    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+    run = Run()
+
+    def recording_hook(state: tb.AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        before_hook(len(run.local))
+        gradients = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        run.local[-1].update({names[parameter]: gradient.clone() for parameter, gradient in gradients})
+        return tb.comm_hook(state, bucket)
+
+    impl = algorithm.reify(group if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes))
+    ddp.register_comm_hook(impl, recording_hook)
+    optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.1)
+    data = torch.Generator().manual_seed(1000 + rank)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        run.local.append({})
+        for micro_batch in range(num_micro_batches):
+            last = micro_batch == num_micro_batches - 1
+            with nullcontext() if last else ddp.no_sync():
+                ddp(torch.randn(6, 10, generator=data), rank + step).square().sum().backward()
+        run.averaged.append(
+            {name: p.grad.clone() for p, name in names.items() if p.grad is not None and name in run.local[-1]}
+        )
+        optimizer.step()
+    impl.close()
+    run.weights = {name: parameter.detach().clone() for parameter, name in names.items()}
+    return run

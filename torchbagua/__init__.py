@@ -1,0 +1,37 @@
+"""torchbagua: data-parallel training in plain PyTorch that sends less, or waits less."""
+
+from torchbagua import traces
+from torchbagua.algorithms import (
+    Algorithm,
+    AlgorithmImpl,
+    ByteGradAlgorithm,
+    GradientAllReduceAlgorithm,
+    available_algorithms,
+    register,
+)
+from torchbagua.attach import Attachment, attach
+from torchbagua.bucket import BaguaBucket, BaguaTensor
+from torchbagua.collectives import BaguaProcessGroup, CommunicationError
+from torchbagua.comm_hook import comm_hook
+from torchbagua.events import CommEvent, Observer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Algorithm",
+    "AlgorithmImpl",
+    "Attachment",
+    "BaguaBucket",
+    "BaguaProcessGroup",
+    "BaguaTensor",
+    "ByteGradAlgorithm",
+    "CommEvent",
+    "CommunicationError",
+    "GradientAllReduceAlgorithm",
+    "Observer",
+    "attach",
+    "available_algorithms",
+    "comm_hook",
+    "register",
+    "traces",
+]

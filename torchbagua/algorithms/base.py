@@ -1,0 +1,243 @@
+"""Algorithm, AlgorithmImpl and the registry: the interface that the built-in algorithms and users' own are written to."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchbagua.bucket import BaguaBucket, BaguaTensor
+from torchbagua.collectives import BaguaProcessGroup
+from torchbagua.events import Observer
+from torchbagua.lane import Lane
+
+
+class Algorithm:
+    """What to communicate, and how: a frozen, printable, picklable description. Subclasses are frozen dataclasses.
+
+    A subclass implements `make_impl`. Its dataclass fields are compared between the ranks when it is reified.
+    """
+
+    @staticmethod
+    def init(name: str, **kwargs: Any) -> "Algorithm":
+        """Return the algorithm registered as `name`, constructed with `kwargs`.
+
+        Raises:
+            KeyError: nothing is registered under `name`; lists the names.
+        """
+        return get(name)(**kwargs)
+
+    def make_impl(self, process_group: BaguaProcessGroup) -> "AlgorithmImpl":
+        """Return the object that runs this algorithm over `process_group`, whose private groups it owns."""
+        raise TypeError(f"{type(self).__name__} must override Algorithm.make_impl")
+
+    def reify(
+        self,
+        process_group: dist.ProcessGroup | BaguaProcessGroup,
+        *,
+        observers: Sequence[Observer] = (),
+        timeout: timedelta | None = None,
+        facts: Mapping[str, int] | None = None,
+    ) -> "AlgorithmImpl":
+        """Bind the algorithm to a group. Collective: opens private groups, and compares the algorithm over the ranks.
+
+        Args:
+            process_group: the ranks that train together; a BaguaProcessGroup where nodes are given explicitly.
+            observers: hear of every exchange.
+            timeout: bound on every wait for another rank; default: that of `process_group`.
+            facts: further numbers that must be the same on all ranks, by the name that an error gives them.
+
+        Raises:
+            ValueError: ranks disagree in algorithm, arguments or the package's version.
+            TimeoutError: a rank did not call it in time.
+        """
+        own: dict[str, Any] = {"the algorithm": type(self).__qualname__}
+        if dataclasses.is_dataclass(self):
+            for field in dataclasses.fields(self):
+                own[f"{type(self).__name__}'s argument {field.name}"] = repr(getattr(self, field.name))
+        own.update(facts or {})
+        if isinstance(process_group, BaguaProcessGroup):
+            group = process_group.duplicate(timeout=timeout, observers=observers, facts=own)
+        else:
+            group = BaguaProcessGroup(process_group, timeout=timeout, observers=observers, facts=own)
+        return self.make_impl(group)
+
+
+class AlgorithmImpl:
+    """An algorithm bound to a group, with all of its changing state. Override what the algorithm needs.
+
+    An impl that overrides `init_tensors` communicates weights in buckets of its own; any other communicates gradients
+    in DDP's buckets, from a DDP communication hook.
+
+    Args:
+        process_group: owned by the impl, closed with it.
+
+    Attributes:
+        process_group: the group, with private communicators for the lane.
+        lane: runs what the impl communicates.
+        buckets: a weight algorithm's buckets; empty for a gradient algorithm, which runs in DDP's.
+
+    Raises:
+        TypeError: the class overrides `tensors_to_buckets` but not `init_tensors`.
+    """
+
+    def __init__(self, process_group: BaguaProcessGroup) -> None:
+        cls = type(self)
+        overrides_buckets = cls.tensors_to_buckets is not AlgorithmImpl.tensors_to_buckets
+        if overrides_buckets and not self.owns_buckets:
+            raise TypeError(
+                f"{cls.__name__} overrides tensors_to_buckets without init_tensors: a gradient algorithm runs in DDP's "
+                "buckets, and a weight algorithm overrides both"
+            )
+        self.process_group = process_group
+        self.lane = Lane(f"torchbagua lane of {cls.__name__}", on_failure=process_group.close)
+        self.buckets: list[BaguaBucket] = []
+        self._gradient_buckets: dict[int, BaguaBucket] = {}
+        self._names: Mapping[int, str] = {}
+        self._module: torch.nn.Module | None = None
+
+    @property
+    def owns_buckets(self) -> bool:
+        """Whether this is a weight algorithm, with buckets of its own."""
+        return type(self).init_tensors is not AlgorithmImpl.init_tensors
+
+    def need_reset(self) -> bool:
+        """Return True to have all initialisation run again; asked at the first bucket of a backward, or at each step."""
+        return False
+
+    def init_tensors(self, module: torch.nn.Module) -> list[BaguaTensor]:
+        """Return the tensors to communicate. Overridden by weight algorithms only."""
+        raise TypeError(f"{type(self).__name__} is a gradient algorithm: DDP gives it its tensors")
+
+    def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
+        """Group tensors into buckets. Overridden by weight algorithms only."""
+        raise TypeError(f"{type(self).__name__} must override tensors_to_buckets as it overrides init_tensors")
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
+        """Append to `bucket` the operations to run on it. `module` is None behind the plain DDP hook."""
+        raise TypeError(f"{type(self).__name__} must override AlgorithmImpl.init_operations")
+
+    def init_forward_pre_hook(self, module: torch.nn.Module) -> Callable[[Any], None] | None:
+        """Return a function of the module's inputs to call before each forward in training, or None."""
+        return None
+
+    def init_backward_hook(self, module: torch.nn.Module) -> Callable[[str, torch.Tensor], None] | None:
+        """Return a function of (name, parameter) to call when a parameter's gradient is accumulated, or None."""
+        return None
+
+    def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None] | None:
+        """Return a function to call when autograd has finished a backward, or None. DDP may not have finished then."""
+        return None
+
+    def init_post_optimizer_step_hook(
+        self, module: torch.nn.Module
+    ) -> Callable[[torch.optim.Optimizer], None] | None:
+        """Return a function of the optimizer to call after each of its steps, or None."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs: plain tensors and numbers, keyed by parameter name."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned.
+
+        Raises:
+            ValueError: `state` is not this algorithm's.
+        """
+        if state:
+            raise ValueError(f"{type(self).__name__} has no state to load, got the keys {sorted(state)}")
+
+    def close(self) -> None:
+        """Finish what is queued, end the lane's thread and close the private groups. May be called again."""
+        self.lane.close()
+        self.process_group.close()
+
+    def set_module(self, module: torch.nn.Module) -> None:
+        """Make the module and its parameters' names known; called by `attach` before anything else."""
+        self._module = module
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self.reset()
+
+    def reset(self) -> None:
+        """Run all initialisation of buckets again: at once for own buckets, when they next come for DDP's."""
+        self._gradient_buckets.clear()
+        if self.owns_buckets and self._module is not None:
+            self.buckets = self.tensors_to_buckets(self.init_tensors(self._module), do_flatten=True)
+            for bucket in self.buckets:
+                self.init_operations(self._module, bucket)
+
+    def gradient_bucket(
+        self, parameters: Sequence[torch.Tensor], flat: torch.Tensor, *, index: int
+    ) -> BaguaBucket:
+        """Return the bucket that stands for a DDP bucket of these parameters, with `flat` as its flat tensor.
+
+        Buckets are told apart by their parameters' identity, since DDP forms other buckets after its first step;
+        `index` is DDP's number of it, which is 0 for the first one of each backward.
+        """
+        if index == 0 and self.need_reset():
+            self.reset()
+        bucket = self._gradient_buckets.get(id(parameters[0]))
+        if bucket is None or not _same(bucket.tensors, parameters):
+            members = {id(parameter) for parameter in parameters}
+            self._gradient_buckets = {
+                key: other
+                for key, other in self._gradient_buckets.items()
+                if members.isdisjoint(id(tensor.parameter) for tensor in other.tensors)
+            }
+            tensors = [
+                BaguaTensor(self._names.get(id(parameter), f"parameter {position} of bucket {index}"), parameter)
+                for position, parameter in enumerate(parameters)
+            ]
+            bucket = BaguaBucket(f"gradient bucket {index}", tensors, self.process_group, flat)
+            self.init_operations(self._module, bucket)
+            self._gradient_buckets[id(parameters[0])] = bucket
+        bucket.flat = flat
+        return bucket
+
+
+def _same(tensors: Sequence[BaguaTensor], parameters: Sequence[torch.Tensor]) -> bool:
+    return len(tensors) == len(parameters) and all(
+        tensor.parameter is parameter for tensor, parameter in zip(tensors, parameters, strict=True)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    algorithm: Callable[..., Algorithm]
+    description: str | None
+
+
+_REGISTRY: dict[str, _Entry] = {}
+
+
+def register(name: str, algorithm: Callable[..., Algorithm], description: str | None = None) -> None:
+    """Make `algorithm` known as `name` to `Algorithm.init` and `attach`.
+
+    Raises:
+        TypeError: `name` is not a string.
+        ValueError: `name` is taken.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"register: name must be a string, got {name!r}")
+    if name in _REGISTRY:
+        raise ValueError(f"register: an algorithm named {name!r} is registered already")
+    _REGISTRY[name] = _Entry(algorithm, description)
+
+
+def get(name: str) -> Callable[..., Algorithm]:
+    """Return the constructor registered as `name`.
+
+    Raises:
+        KeyError: there is none; lists the names that there are.
+    """
+    if name not in _REGISTRY:
+        raise KeyError(f"no algorithm is named {name!r}; there are {sorted(_REGISTRY)}")
+    return _REGISTRY[name].algorithm
+
+
+def available_algorithms() -> dict[str, str | None]:
+    """Return the registered names, each with its description."""
+    return {name: entry.description for name, entry in _REGISTRY.items()}

@@ -1,0 +1,46 @@
+"""GradientAllReduce: the mean of gradients in full precision."""
+
+from dataclasses import dataclass
+
+import torch
+
+from torchbagua.algorithms.base import Algorithm, AlgorithmImpl, register
+from torchbagua.bucket import BaguaBucket
+from torchbagua.collectives import BaguaProcessGroup
+
+
+@dataclass(frozen=True)
+class GradientAllReduceAlgorithm(Algorithm):
+    """Average gradients in full precision (synchronous data-parallel SGD).
+
+    Sums are formed in float32 in rank order. The result equals plain DDP's bit for bit only where the sums are exact or
+    there are two ranks, because gloo adds in another order.
+
+    Args:
+        hierarchical: add up within nodes first, so that each shard crosses between nodes once per node. The result is
+            the mean of all ranks, also where nodes have different numbers of ranks.
+        average: divide by the number of ranks; False gives the sum.
+    """
+
+    hierarchical: bool = False
+    average: bool = True
+
+    def make_impl(self, process_group: BaguaProcessGroup) -> "GradientAllReduceAlgorithmImpl":
+        """Return the impl over `process_group`."""
+        return GradientAllReduceAlgorithmImpl(process_group, self.hierarchical, self.average)
+
+
+class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
+    """See `GradientAllReduceAlgorithm`."""
+
+    def __init__(self, process_group: BaguaProcessGroup, hierarchical: bool = False, average: bool = True) -> None:
+        super().__init__(process_group)
+        self.hierarchical = hierarchical
+        self.average = average
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
+        """Append the mean of the bucket."""
+        bucket.append_centralized_synchronous_op(hierarchical=self.hierarchical, average=self.average)
+
+
+register("gradient_allreduce", GradientAllReduceAlgorithm, "mean of gradients in full precision")

@@ -1,0 +1,209 @@
+"""attach: put an algorithm to work on a DistributedDataParallel module and its optimizer, and take it off again."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from torchbagua.algorithms.base import Algorithm, AlgorithmImpl
+from torchbagua.collectives import BaguaProcessGroup
+from torchbagua.comm_hook import comm_hook
+from torchbagua.events import Observer
+from torchbagua.step_hooks import install_step_hooks
+
+
+def attach(
+    module: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm | str,
+    *,
+    process_group: BaguaProcessGroup | None = None,
+    observers: Sequence[Observer] = (),
+    timeout: timedelta | None = None,
+) -> "Attachment":
+    """Let `algorithm` do what `module` communicates, until the returned attachment is detached. Collective.
+
+    The training loop stays as it is. Works as a context manager; leaving it detaches.
+
+    Args:
+        module: wrapped in DistributedDataParallel, with no communication hook of its own.
+        optimizer: the optimizer of its parameters, or several.
+        algorithm: an Algorithm, or a registered name.
+        process_group: the ranks and their nodes, where nodes are given explicitly; default: the module's group, with
+            nodes told by host names.
+        observers: hear of every exchange.
+        timeout: bound on every wait for another rank; default: that of the group.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; ranks disagree in algorithm, arguments, the package's version or
+            the number of parameters.
+        KeyError: no algorithm has that name.
+        TimeoutError: a rank did not call it in time.
+    """
+    if not isinstance(module, DistributedDataParallel):
+        raise TypeError(
+            f"attach: module must be a torch.nn.parallel.DistributedDataParallel, got {type(module).__name__}"
+        )
+    if isinstance(algorithm, str):
+        algorithm = Algorithm.init(algorithm)
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(f"attach: algorithm must be an Algorithm or a registered name, got {algorithm!r}")
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    _check_module(module)
+    _check_optimizers(optimizers, module)
+    if process_group is not None and process_group.size != module.process_group.size():
+        raise ValueError(
+            f"attach: process_group must have the module's {module.process_group.size()} ranks, "
+            f"got {process_group.size}"
+        )
+    _check_detached(module)
+    impl = algorithm.reify(
+        process_group or module.process_group,
+        observers=observers,
+        timeout=timeout,
+        facts={"the number of parameters": sum(1 for _ in module.parameters())},
+    )
+    return Attachment(module, optimizers, algorithm, impl)
+
+
+class Attachment:
+    """An algorithm at work on a module; made by `attach`.
+
+    Attributes:
+        algorithm: the description.
+        impl: the running algorithm.
+    """
+
+    def __init__(
+        self,
+        module: DistributedDataParallel,
+        optimizers: Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm,
+        impl: AlgorithmImpl,
+    ) -> None:
+        self.algorithm = algorithm
+        self.impl = impl
+        self._undo = ExitStack()
+        self._undo.callback(impl.close)
+        impl.set_module(module.module)
+        self._undo.push(install_step_hooks(module, optimizers, impl))
+        if impl.owns_buckets:
+            # The attribute that no_sync uses: DDP then sends neither gradients nor buffers.
+            self._undo.callback(setattr, module, "require_backward_grad_sync", module.require_backward_grad_sync)
+            module.require_backward_grad_sync = False
+        else:
+            trampoline = _trampoline_of(module)
+            self._undo.callback(setattr, trampoline, "impl", None)
+            trampoline.impl = impl
+
+    def detach(self) -> None:
+        """Finish what is in flight and give the module back to plain DDP. May be called again."""
+        self._undo.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the algorithm's state for a checkpoint: plain tensors and numbers, readable with `weights_only=True`."""
+        return {"algorithm": repr(self.algorithm), "impl": self.impl.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned on this rank.
+
+        Raises:
+            ValueError: it is the state of another algorithm, or of other arguments.
+        """
+        if state["algorithm"] != repr(self.algorithm):
+            raise ValueError(
+                f"Attachment.load_state_dict: the state is of {state['algorithm']}, attached is {self.algorithm!r}"
+            )
+        self.impl.load_state_dict(state["impl"])
+
+    def __enter__(self) -> "Attachment":
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+
+class _Trampoline:
+    """What DDP holds as its one hook's state for ever: the algorithm that is attached now, or none."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+        self.impl: AlgorithmImpl | None = None
+
+
+def _trampoline_hook(state: _Trampoline, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    if state.impl is None:
+        return allreduce_hook(state.process_group, bucket)
+    return comm_hook(state.impl, bucket)
+
+
+def _check_detached(module: DistributedDataParallel) -> None:
+    # DDP's own list of its hooks; there is no public way to ask whether one is registered.
+    for hook, state in module._comm_hooks:
+        if not isinstance(state, _Trampoline):
+            raise ValueError(
+                f"attach: the module has the communication hook {hook.__qualname__} already, and DDP takes only one; "
+                "wrap the model again without it"
+            )
+        if state.impl is not None:
+            raise ValueError(
+                f"attach: {type(state.impl).__name__} is attached to the module already; detach it first"
+            )
+
+
+def _trampoline_of(module: DistributedDataParallel) -> _Trampoline:
+    """Return the module's trampoline, which the first attach registers."""
+    for _, state in module._comm_hooks:
+        return state
+    trampoline = _Trampoline(module.process_group)
+    module.register_comm_hook(trampoline, _trampoline_hook)
+    return trampoline
+
+
+def _check_module(module: DistributedDataParallel) -> None:
+    if module._delay_all_reduce_params:
+        raise ValueError(
+            "attach: the module was made with delay_all_reduce_named_params, whose gradients bypass communication "
+            "hooks; wrap the model without it"
+        )
+    for name, submodule in module.module.named_modules():
+        if getattr(submodule, "sparse", False) and isinstance(submodule, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            raise ValueError(f"attach: {name or 'the module'} has sparse=True; sparse gradients are not supported")
+    for name, parameter in module.module.named_parameters():
+        if not parameter.requires_grad or name in module.parameters_to_ignore:
+            continue
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"attach: parameter {name} must be float32, bfloat16 or float16, got {parameter.dtype}"
+            )
+        if parameter.device.type != "cpu":
+            raise ValueError(f"attach: parameter {name} must be on the CPU in this release, got {parameter.device}")
+
+
+def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module) -> None:
+    own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"attach: optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+        foreign = [
+            tuple(parameter.shape)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in own
+        ]
+        if foreign:
+            raise ValueError(
+                f"attach: {type(optimizer).__name__} has {len(foreign)} parameters that are not the module's, the "
+                f"first of shape {foreign[0]}; was it made before the model was moved or copied?"
+            )

@@ -1,0 +1,44 @@
+"""What ranks tell each other before they communicate: small facts, exchanged over the store of their group."""
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+
+Facts = Mapping[str, bool | int | float | str | list[int] | None]
+
+
+def exchange_facts(store: dist.Store, rank: int, size: int, facts: Facts, timeout: timedelta) -> list[Facts]:
+    """Publish `facts` under this rank in `store` and return those of all ranks, in rank order.
+
+    Raises:
+        TimeoutError: a rank published nothing within `timeout`; names the missing ranks.
+    """
+    store.set(f"facts/{rank}", json.dumps(facts))
+    keys = [f"facts/{other}" for other in range(size)]
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:  # DistStoreError
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise TimeoutError(
+            f"torchbagua: ranks {missing} of {size} did not reach reify or attach within {timeout.total_seconds():g} s "
+            f"(every rank of the group must call it, in the same order)"
+        ) from error
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def check_agreement(all_facts: list[Facts], fields: Mapping[str, str]) -> None:
+    """Raise where ranks differ in one of `fields` (name of the fact -> how to call it in the message).
+
+    Raises:
+        ValueError: names the first rank that differs from rank 0, the field and both values; the same on every rank.
+    """
+    for name, title in fields.items():
+        expected = all_facts[0].get(name)
+        for rank, facts in enumerate(all_facts):
+            if facts.get(name) != expected:
+                raise ValueError(
+                    f"torchbagua: ranks disagree in {title}: rank 0 has {expected!r}, rank {rank} has "
+                    f"{facts.get(name)!r}; it must be the same on every rank"
+                )

@@ -1,0 +1,142 @@
+"""BaguaProcessGroup: a torch process group, the nodes its ranks are on, and private groups for a lane."""
+
+import socket
+from collections.abc import Hashable, Mapping, Sequence
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+
+import torch.distributed as dist
+
+from torchbagua.collectives.agreement import Facts, check_agreement, exchange_facts
+from torchbagua.collectives.communicator import Communicator
+from torchbagua.events import Observer
+
+
+class BaguaProcessGroup:
+    """The ranks of a torch process group, sorted into nodes, with private gloo groups over all, in and between nodes.
+
+    Construction is collective: every rank of `process_group` constructs it, in the same order.
+
+    Args:
+        process_group: any torch ProcessGroup that has a store: the world, one from `new_group`, a hand-made one.
+        nodes: which node each rank is on, one label a rank; default: the ranks' host names, exchanged over the store.
+            Give it where host names mislead (containers and network namespaces on one host share or invent them).
+        timeout: bound on every wait, in construction and after; default: that of `process_group`.
+        observers: hear of every exchange over the private groups.
+        facts: further values that all ranks must have in common.
+
+    Attributes:
+        rank, size: own place in `process_group`, as in torch.
+        nodes: node index of each rank, numbered in order of first appearance.
+        node_ranks: for each node, its ranks in ascending order.
+        num_shards: the smallest number of ranks on a node: so many shards of a tensor can be owned on every node.
+        world: communicator over all ranks.
+        intra_node: over the ranks of own node; None where there is one node, or one rank a node.
+        inter_node: over the ranks that own the same shard on all nodes; None likewise, and on ranks that own no shard.
+
+    Raises:
+        TypeError, ValueError: unusable arguments; ranks that disagree in `nodes`, the package's version or `facts`.
+        TimeoutError: ranks that did not construct it in time.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        *,
+        nodes: Sequence[Hashable] | None = None,
+        timeout: timedelta | None = None,
+        observers: Sequence[Observer] = (),
+        facts: Facts | None = None,
+    ) -> None:
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(
+                f"BaguaProcessGroup: process_group must be a torch.distributed.ProcessGroup, got {process_group!r}"
+            )
+        if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
+            raise ValueError(f"BaguaProcessGroup: timeout must be a positive datetime.timedelta, got {timeout!r}")
+        self.process_group = process_group
+        self.rank = process_group.rank()
+        self.size = process_group.size()
+        self.timeout = timeout or _timeout_of(process_group)
+        node_indices = None if nodes is None else _number_by_first_appearance(nodes)
+        if node_indices is not None and len(node_indices) != self.size:
+            raise ValueError(
+                f"BaguaProcessGroup: nodes must have one entry for each of {self.size} ranks, got {len(node_indices)}"
+            )
+
+        store = process_group.get_group_store()
+        # Every rank constructs its groups in the same order, so counting own constructions gives all the same name.
+        name = f"torchbagua/{store.add(f'torchbagua/constructed/{self.rank}', 1)}"
+        store = dist.PrefixStore(name, store)
+        own: Facts = {
+            **(facts or {}),
+            "version": _version(),
+            "nodes": node_indices,
+            "host": socket.gethostname(),
+        }
+        all_facts = exchange_facts(store, self.rank, self.size, own, self.timeout)
+        fields = {"version": "the version of torchbagua", "nodes": "BaguaProcessGroup's argument nodes"}
+        check_agreement(all_facts, {**fields, **{fact: fact for fact in facts or {}}})
+        self.nodes = node_indices or _number_by_first_appearance([str(facts["host"]) for facts in all_facts])
+
+        self.node_ranks = [
+            [rank for rank, on in enumerate(self.nodes) if on == node] for node in range(max(self.nodes) + 1)
+        ]
+        self.num_shards = min(len(ranks) for ranks in self.node_ranks)
+        node = self.nodes[self.rank]
+        shard = self.node_ranks[node].index(self.rank)
+
+        def communicator(scope: str, key: str, ranks: list[int]) -> Communicator:
+            return Communicator(
+                store,
+                key,
+                rank=ranks.index(self.rank),
+                ranks=ranks,
+                scope=scope,
+                timeout=self.timeout,
+                observers=observers,
+            )
+
+        self.world = communicator("world", "world", list(range(self.size)))
+        self.intra_node: Communicator | None = None
+        self.inter_node: Communicator | None = None
+        if 1 < len(self.node_ranks) < self.size:
+            self.intra_node = communicator("intra_node", f"node{node}", self.node_ranks[node])
+            if shard < self.num_shards:
+                owners = [ranks[shard] for ranks in self.node_ranks]
+                self.inter_node = communicator("inter_node", f"shard{shard}", owners)
+
+    def duplicate(
+        self,
+        *,
+        timeout: timedelta | None = None,
+        observers: Sequence[Observer] = (),
+        facts: Facts | None = None,
+    ) -> "BaguaProcessGroup":
+        """Return the same ranks and nodes with private groups of their own. Collective."""
+        return BaguaProcessGroup(
+            self.process_group, nodes=self.nodes, timeout=timeout or self.timeout, observers=observers, facts=facts
+        )
+
+    def close(self) -> None:
+        """Close the private groups."""
+        for communicator in (self.world, self.intra_node, self.inter_node):
+            if communicator is not None:
+                communicator.close()
+
+
+def _timeout_of(process_group: dist.ProcessGroup) -> timedelta:
+    backend = process_group._get_backend(process_group._device_types[0])
+    return backend.options._timeout
+
+
+def _number_by_first_appearance(labels: Sequence[Hashable]) -> list[int]:
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(label, len(numbers)) for label in labels]
+
+
+def _version() -> str:
+    try:
+        return version("torchbagua")
+    except PackageNotFoundError:  # a source tree on the path, not installed
+        return "unknown"

@@ -1,0 +1,157 @@
+"""The one centralized collective: the two-phase mean, and its hierarchical combinator.
+
+Shape suffixes: N elements, W wire bytes, R ranks, L elements of a chunk.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.compressors import Compressor, Identity
+from torchbagua.compressors.blocks import block_bounds, deal_blocks
+from torchbagua.compressors.cast import sum_of_rows
+
+Mean = Callable[[torch.Tensor], None]
+"""Replaces a flat tensor by its mean (or sum) over the ranks, in place."""
+
+
+def centralized_mean(
+    group: BaguaProcessGroup,
+    compressor: Compressor,
+    segment_lengths: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    hierarchical: bool,
+    average: bool,
+    bucket: str,
+) -> Mean:
+    """Return the function that averages a flat tensor over `group`, flat or with respect to nodes.
+
+    Args:
+        group: who takes part.
+        compressor: how what is sent looks; with `hierarchical`, what is sent between nodes.
+        segment_lengths: elements of the parameters that lie one after the other in the tensor.
+        dtype, device: of the tensor.
+        hierarchical: average within nodes in full precision first, where there are several nodes with several ranks.
+        average: divide the sum by the number of ranks.
+        bucket: the tensor's name, for events and errors.
+
+    Returns:
+        A function of the tensor, which leaves the same bits on all ranks. A group of one changes nothing.
+    """
+    bounds = block_bounds(segment_lengths, compressor.granularity)
+    divisor = float(group.size) if average else 1.0
+    if group.size == 1:
+        return lambda x_N: None
+    if hierarchical and group.intra_node is not None:
+        return HierarchicalMean(group, compressor, bounds, dtype, device, divisor, bucket)
+    return TwoPhaseMean(group.world, compressor, bounds, dtype, device, divisor, bucket)
+
+
+class TwoPhaseMean:
+    """Mean of a flat tensor by scatter and gather, compressed in both phases (ScatterReduce, arXiv 2107.01499).
+
+    1. Encode the tensor, whose blocks are dealt to one chunk per rank.
+    2. All-to-all: each rank receives its own chunk from all others.
+    3. Decode the copies of own chunk, add them in float32 in rank order, divide, encode again.
+    4. All-gather the encoded means.
+    5. Decode them into the tensor. Own chunk too comes from its wire, so all ranks end with the same bits.
+
+    Scratch memory, about two wires, is allocated once; calls come one after the other.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        compressor: Compressor,
+        bounds_B: torch.Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        divisor: float,
+        bucket: str,
+    ) -> None:
+        self._communicator = communicator
+        self._compressor = compressor
+        self._divisor = divisor
+        self._bucket = bucket
+        self._layout = compressor.layout(bounds_B, deal_blocks(bounds_B, communicator.size), dtype, device)
+        self._own_layout = self._layout.chunk(communicator.rank)
+        # Zeros: the padding between rows is sent along, and should not carry what the memory held before.
+        self._wire_W = torch.zeros(
+            0 if compressor.in_place else self._layout.num_bytes, dtype=torch.uint8, device=device
+        )
+        self._rows_RW = torch.zeros(
+            communicator.size, self._own_layout.num_bytes, dtype=torch.uint8, device=device
+        )
+
+    def __call__(self, x_N: torch.Tensor) -> None:
+        """Replace `x_N` by the mean over the ranks, in place.
+
+        Raises:
+            CommunicationError: a peer is gone or did not take part within the group's timeout.
+        """
+        communicator, compressor = self._communicator, self._compressor
+        wire_W = x_N.view(torch.uint8) if compressor.in_place else self._wire_W
+        compressor.encode(x_N, self._layout, wire_W)
+        wires = [wire_W[row] for row in self._layout.rows]
+        own_wire = wires[communicator.rank]
+        self._rows_RW[communicator.rank].copy_(own_wire)
+        communicator.all_to_all(wires, list(self._rows_RW), bucket=self._bucket)
+        if own_wire.numel():
+            compressor.decode_mean_encode(self._rows_RW, self._own_layout, self._divisor, own_wire)
+        communicator.all_gather(own_wire, wires, bucket=self._bucket)
+        compressor.decode(wire_W, self._layout, x_N)
+
+
+class HierarchicalMean:
+    """Mean of a flat tensor that sends compressed bytes between nodes and full precision within them.
+
+    With S shards, S the smallest number of ranks on a node, so that all network cards work:
+    1. In the node, rank s < S receives shard s from all its ranks and adds them in float32 in rank order.
+    2. The owners of the same shard on all nodes form the two-phase mean of the node sums, divided by all ranks.
+    3. In the node, the owners send the results, in the tensor's dtype, to all its ranks.
+    """
+
+    def __init__(
+        self,
+        group: BaguaProcessGroup,
+        compressor: Compressor,
+        bounds_B: torch.Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        divisor: float,
+        bucket: str,
+    ) -> None:
+        assert group.intra_node is not None
+        self._intra_node = group.intra_node
+        self._bucket = bucket
+        cuts = deal_blocks(bounds_B, group.num_shards)
+        layout = Identity().layout(bounds_B, cuts, dtype, device)
+        # Ranks of larger nodes that own no shard still send and receive.
+        nothing = slice(0, 0)
+        self._shards = [*layout.elements, *[nothing] * (self._intra_node.size - group.num_shards)]
+        self._inter_node_mean: TwoPhaseMean | None = None
+        own = self._shards[self._intra_node.rank]
+        self._rows_RL = torch.zeros(self._intra_node.size, own.stop - own.start, dtype=dtype, device=device)
+        if group.inter_node is not None:
+            shard = self._intra_node.rank
+            shard_bounds = bounds_B[cuts[shard] : cuts[shard + 1] + 1] - own.start
+            self._inter_node_mean = TwoPhaseMean(
+                group.inter_node, compressor, shard_bounds, torch.float32, device, divisor, bucket
+            )
+
+    def __call__(self, x_N: torch.Tensor) -> None:
+        """Replace `x_N` by the mean over all ranks, in place. Raises as `TwoPhaseMean`."""
+        intra_node = self._intra_node
+        shards = [x_N[shard] for shard in self._shards]
+        own = shards[intra_node.rank]
+        self._rows_RL[intra_node.rank].copy_(own)
+        intra_node.all_to_all(shards, list(self._rows_RL), bucket=self._bucket)
+        if self._inter_node_mean is not None:
+            sum_L = sum_of_rows(self._rows_RL)
+            self._inter_node_mean(sum_L)
+            own.copy_(sum_L)
+        intra_node.all_gather(own, shards, bucket=self._bucket)

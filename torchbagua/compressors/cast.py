@@ -1,0 +1,125 @@
+"""Compressors that only change the number format: Identity and Cast."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchbagua.compressors.blocks import WireLayout, lay_out, pad_row
+
+_GRANULARITY = 2048
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Full precision: the wire is the tensor's own bytes, in its own memory."""
+
+    @property
+    def granularity(self) -> int:
+        """Elements of the blocks that chunks are made of."""
+        return _GRANULARITY
+
+    @property
+    def in_place(self) -> bool:
+        """True."""
+        return True
+
+    def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
+        """Return the bytes of one chunk."""
+        return num_elements * dtype.itemsize
+
+    def layout(
+        self, bounds_B: torch.Tensor, chunk_blocks: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> WireLayout:
+        """Lay out chunks: rows lie where the elements lie."""
+        return lay_out(bounds_B, chunk_blocks, lambda length, _: self.wire_bytes(length, 0, dtype), dtype, device)
+
+    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
+        """Read `x_N`, write `wire_W`; nothing to do where they are the same memory."""
+        if wire_W.data_ptr() != x_N.data_ptr():
+            wire_W.copy_(x_N.view(torch.uint8))
+
+    def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
+        """Read `wire_W`, write `x_N`; nothing to do where they are the same memory."""
+        if wire_W.data_ptr() != x_N.data_ptr():
+            x_N.copy_(wire_W.view(x_N.dtype))
+
+    def decode_mean_encode(
+        self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
+    ) -> None:
+        """Add R rows in float32 in row order, divide by `divisor`, write `wire_W`."""
+        wire_W.view(layout.dtype).copy_(mean_of_rows(rows_RW.view(layout.dtype), divisor))
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Sixteen bits an element: rounded to nearest in bfloat16 or float16 (which overflows beyond 65504).
+
+    Args:
+        dtype: "bfloat16" or "float16".
+
+    Raises:
+        ValueError: any other dtype.
+    """
+
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"Cast: dtype must be one of {sorted(_DTYPES)}, got {self.dtype!r}")
+
+    @property
+    def granularity(self) -> int:
+        """Elements of the blocks that chunks are made of."""
+        return _GRANULARITY
+
+    @property
+    def in_place(self) -> bool:
+        """False: the wire has another number format."""
+        return False
+
+    def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
+        """Return the bytes of one chunk."""
+        return pad_row(2 * num_elements)
+
+    def layout(
+        self, bounds_B: torch.Tensor, chunk_blocks: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> WireLayout:
+        """Lay out chunks: one row each."""
+        return lay_out(bounds_B, chunk_blocks, lambda length, _: self.wire_bytes(length, 0, dtype), dtype, device)
+
+    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
+        """Read `x_N`, write `wire_W`, rounding to nearest even."""
+        for elements, row in zip(layout.elements, layout.rows, strict=True):
+            chunk_L = x_N[elements]
+            self._typed(wire_W[row])[: len(chunk_L)].copy_(chunk_L)
+
+    def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
+        """Read `wire_W`, write `x_N`."""
+        for elements, row in zip(layout.elements, layout.rows, strict=True):
+            chunk_L = x_N[elements]
+            chunk_L.copy_(self._typed(wire_W[row])[: len(chunk_L)])
+
+    def decode_mean_encode(
+        self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
+    ) -> None:
+        """Add R rows in float32 in row order, divide by `divisor`, round into `wire_W`."""
+        self._typed(wire_W).copy_(mean_of_rows(self._typed(rows_RW), divisor))
+
+    def _typed(self, wire: torch.Tensor) -> torch.Tensor:
+        return wire.view(_DTYPES[self.dtype])
+
+
+def sum_of_rows(rows_RL: torch.Tensor) -> torch.Tensor:
+    """Return the float32 sum of rows, added in row order."""
+    total_L = rows_RL[0].to(torch.float32, copy=True)
+    for row_L in rows_RL[1:]:
+        total_L.add_(row_L)
+    return total_L
+
+
+def mean_of_rows(rows_RL: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Return the float32 sum of rows, added in row order, divided by `divisor`."""
+    # By a tensor on the device: on CUDA, division by a Python number is a multiplication by its reciprocal.
+    return sum_of_rows(rows_RL).div_(torch.full((1,), divisor, device=rows_RL.device))

@@ -1,0 +1,33 @@
+"""What observers are told about communication: data only."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommEvent:
+    """One exchange of a rank with the other ranks of one group.
+
+    Bytes are payload as handed to the transport, without its headers. Times are `time.perf_counter_ns` of this process.
+    """
+
+    operation: str
+    """What ran: "all_to_all" or "all_gather"."""
+    scope: str
+    """Which group it ran over: "world", "intra_node" or "inter_node"."""
+    bucket: str
+    """The bucket that it served, by name."""
+    group_size: int
+    """Ranks in that group."""
+    bytes_sent: int
+    bytes_received: int
+    start_ns: int
+    end_ns: int
+
+
+class Observer(Protocol):
+    """Hears of every exchange. Called on the thread that communicates, so it should return quickly."""
+
+    def on_comm(self, event: CommEvent) -> None:
+        """Take note of one finished exchange."""
+        ...

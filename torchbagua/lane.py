@@ -1,0 +1,116 @@
+"""The lane: one thread that runs an algorithm's communication in one order, beside the training thread."""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Lane:
+    """Runs jobs one after the other on a daemon thread, which starts with the first job and ends with `close`.
+
+    All ranks submit the same jobs in the same order, so whatever the jobs send is matched. A job that raises ends the
+    lane, since the jobs behind it would pair with different jobs of other ranks: they all fail with the same error.
+
+    Args:
+        name: of the thread.
+        on_failure: called on the lane's thread when a job has raised, before anybody hears of it.
+    """
+
+    def __init__(self, name: str, on_failure: Callable[[], None]) -> None:
+        self._worker = _Worker(on_failure)
+        self._name = name
+        self._thread: threading.Thread | None = None
+        # Behind a DDP hook nobody calls close: a lane that is forgotten, or the interpreter's end, stops the thread,
+        # which therefore knows the worker and not the lane.
+        self._stop = weakref.finalize(self, self._worker.stop)
+
+    def submit(self, run: Callable[[], T]) -> "torch.futures.Future[T]":
+        """Queue `run`; the future completes with what it returns, or raises on `wait` what it raised.
+
+        Raises:
+            RuntimeError: the lane is closed.
+        """
+        if not self._stop.alive:
+            raise RuntimeError(f"torchbagua: {self._name} is closed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._worker.work, name=self._name, daemon=True)
+            self._thread.start()
+        return self._worker.submit(run)
+
+    def close(self) -> None:
+        """Finish the queued jobs and end the thread; waits as long as the job that is running may wait."""
+        self._stop()
+        if self._thread is not None:
+            self._thread.join()
+
+
+class _Job(Generic[T]):
+    def __init__(self, run: Callable[[], T]) -> None:
+        self._run = run
+        self._failure: BaseException | None = None
+        self._done: torch.futures.Future[None] = torch.futures.Future()
+        # Not Future.set_exception, which casts its value to a tensor and garbles the message.
+        self.future: torch.futures.Future[T] = self._done.then(self._result)
+
+    def run(self) -> None:
+        self._value = self._run()
+        self._done.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        self._failure = error
+        self._done.set_result(None)
+
+    def _result(self, _: "torch.futures.Future[None]") -> T:
+        if self._failure is not None:
+            raise self._failure
+        return self._value
+
+
+class _Worker:
+    """What the thread holds: the queue and the error that ended it."""
+
+    def __init__(self, on_failure: Callable[[], None]) -> None:
+        self._on_failure = on_failure
+        self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # between a job that is queued and the failure after which none runs
+        self._failure: BaseException | None = None
+
+    def submit(self, run: Callable[[], T]) -> "torch.futures.Future[T]":
+        job = _Job(run)
+        with self._lock:
+            if self._failure is None:
+                self._jobs.put(job)
+            else:
+                job.fail(self._failure)
+        return job.future
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+
+    def work(self) -> None:
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Run the next job; a function of its own, so that an idle thread keeps no finished job alive."""
+        job = self._jobs.get()
+        if job is None:
+            return False
+        try:
+            job.run()
+        except BaseException as error:  # whatever it is, the training thread must not wait for ever
+            with self._lock:
+                self._failure = error
+            self._on_failure()
+            job.fail(error)
+            while not self._jobs.empty():
+                if (queued := self._jobs.get()) is not None:
+                    queued.fail(error)
+            return False
+        return True
