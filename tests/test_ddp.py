@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
-from training import Branches, OneElement, Run, Tower, build, train
 
+import oracle
 import torchbagua as tb
+from ranks import run_ranks
+from training import Branches, OneElement, Run, Tower, build, train
 
 ALGORITHMS = [tb.ByteGradAlgorithm(), tb.GradientAllReduceAlgorithm(hierarchical=True)]
 
@@ -53,7 +53,7 @@ SCENARIOS: dict[str, tuple[Any, dict[str, Any]]] = {
     "unused parameters": (Branches, {"find_unused_parameters": True, "bucket_cap_mb": 0.005}),
     "static graph": (Tower, {"static_graph": True, "bucket_cap_mb": 0.01}),
     "bucket views": (Tower, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01}),
-    "mixed dtypes": (lambda: Tower((torch.float32, torch.bfloat16, torch.float16)), {"bucket_cap_mb": 0.01}),
+    "mixed dtypes": (lambda: Tower(dtypes=(torch.float32, torch.bfloat16, torch.float16)), {"bucket_cap_mb": 0.01}),
     "one element": (OneElement, {}),
 }
 
@@ -85,7 +85,7 @@ def test_hierarchical(nodes: list[int], algorithm: tb.Algorithm) -> None:
 def test_sum_instead_of_mean(algorithm: tb.Algorithm) -> None:
     """On two ranks a sum is exactly twice the mean, in both codecs."""
     model = build(Tower)
-    summed = type(algorithm)(average=False)  # type: ignore[call-arg]
+    summed = type(algorithm)(average=False)
     runs = run_ranks(2, lambda group: train(group, model, summed, num_steps=1))
     for name, gradient in runs[0].averaged[0].items():
         expected = 2 * expected_average(algorithm, [run.local[0][name] for run in runs], None)

@@ -1,6 +1,7 @@
-"""One small training run under DDP on every rank, with the local gradients that went in and the averages that came out."""
+"""One small training run under DDP on every rank, with the gradients that went into averaging and that came out."""
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -36,13 +37,12 @@ class Branches(nn.Module):
 class Tower(nn.Module):
     """Linear layers of odd sizes, the largest of several blocks; optionally of several dtypes."""
 
-    def __init__(self, dtypes: Sequence[torch.dtype] = (torch.float32,) * 3) -> None:
+    def __init__(
+        self, sizes: Sequence[int] = (10, 301, 47, 1), dtypes: Sequence[torch.dtype] = (torch.float32,) * 3
+    ) -> None:
         super().__init__()
-        sizes = (10, 301, 47, 1)
-        self.layers = nn.ModuleList(
-            nn.Linear(before, after, dtype=dtype)
-            for before, after, dtype in zip(sizes, sizes[1:], dtypes, strict=False)
-        )
+        widths = zip(itertools.pairwise(sizes), itertools.cycle(dtypes), strict=False)
+        self.layers = nn.ModuleList(nn.Linear(before, after, dtype=dtype) for (before, after), dtype in widths)
 
     def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
         for layer in self.layers:
@@ -63,7 +63,7 @@ class OneElement(nn.Module):
 
 @dataclass
 class Run:
-    """What one rank saw: per step, by parameter name, gradients before and after averaging; and the weights at the end."""
+    """What one rank saw: by step and parameter name, gradients before and after averaging; and the final weights."""
 
     local: list[dict[str, torch.Tensor]] = field(default_factory=list)
     averaged: list[dict[str, torch.Tensor]] = field(default_factory=list)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua.algorithms.base import Algorithm, AlgorithmImpl
 from torchbagua.collectives import BaguaProcessGroup
-from torchbagua.comm_hook import comm_hook
+from torchbagua.comm_hook import check_gradients, comm_hook
 from torchbagua.events import Observer
 from torchbagua.step_hooks import install_step_hooks
 
@@ -41,8 +41,8 @@ def attach(
         timeout: bound on every wait for another rank; default: that of the group.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; ranks disagree in algorithm, arguments, the package's version or
-            the number of parameters.
+        TypeError, ValueError: an argument does not fit; ranks disagree in algorithm, arguments, the version of the
+            package or the number of parameters.
         KeyError: no algorithm has that name.
         TimeoutError: a rank did not call it in time.
     """
@@ -107,7 +107,7 @@ class Attachment:
         self._undo.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the algorithm's state for a checkpoint: plain tensors and numbers, readable with `weights_only=True`."""
+        """Return the state of the algorithm: plain tensors and numbers, loadable with `weights_only=True`."""
         return {"algorithm": repr(self.algorithm), "impl": self.impl.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -157,14 +157,13 @@ def _check_detached(module: DistributedDataParallel) -> None:
                 "wrap the model again without it"
             )
         if state.impl is not None:
-            raise ValueError(
-                f"attach: {type(state.impl).__name__} is attached to the module already; detach it first"
-            )
+            raise ValueError(f"attach: {type(state.impl).__name__} is attached to the module already; detach it first")
 
 
 def _trampoline_of(module: DistributedDataParallel) -> _Trampoline:
     """Return the module's trampoline, which the first attach registers."""
     for _, state in module._comm_hooks:
+        assert isinstance(state, _Trampoline)  # _check_detached has refused any other
         return state
     trampoline = _Trampoline(module.process_group)
     module.register_comm_hook(trampoline, _trampoline_hook)
@@ -181,14 +180,8 @@ def _check_module(module: DistributedDataParallel) -> None:
         if getattr(submodule, "sparse", False) and isinstance(submodule, torch.nn.Embedding | torch.nn.EmbeddingBag):
             raise ValueError(f"attach: {name or 'the module'} has sparse=True; sparse gradients are not supported")
     for name, parameter in module.module.named_parameters():
-        if not parameter.requires_grad or name in module.parameters_to_ignore:
-            continue
-        if not parameter.is_floating_point():
-            raise ValueError(
-                f"attach: parameter {name} must be float32, bfloat16 or float16, got {parameter.dtype}"
-            )
-        if parameter.device.type != "cpu":
-            raise ValueError(f"attach: parameter {name} must be on the CPU in this release, got {parameter.device}")
+        if parameter.requires_grad and name not in module.parameters_to_ignore:
+            check_gradients(f"attach: parameter {name}", parameter)
 
 
 def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module) -> None:

@@ -5,6 +5,8 @@ import torch.distributed as dist
 
 from torchbagua.algorithms.base import AlgorithmImpl
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the gradients of one DDP bucket; for `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`.
@@ -17,8 +19,8 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
         bucket: DDP's bucket of gradients.
 
     Returns:
-        A future of the bucket's buffer. Where communication fails, waiting for it raises RuntimeError in backward, which
-        names operation, bucket and peer.
+        A future of the bucket's buffer. Where communication fails, backward raises a RuntimeError that names operation,
+        bucket and peer.
 
     Raises:
         TypeError: `state` is not the impl of a gradient algorithm.
@@ -29,10 +31,18 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
             f"comm_hook: state must be what a gradient algorithm's reify returned, got {type(state).__name__}"
         )
     flat = bucket.buffer()
-    if flat.is_sparse or not flat.is_floating_point():
-        kind = "sparse" if flat.is_sparse else str(flat.dtype)
-        raise ValueError(f"comm_hook: gradients must be dense float32, bfloat16 or float16, got {kind} in a bucket")
-    if flat.device.type != "cpu":
-        raise ValueError(f"comm_hook: gradients must be on the CPU in this release, got a bucket on {flat.device}")
+    check_gradients("comm_hook: a bucket's gradients", flat)
+    if any(parameter.is_complex() for parameter in bucket.parameters()):
+        raise ValueError("comm_hook: parameters must be real, got complex ones, whose gradients DDP flattens as real")
     own_bucket = state.gradient_bucket(bucket.parameters(), flat, index=bucket.index())
     return state.lane.submit(own_bucket.run)
+
+
+def check_gradients(what: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError, with `what` as its subject, where gradients like `tensor` cannot be averaged."""
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{what} must be dense, got a {tensor.layout} tensor")
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"{what} must be float32, bfloat16 or float16, got {tensor.dtype}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{what} must be on the CPU in this release, got {tensor.device}")

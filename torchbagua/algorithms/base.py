@@ -1,4 +1,4 @@
-"""Algorithm, AlgorithmImpl and the registry: the interface that the built-in algorithms and users' own are written to."""
+"""Algorithm, AlgorithmImpl and the registry: the interface of the built-in algorithms and of users' own."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +104,7 @@ class AlgorithmImpl:
         return type(self).init_tensors is not AlgorithmImpl.init_tensors
 
     def need_reset(self) -> bool:
-        """Return True to have all initialisation run again; asked at the first bucket of a backward, or at each step."""
+        """Return True to have buckets initialised again; asked at the first bucket of a backward, or at each step."""
         return False
 
     def init_tensors(self, module: torch.nn.Module) -> list[BaguaTensor]:
@@ -131,9 +131,7 @@ class AlgorithmImpl:
         """Return a function to call when autograd has finished a backward, or None. DDP may not have finished then."""
         return None
 
-    def init_post_optimizer_step_hook(
-        self, module: torch.nn.Module
-    ) -> Callable[[torch.optim.Optimizer], None] | None:
+    def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None] | None:
         """Return a function of the optimizer to call after each of its steps, or None."""
         return None
 
@@ -169,9 +167,7 @@ class AlgorithmImpl:
             for bucket in self.buckets:
                 self.init_operations(self._module, bucket)
 
-    def gradient_bucket(
-        self, parameters: Sequence[torch.Tensor], flat: torch.Tensor, *, index: int
-    ) -> BaguaBucket:
+    def gradient_bucket(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor, *, index: int) -> BaguaBucket:
         """Return the bucket that stands for a DDP bucket of these parameters, with `flat` as its flat tensor.
 
         Buckets are told apart by their parameters' identity, since DDP forms other buckets after its first step;

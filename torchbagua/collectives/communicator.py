@@ -1,4 +1,4 @@
-"""One private gloo group: point-to-point exchanges in pairwise rounds, with errors that name peer, operation, bucket."""
+"""One private gloo group: exchanges in pairwise rounds, with errors that name peer, operation and bucket."""
 
 import time
 from collections.abc import Sequence
@@ -129,7 +129,7 @@ class Communicator:
 
 
 def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a gloo group that no registry of torch knows: `new_group` wants the world's participation, this does not."""
+    """Return a gloo group that torch's registry does not know: `new_group` wants the whole world to take part."""
     group = dist.ProcessGroup(store, rank, size)
     backend = dist.ProcessGroupGloo(store, rank, size, timeout)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

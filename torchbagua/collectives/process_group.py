@@ -1,7 +1,7 @@
 """BaguaProcessGroup: a torch process group, the nodes its ranks are on, and private groups for a lane."""
 
 import socket
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 

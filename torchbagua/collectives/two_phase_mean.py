@@ -83,9 +83,7 @@ class TwoPhaseMean:
         self._wire_W = torch.zeros(
             0 if compressor.in_place else self._layout.num_bytes, dtype=torch.uint8, device=device
         )
-        self._rows_RW = torch.zeros(
-            communicator.size, self._own_layout.num_bytes, dtype=torch.uint8, device=device
-        )
+        self._rows_RW = torch.zeros(communicator.size, self._own_layout.num_bytes, dtype=torch.uint8, device=device)
 
     def __call__(self, x_N: torch.Tensor) -> None:
         """Replace `x_N` by the mean over the ranks, in place.

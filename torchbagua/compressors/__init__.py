@@ -1,12 +1,14 @@
 """Compressors: pure functions from tensors to wire bytes and back. No group, no state, no hidden randomness."""
 
+from collections.abc import Callable
+
 from torchbagua.compressors.cast import Cast, Identity
 from torchbagua.compressors.compressor import Compressor
 from torchbagua.compressors.minmax_uint8 import DEFAULT_BLOCK, MinMaxUInt8, check_block
 
 __all__ = ["DEFAULT_BLOCK", "Cast", "Compressor", "Identity", "MinMaxUInt8", "by_name", "check_block"]
 
-_NAMED = {
+_NAMED: dict[str, Callable[[], Compressor]] = {
     "MinMaxUInt8": MinMaxUInt8,
     "bfloat16": lambda: Cast("bfloat16"),
     "float16": lambda: Cast("float16"),

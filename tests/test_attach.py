@@ -1,0 +1,233 @@
+"""attach and the plain hook: what they refuse, and what they leave behind."""
+
+import copy
+import gc
+import io
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import run_ranks
+
+Body = Callable[[dist.ProcessGroup], None]
+
+
+def wrapped(group: dist.ProcessGroup, module: nn.Module | None = None, **options: object):
+    ddp = DistributedDataParallel(module or nn.Linear(4, 2), process_group=group, **options)
+    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+
+def attach_plain_module(group: dist.ProcessGroup) -> None:
+    module = nn.Linear(4, 2)
+    tb.attach(module, torch.optim.SGD(module.parameters()), "bytegrad")
+
+
+def attach_with_foreign_optimizer(group: dist.ProcessGroup) -> None:
+    ddp, _ = wrapped(group)
+    tb.attach(ddp, torch.optim.SGD(nn.Linear(3, 3).parameters()), "bytegrad")
+
+
+def attach_with_no_optimizer(group: dist.ProcessGroup) -> None:
+    tb.attach(wrapped(group)[0], ["sgd"], "bytegrad")
+
+
+def attach_after_own_hook(group: dist.ProcessGroup) -> None:
+    ddp, optimizer = wrapped(group)
+    ddp.register_comm_hook(group, allreduce_hook)
+    tb.attach(ddp, optimizer, "bytegrad")
+
+
+def attach_twice(group: dist.ProcessGroup) -> None:
+    ddp, optimizer = wrapped(group)
+    with tb.attach(ddp, optimizer, "bytegrad"):
+        tb.attach(ddp, optimizer, "gradient_allreduce")
+
+
+def attach_unknown_name(group: dist.ProcessGroup) -> None:
+    tb.attach(*wrapped(group), "bitegrad")
+
+
+def attach_class_instead_of_instance(group: dist.ProcessGroup) -> None:
+    tb.attach(*wrapped(group), tb.ByteGradAlgorithm)
+
+
+def attach_delayed_all_reduce(group: dist.ProcessGroup) -> None:
+    module = nn.Linear(4, 2)
+    delayed = [("weight", module.weight)]
+    ddp = DistributedDataParallel(
+        module, process_group=group, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.bias
+    )
+    tb.attach(ddp, torch.optim.SGD(module.parameters()), "bytegrad")
+
+
+def attach_sparse(group: dist.ProcessGroup) -> None:
+    tb.attach(*wrapped(group, nn.Sequential(nn.Embedding(5, 2, sparse=True))), "bytegrad")
+
+
+def attach_complex(group: dist.ProcessGroup) -> None:
+    tb.attach(*wrapped(group, nn.Linear(2, 2, dtype=torch.complex64)), "bytegrad")
+
+
+def attach_double(group: dist.ProcessGroup) -> None:
+    tb.attach(*wrapped(group, nn.Linear(2, 2, dtype=torch.float64)), "bytegrad")
+
+
+def attach_with_group_of_other_size(group: dist.ProcessGroup) -> None:
+    ddp, optimizer = wrapped(group)
+    other = tb.BaguaProcessGroup(group)
+    other.size = 3
+    tb.attach(ddp, optimizer, "bytegrad", process_group=other)
+
+
+def hook_with_wrong_state(group: dist.ProcessGroup) -> None:
+    ddp, _ = wrapped(group)
+    ddp.register_comm_hook(tb.ByteGradAlgorithm(), tb.comm_hook)
+    ddp(torch.ones(1, 4)).sum().backward()
+
+
+def hook_with_complex_gradients(group: dist.ProcessGroup) -> None:
+    ddp, _ = wrapped(group, nn.Linear(2, 2, dtype=torch.complex64))
+    ddp.register_comm_hook(tb.ByteGradAlgorithm().reify(group), tb.comm_hook)
+    ddp(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
+
+
+def hook_with_sparse_gradients(group: dist.ProcessGroup) -> None:
+    ddp, _ = wrapped(group, nn.Embedding(5, 2, sparse=True))
+    ddp.register_comm_hook(tb.ByteGradAlgorithm().reify(group), tb.comm_hook)
+    ddp(torch.tensor([1])).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "message"),
+    [
+        (attach_plain_module, TypeError, "attach: module must be a .*DistributedDataParallel, got Linear"),
+        (attach_with_foreign_optimizer, ValueError, r"SGD has 2 parameters that are not the .* \(3, 3\)"),
+        (attach_with_no_optimizer, TypeError, "attach: optimizer must be a torch.optim.Optimizer, got 'sgd'"),
+        (attach_after_own_hook, ValueError, "attach: the module has the communication hook allreduce_hook already"),
+        (attach_twice, ValueError, "attach: ByteGradAlgorithmImpl is attached to the module already; detach it first"),
+        (attach_unknown_name, KeyError, "no algorithm is named 'bitegrad'; there are .*'bytegrad'"),
+        (attach_class_instead_of_instance, TypeError, "algorithm must be an Algorithm or a registered name"),
+        (attach_delayed_all_reduce, ValueError, "attach: the module was made with delay_all_reduce_named_params"),
+        (attach_sparse, ValueError, "attach: 0 has sparse=True; sparse gradients are not supported"),
+        (attach_complex, ValueError, "parameter weight must be float32.*got torch.complex64"),
+        (attach_double, ValueError, "parameter weight must be float32.*got torch.float64"),
+        (attach_with_group_of_other_size, ValueError, "process_group must have the module's 1 ranks, got 3"),
+        (hook_with_wrong_state, TypeError, "comm_hook: state must be what .* reify returned, got Byte"),
+        (hook_with_complex_gradients, ValueError, "comm_hook: parameters must be real, got complex ones"),
+        (hook_with_sparse_gradients, ValueError, "gradients must be dense, got a torch.sparse_coo tensor"),
+    ],
+)  # fmt: skip
+def test_refused(body: Body, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        run_ranks(1, body)
+
+
+def test_number_of_parameters_is_compared() -> None:
+    class Fewer(DistributedDataParallel):
+        """DDP compares parameters itself; this one hides from attach what it has told DDP."""
+
+        def parameters(self, recurse: bool = True):
+            yield from list(super().parameters(recurse))[:1]
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = (Fewer if group.rank() == 1 else DistributedDataParallel)(nn.Linear(4, 2), process_group=group)
+        tb.attach(ddp, torch.optim.SGD([ddp.module.weight]), "bytegrad")
+
+    with pytest.raises(ValueError, match="disagree in the number of parameters: rank 0 has 2, rank 1 has 1"):
+        run_ranks(2, body)
+
+
+def test_detached_ddp_averages_as_plain_ddp() -> None:
+    model = nn.Linear(10, 3)
+
+    def gradient(group: dist.ProcessGroup, ddp: DistributedDataParallel) -> torch.Tensor:
+        x = torch.randn(5, 10, generator=torch.Generator().manual_seed(group.rank()))
+        ddp.zero_grad()
+        ddp(x).square().sum().backward()
+        return ddp.module.weight.grad.clone()
+
+    def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
+        plain = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters())
+        expected = gradient(group, plain)
+        with tb.attach(ddp, optimizer, "bytegrad") as attachment:
+            quantised = gradient(group, ddp)
+        attachment.detach()  # again, to no effect
+        detached = gradient(group, ddp)
+        with tb.attach(ddp, optimizer, "gradient_allreduce"):
+            full = gradient(group, ddp)
+        return expected, quantised, detached, full
+
+    for expected, quantised, detached, full in run_ranks(2, body):
+        assert torch.equal(detached, expected)
+        assert torch.equal(full, expected)
+        assert not torch.equal(quantised, expected)
+        torch.testing.assert_close(quantised, expected, rtol=0, atol=float(expected.abs().max()) / 50)
+
+
+def test_state_dict_is_safe_to_load_and_bound_to_its_algorithm() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp, optimizer = wrapped(group)
+        with tb.attach(ddp, optimizer, "bytegrad") as attachment:
+            file = io.BytesIO()
+            torch.save(attachment.state_dict(), file)
+            file.seek(0)
+            attachment.load_state_dict(torch.load(file, weights_only=True))
+        with (
+            tb.attach(ddp, optimizer, "gradient_allreduce") as other,
+            pytest.raises(
+                ValueError, match=r"the state is of ByteGradAlgorithm.*attached is GradientAllReduceAlgorithm"
+            ),
+        ):
+            other.load_state_dict(attachment.state_dict())
+
+    run_ranks(1, body)
+
+
+def lanes() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("torchbagua lane")]
+
+
+def test_no_thread_outlives_attach_or_impl() -> None:
+    assert not lanes()
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp, optimizer = wrapped(group)
+        assert not [lane for lane in lanes() if lane is threading.current_thread()]
+        with tb.attach(ddp, optimizer, "bytegrad"):
+            ddp(torch.ones(1, 4)).sum().backward()
+            assert lanes()
+        # The plain hook, which nobody closes.
+        hooked, _ = wrapped(group)
+        hooked.register_comm_hook(tb.ByteGradAlgorithm().reify(group), tb.comm_hook)
+        hooked(torch.ones(1, 4)).sum().backward()
+
+    run_ranks(2, body)
+    deadline = time.monotonic() + 5
+    while lanes():
+        gc.collect()
+        assert time.monotonic() < deadline, f"threads stay behind: {lanes()}"
+        time.sleep(0.01)
+
+
+def test_import_opens_nothing() -> None:
+    """No thread, no library, no child process: in a fresh interpreter."""
+    import subprocess
+    import sys
+
+    code = (
+        "import torch, torch.distributed, threading, os;"
+        "before = threading.active_count(), set(os.listdir('/proc/self/fd'));"
+        "import torchbagua; after = threading.active_count(), set(os.listdir('/proc/self/fd'));"
+        "assert before == after, (before, after); assert not torch.ops.loaded_libraries, torch.ops.loaded_libraries"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,182 @@
+"""Groups, nodes, agreement between ranks, exchanges and the events that tell of them."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchbagua as tb
+from ranks import gloo_group, run_ranks
+from torchbagua.collectives import TwoPhaseMean
+from torchbagua.compressors import MinMaxUInt8
+from torchbagua.compressors.blocks import block_bounds
+
+SHORT = timedelta(seconds=2)
+
+
+def test_one_node_by_host_name() -> None:
+    for group in run_ranks(3, tb.BaguaProcessGroup):
+        assert group.nodes == [0, 0, 0]
+        assert group.intra_node is None
+        assert group.inter_node is None
+        assert group.world.ranks == (0, 1, 2)
+
+
+def test_unequal_nodes() -> None:
+    groups = run_ranks(5, lambda group: tb.BaguaProcessGroup(group, nodes=["b", "a", "b", "a", "b"]))
+    assert groups[0].nodes == [0, 1, 0, 1, 0]
+    assert groups[0].node_ranks == [[0, 2, 4], [1, 3]]
+    assert groups[0].num_shards == 2
+    assert [group.intra_node.ranks for group in groups if group.intra_node] == [
+        (0, 2, 4), (1, 3), (0, 2, 4), (1, 3), (0, 2, 4)
+    ]  # fmt: skip
+    assert [group.inter_node and group.inter_node.ranks for group in groups] == [(0, 1), (0, 1), (2, 3), (2, 3), None]
+
+
+def test_one_rank_a_node_is_flat() -> None:
+    for group in run_ranks(3, lambda group: tb.BaguaProcessGroup(group, nodes=[0, 1, 2])):
+        assert group.intra_node is None
+
+
+def test_subgroup_of_ranks() -> None:
+    """A group made by hand over two of the ranks; its ranks are its own, not the world's."""
+    store = dist.HashStore()
+
+    def body(group: dist.ProcessGroup) -> tuple[int, ...] | None:
+        if group.rank() == 0:
+            return None
+        return tb.BaguaProcessGroup(gloo_group(store, group.rank() - 1, 2)).world.ranks
+
+    assert run_ranks(3, body) == [None, (0, 1), (0, 1)]
+
+
+def test_group_from_init_process_group() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert tb.BaguaProcessGroup(dist.group.WORLD).size == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_disagreement_names_rank_field_and_values() -> None:
+    def nodes(group: dist.ProcessGroup) -> None:
+        tb.BaguaProcessGroup(group, nodes=[0, group.rank() == 2, 0])
+
+    with pytest.raises(
+        ValueError, match=r"disagree in BaguaProcessGroup's argument nodes: rank 0 has \[0, 0, 0\], rank 2"
+    ):
+        run_ranks(3, nodes)
+
+    def block(group: dist.ProcessGroup) -> None:
+        tb.ByteGradAlgorithm(block=1024 if group.rank() == 1 else 2048).reify(group)
+
+    with pytest.raises(ValueError, match="ByteGradAlgorithm's argument block: rank 0 has '2048', rank 1 has '1024'"):
+        run_ranks(2, block)
+
+    def algorithm(group: dist.ProcessGroup) -> None:
+        (tb.ByteGradAlgorithm, tb.GradientAllReduceAlgorithm)[group.rank()]().reify(group)
+
+    with pytest.raises(ValueError, match="the algorithm: rank 0 has 'ByteGradAlgorithm', rank 1 has 'GradientAllRed"):
+        run_ranks(2, algorithm)
+
+
+def test_package_version_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = iter(["1.0", "2.0"])
+    monkeypatch.setattr("torchbagua.collectives.process_group._version", lambda: next(versions))
+    with pytest.raises(
+        ValueError, match=r"disagree in the version of torchbagua: rank 0 has '.\.0', rank 1 has '.\.0'"
+    ):
+        run_ranks(2, tb.BaguaProcessGroup)
+
+
+def test_missing_rank_is_named() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        if group.rank() != 1:
+            tb.BaguaProcessGroup(group, timeout=SHORT)
+
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 3 did not reach reify or attach within 2 s"):
+        run_ranks(3, body)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"nodes": [0]}, "nodes must have one entry for each of 1 ranks"),
+        ({"timeout": 3}, "timeout must be a positive datetime.timedelta, got 3"),
+        ({"timeout": timedelta(0)}, "timeout must be a positive datetime.timedelta"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, object], message: str) -> None:
+    if "nodes" in arguments:
+        arguments = {"nodes": [0, 1]}
+    with pytest.raises(ValueError, match=message):
+        run_ranks(1, lambda group: tb.BaguaProcessGroup(group, **arguments))
+
+
+def test_not_a_group() -> None:
+    with pytest.raises(TypeError, match=r"process_group must be a torch.distributed.ProcessGroup, got None"):
+        tb.BaguaProcessGroup(None)
+
+
+def test_events_count_the_payload() -> None:
+    """ByteGrad's volume, 2 (n-1)/n bytes an element and headers, whichever way it is counted."""
+    num_elements, size = 3 * 2048 * 4, 3
+
+    def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
+        recorder = tb.traces.Recorder()
+        bagua_group = tb.BaguaProcessGroup(group, observers=[recorder])
+        bounds = block_bounds([num_elements], 2048)
+        cpu = torch.device("cpu")
+        mean = TwoPhaseMean(bagua_group.world, MinMaxUInt8(), bounds, torch.float32, cpu, 3.0, "gradients")
+        mean(torch.ones(num_elements))
+        return recorder.events
+
+    row_bytes = num_elements // size + 8 * 4  # four blocks a chunk
+    for events in run_ranks(size, body):
+        assert [event.operation for event in events] == ["all_to_all", "all_gather"]
+        for event in events:
+            assert event.bytes_sent == event.bytes_received == (size - 1) * row_bytes
+            assert (event.scope, event.bucket, event.group_size) == ("world", "gradients", size)
+            assert 0 < event.start_ns < event.end_ns
+
+
+def test_timeout_names_operation_bucket_and_peer_and_tells_the_others() -> None:
+    """Rank 2 stops taking part: one of the others times out on it, and both raise at once then."""
+    errors: dict[int, str] = {}
+    seconds: dict[int, float] = {}
+    done = threading.Event()
+
+    def body(group: dist.ProcessGroup) -> None:
+        communicator = tb.BaguaProcessGroup(group, timeout=SHORT).world
+        tensors = [torch.zeros(100_000) for _ in range(6)]
+        communicator.all_to_all(tensors[:3], tensors[3:], bucket="first")
+        if group.rank() == 2:
+            done.wait(30)
+            return
+        start = time.monotonic()
+        try:
+            communicator.all_to_all(tensors[:3], tensors[3:], bucket="second")
+        except tb.CommunicationError as error:
+            errors[group.rank()] = str(error)
+            seconds[group.rank()] = time.monotonic() - start
+        if len(errors) == 2:
+            done.set()
+
+    run_ranks(3, body)
+    assert sorted(errors) == [0, 1]
+    assert all("all_to_all of second over the world group failed on rank" in text for text in errors.values())
+    assert any("rank 2" in text for text in errors.values())
+    assert all(elapsed < 2 * SHORT.total_seconds() + 1 for elapsed in seconds.values())
+
+
+def test_closed_group_raises() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        bagua_group = tb.BaguaProcessGroup(group)
+        bagua_group.close()
+        bagua_group.world.all_to_all([torch.ones(1)] * 2, [torch.ones(1)] * 2, bucket="x")
+
+    with pytest.raises(tb.CommunicationError, match=r"the world group of ranks \[0, 1\] is closed"):
+        run_ranks(2, body)

@@ -1,0 +1,86 @@
+"""The lane: order, errors, and threads that end."""
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+
+from torchbagua.lane import Lane
+
+
+def threads_named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def wait_until_gone(name: str) -> None:
+    deadline = time.monotonic() + 5
+    while threads_named(name):
+        assert time.monotonic() < deadline, f"the thread {name} stays behind"
+        time.sleep(0.01)
+
+
+def test_jobs_run_in_order_on_one_thread() -> None:
+    lane = Lane("order", on_failure=lambda: None)
+    assert not threads_named("order"), "the thread starts with the first job"
+    seen: list[tuple[int, str]] = []
+    futures = [lane.submit(lambda i=i: seen.append((i, threading.current_thread().name)) or i) for i in range(100)]
+    assert [future.wait() for future in futures] == list(range(100))
+    assert seen == [(i, "order") for i in range(100)]
+    lane.close()
+    assert not threads_named("order")
+
+
+def test_failure_reaches_every_later_job_and_ends_the_thread() -> None:
+    closed = threading.Event()
+    lane = Lane("failing", on_failure=closed.set)
+    gate = threading.Event()
+
+    def fail() -> None:
+        gate.wait()
+        raise ConnectionError("peer 3 is gone")
+
+    ran: list[int] = []
+    futures = [lane.submit(fail), lane.submit(lambda: ran.append(1))]
+    gate.set()
+    wait_until_gone("failing")
+    futures.append(lane.submit(lambda: ran.append(2)))
+    for future in futures:
+        with pytest.raises(RuntimeError, match="ConnectionError: peer 3 is gone"):
+            future.wait()
+    assert closed.is_set()
+    assert ran == []
+    lane.close()
+
+
+def test_close_finishes_queued_jobs_and_may_be_repeated() -> None:
+    lane = Lane("closing", on_failure=lambda: None)
+    ran: list[int] = []
+    for i in range(10):
+        lane.submit(lambda i=i: (time.sleep(0.001), ran.append(i)))
+    lane.close()
+    assert ran == list(range(10))
+    lane.close()
+    with pytest.raises(RuntimeError, match="closing is closed"):
+        lane.submit(lambda: None)
+
+
+def test_a_forgotten_lane_ends_its_thread_and_keeps_nothing_alive() -> None:
+    class Kept:
+        def run(self) -> None:
+            pass
+
+    lane, kept = Lane("forgotten", on_failure=lambda: None), Kept()
+    lane.submit(kept.run).wait()
+    reference = weakref.ref(kept)
+    del kept
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while reference() is not None:  # the thread may still be leaving the job
+        assert time.monotonic() < deadline, "the idle thread keeps a finished job alive"
+        time.sleep(0.01)
+    assert threads_named("forgotten")
+    del lane
+    gc.collect()
+    wait_until_gone("forgotten")

@@ -1,0 +1,259 @@
+"""Users' own algorithms, written only against the documented interface, through the plain hook and through attach."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import run_ranks
+from training import Tower, build, train
+
+
+@dataclass(frozen=True)
+class SignSGDAlgorithm(tb.Algorithm):
+    """The sign of each gradient element, by majority vote (Bernstein et al., arXiv 1810.05291)."""
+
+    scale: float = 0.01
+
+    def make_impl(self, process_group: tb.BaguaProcessGroup) -> "SignSGDImpl":
+        return SignSGDImpl(process_group, self.scale)
+
+
+class SignSGDImpl(tb.AlgorithmImpl):
+    def __init__(self, process_group: tb.BaguaProcessGroup, scale: float) -> None:
+        super().__init__(process_group)
+        self.scale = scale
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
+        bucket.append_python_op(self.vote)
+
+    def vote(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+        votes = bucket.flat.sign().to(torch.int8)
+        dist.all_reduce(votes, group=group.world.process_group)
+        bucket.flat.copy_(votes.sign().mul(self.scale))
+
+
+def majority(gradients: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([gradient.sign() for gradient in gradients]).sum(0).sign() * torch.tensor(0.01)
+
+
+def test_majority_vote_behind_the_plain_hook() -> None:
+    model = build(Tower)
+    runs = run_ranks(3, lambda group: train(group, model, SignSGDAlgorithm(), bucket_cap_mb=0.01))
+    for run in runs:
+        assert all(torch.equal(run.weights[name], weight) for name, weight in runs[0].weights.items())
+        for step, averaged in enumerate(run.averaged):
+            for name, gradient in averaged.items():
+                assert torch.equal(gradient, majority([other.local[step][name] for other in runs])), name
+
+
+def attached_steps(
+    group: dist.ProcessGroup, model: torch.nn.Module, algorithm: tb.Algorithm, num_steps: int = 2, **options: Any
+) -> tuple[torch.nn.Module, tb.Attachment]:
+    """Train a copy of `model` with an algorithm attached; return it and the attachment, detached."""
+    ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(1000 + group.rank())
+    with tb.attach(ddp, optimizer, algorithm) as attachment:
+        for step in range(num_steps):
+            optimizer.zero_grad()
+            ddp(torch.randn(6, 10, generator=data), group.rank() + step).square().sum().backward()
+            optimizer.step()
+    return ddp.module, attachment
+
+
+def test_both_doors_give_the_same() -> None:
+    model = build(Tower)
+    attached = run_ranks(3, lambda group: attached_steps(group, model, SignSGDAlgorithm()))
+    hooked = run_ranks(3, lambda group: train(group, model, SignSGDAlgorithm(), num_steps=2))
+    for (module, _), run in zip(attached, hooked, strict=True):
+        for name, weight in module.named_parameters():
+            assert torch.equal(weight, run.weights[name]), name
+
+
+@dataclass(frozen=True)
+class LoggingAlgorithm(tb.Algorithm):
+    """Plain averaging that writes down when each method of the interface is called."""
+
+    def make_impl(self, process_group: tb.BaguaProcessGroup) -> "LoggingImpl":
+        return LoggingImpl(process_group)
+
+
+class LoggingImpl(tb.AlgorithmImpl):
+    def __init__(self, process_group: tb.BaguaProcessGroup) -> None:
+        super().__init__(process_group)
+        self.log: list[str] = []
+        self.resets = 0
+
+    def need_reset(self) -> bool:
+        self.log.append("need_reset")
+        self.resets += 1
+        return self.resets == 4
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
+        assert module is not None
+        names = [tensor.name for tensor in bucket.tensors]
+        assert set(names) <= {name for name, _ in module.named_parameters()}
+        self.log.append("init_operations")
+        bucket.append_centralized_synchronous_op()
+
+    def init_forward_pre_hook(self, module: torch.nn.Module) -> Callable[[Any], None]:
+        return lambda inputs: self.log.append("forward")
+
+    def init_backward_hook(self, module: torch.nn.Module) -> Callable[[str, torch.Tensor], None]:
+        return lambda name, parameter: self.log.append(name)
+
+    def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
+        return lambda: self.log.append("backward end")
+
+    def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
+        return lambda optimizer: self.log.append(type(optimizer).__name__)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"resets": self.resets}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.resets = state["resets"]
+
+
+def test_every_method_is_called_when_it_should() -> None:
+    model = build(lambda: torch.nn.Linear(10, 1))
+
+    def body(group: dist.ProcessGroup) -> list[str]:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with tb.attach(ddp, optimizer, LoggingAlgorithm()) as attachment:
+            for _ in range(5):
+                ddp(torch.ones(2, 10)).sum().backward()
+                optimizer.step()
+            ddp.eval()(torch.ones(2, 10))
+            ddp.train()
+            with torch.no_grad():
+                ddp(torch.ones(2, 10))
+            assert attachment.state_dict()["impl"] == {"resets": 5}
+        ddp(torch.ones(2, 10)).sum().backward()
+        optimizer.step()
+        impl = attachment.impl
+        assert isinstance(impl, LoggingImpl)
+        return impl.log
+
+    for log in run_ranks(2, body):
+        steps = [step.split() for step in " ".join(log).replace("forward", "|forward").split("|")[1:]]
+        every_step = {"forward", "need_reset", "weight", "bias", "backward", "end", "SGD"}
+        assert [set(step) - {"init_operations"} for step in steps] == [every_step] * 5
+        assert all(step[0] == "forward" and step[-3:] == ["backward", "end", "SGD"] for step in steps)
+        # First seen; DDP rebuilds its buckets; nothing; need_reset was True; nothing.
+        assert ["init_operations" in step for step in steps] == [True, True, False, True, False]
+
+
+@dataclass(frozen=True)
+class AveragingAlgorithm(tb.Algorithm):
+    """A weight algorithm: every rank takes its own steps, and weights are averaged after each."""
+
+    def make_impl(self, process_group: tb.BaguaProcessGroup) -> "AveragingImpl":
+        return AveragingImpl(process_group)
+
+
+class AveragingImpl(tb.AlgorithmImpl):
+    def init_tensors(self, module: torch.nn.Module) -> list[tb.BaguaTensor]:
+        return [tb.BaguaTensor(name, parameter) for name, parameter in module.named_parameters()]
+
+    def tensors_to_buckets(self, tensors: list[tb.BaguaTensor], do_flatten: bool) -> list[tb.BaguaBucket]:
+        flat = torch.empty(sum(tensor.parameter.numel() for tensor in tensors))
+        return [tb.BaguaBucket("weights", tensors, self.process_group, flat)]
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
+        bucket.append_centralized_synchronous_op()
+
+    def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
+        def average(optimizer: torch.optim.Optimizer) -> None:
+            with torch.no_grad():
+                for bucket in self.buckets:
+                    parameters = [tensor.parameter for tensor in bucket.tensors]
+                    bucket.flat.copy_(torch.nn.utils.parameters_to_vector(parameters))
+                    self.lane.submit(bucket.run).wait()
+                    torch.nn.utils.vector_to_parameters(bucket.flat, parameters)
+
+        return average
+
+
+def test_weight_algorithm() -> None:
+    """While it is attached DDP reduces nothing; one step from equal weights is then one step of the mean gradient."""
+    model = build(lambda: torch.nn.Linear(10, 1, bias=False))
+
+    def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        x = torch.randn(4, 10, generator=torch.Generator().manual_seed(group.rank()))
+        with tb.attach(ddp, optimizer, AveragingAlgorithm()):
+            ddp(x).sum().backward()
+            local = ddp.module.weight.grad.clone()
+            optimizer.step()
+            averaged = ddp.module.weight.detach().clone()
+        optimizer.zero_grad()
+        ddp(x).sum().backward()
+        return x.sum(0, keepdim=True), local, averaged, ddp.module.weight.grad.clone()
+
+    results = run_ranks(2, body)
+    for expected_local, local, averaged, reduced in results:
+        torch.testing.assert_close(local, expected_local)  # not averaged: DDP sent nothing
+        assert torch.equal(averaged, results[0][2])
+        assert torch.equal(reduced, results[0][3])  # detached: DDP averages again
+    mean = (results[0][1] + results[1][1]) / 2
+    torch.testing.assert_close(results[0][2], model.weight - 0.1 * mean)
+
+
+def test_half_a_weight_algorithm_is_refused() -> None:
+    class HalfImpl(AveragingImpl):
+        init_tensors = tb.AlgorithmImpl.init_tensors
+
+    class HalfAlgorithm(tb.Algorithm):
+        def make_impl(self, process_group: tb.BaguaProcessGroup) -> HalfImpl:
+            return HalfImpl(process_group)
+
+    with pytest.raises(TypeError, match="HalfImpl overrides tensors_to_buckets without init_tensors"):
+        run_ranks(1, lambda group: HalfAlgorithm().reify(group))
+
+
+def test_python_op_that_raises_fails_the_step() -> None:
+    class FailingImpl(SignSGDImpl):
+        def vote(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+            raise ZeroDivisionError("in the user's operation")
+
+    class FailingAlgorithm(tb.Algorithm):
+        def make_impl(self, process_group: tb.BaguaProcessGroup) -> FailingImpl:
+            return FailingImpl(process_group, 1.0)
+
+    model = build(Tower)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: in the user's operation"):
+        run_ranks(1, lambda group: train(group, model, FailingAlgorithm()))
+
+
+def test_registry() -> None:
+    names = tb.available_algorithms()
+    assert {"bytegrad", "gradient_allreduce"} <= set(names)
+    assert tb.Algorithm.init("bytegrad", hierarchical=False) == tb.ByteGradAlgorithm(hierarchical=False)
+    with pytest.raises(
+        KeyError, match=r"no algorithm is named 'bytegrade'; there are \['bytegrad', 'gradient_allreduce'"
+    ):
+        tb.Algorithm.init("bytegrade")
+    with pytest.raises(ValueError, match="an algorithm named 'bytegrad' is registered already"):
+        tb.register("bytegrad", SignSGDAlgorithm)
+    with pytest.raises(TypeError, match="register: name must be a string, got 3"):
+        tb.register(3, SignSGDAlgorithm)
+
+
+def test_descriptions_are_values() -> None:
+    import pickle
+
+    algorithm = tb.ByteGradAlgorithm(block=64)
+    assert pickle.loads(pickle.dumps(algorithm)) == algorithm
+    assert repr(algorithm) == "ByteGradAlgorithm(hierarchical=True, average=True, block=64)"
+    with pytest.raises(AttributeError):
+        algorithm.average = False
