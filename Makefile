@@ -1,0 +1,84 @@
+# `make help` lists what there is. Each target does its own set-up, in .venv.
+
+# The Python that .venv is made with, and further arguments for pip (an index with CPU builds of torch, say).
+PYTHON ?= python3
+PIP_ARGS ?=
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+BIN := .venv/bin
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+NATIVE_SOURCES = $(shell find csrc_cuda -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+# A stamp is written when its step is complete, so a set-up that was interrupted goes on where it stopped.
+STAMPS := .venv/stamps
+# What the installed package is built from; its Python files are used in place.
+BUILT_FROM = pyproject.toml setup.py torchbagua/native/recipe.py $(NATIVE_SOURCES)
+
+.PHONY: help
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-14s %s\n' "$$name" "$$what"; done
+	@echo
+	@echo "  PYTHON=python3.12     the Python that .venv is made with (3.10 or newer); remove .venv to change it"
+	@echo "  PIP_ARGS='...'        further arguments for pip, such as --index-url or --find-links with a CPU build of torch"
+	@echo "  ARGS='...'            further arguments for the command that the target runs"
+
+.PHONY: demo
+demo: $(STAMPS)/package ## train a small GPT over 2 processes, plain DDP beside ByteGrad
+	$(BIN)/torchbagua demo $(ARGS)
+
+.PHONY: test
+test: lint ## lint and run every test but the soak and GPU ones
+	$(BIN)/pytest $(ARGS)
+
+.PHONY: lint
+lint: $(STAMPS)/dev ## ruff, mypy, import-linter, clang-format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict torchbagua
+	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
+
+.PHONY: format
+format: $(STAMPS)/dev ## format the Python and C++ sources in place
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(NATIVE_SOURCES)
+
+.PHONY: bench-codec
+bench-codec: $(STAMPS)/package ## time the native kernels against a copy
+	$(BIN)/python benchmarks/codec.py $(ARGS)
+
+.PHONY: bench-network
+bench-network: $(STAMPS)/package ## time training steps over emulated slow networks (as root, on Linux)
+	$(BIN)/python benchmarks/network.py $(ARGS)
+
+.PHONY: soak
+soak: $(STAMPS)/dev ## the tests that take minutes
+	$(BIN)/pytest -m soak -o faulthandler_timeout=1800 $(ARGS)
+
+.PHONY: clean
+clean: ## remove .venv and everything built
+	rm -rf .venv build dist runs *.egg-info torchbagua/native/*.so .hypothesis .*_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMPS)/venv:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "torchbagua needs Python 3.10 or newer, $(PYTHON) is " + sys.version)'
+	$(PYTHON) -m venv .venv
+	mkdir -p $(STAMPS) && touch $@
+
+# torch alone and first: the package is built against it, without isolation.
+$(STAMPS)/torch: $(STAMPS)/venv constraints.txt
+	$(PIP_INSTALL) torch setuptools wheel ninja
+	touch $@
+
+$(STAMPS)/package: $(STAMPS)/torch $(BUILT_FROM)
+	$(PIP_INSTALL) --no-build-isolation --editable '.[demo]'
+	touch $@
+
+$(STAMPS)/dev: $(STAMPS)/torch $(BUILT_FROM)
+	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	touch $(STAMPS)/package $@

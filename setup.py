@@ -1,0 +1,72 @@
+"""Builds torchbagua: ahead of time where torch and a C++ compiler are at hand, else as a pure wheel.
+
+Everything else stands in pyproject.toml. torch is no build requirement, because pip would download it to build: so an
+isolated build (the default) never sees it and gives a pure wheel, which ships `csrc_cuda` and compiles at first use;
+`--no-build-isolation` gives a wheel with the library. A compiler that is there and fails, fails the build.
+"""
+
+import os
+import runpy
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+RECIPE = runpy.run_path(str(ROOT / "torchbagua" / "native" / "recipe.py"))
+
+
+def built_ahead() -> dict[str, Any]:
+    """The arguments of `setup` that build the CPU library; none, with a line that says why, where that cannot be."""
+    # torch compiles with $CXX, or c++; setuptools links with another compiler unless CXX is set.
+    compiler = os.environ.setdefault("CXX", "c++")
+    try:
+        from torch.utils.cpp_extension import BuildExtension, CppExtension
+    except ImportError as error:
+        return pure(f"torch cannot be imported here ({error}); use --no-build-isolation, with torch installed")
+    if shutil.which(shlex.split(compiler)[0]) is None:
+        return pure(f"there is no C++ compiler ({compiler}, set by CXX, is not on PATH)")
+
+    class BuildLibrary(BuildExtension):
+        """torch's build_ext, which for an editable install first removes the libraries of earlier sources."""
+
+        def run(self) -> None:
+            if self.inplace:
+                for stale in (ROOT / "torchbagua" / "native").glob(f"{RECIPE['LIBRARY_PREFIX']}*.so"):
+                    stale.unlink()
+            super().run()
+
+    library = CppExtension(
+        name="torchbagua.native." + RECIPE["library_stem"](ROOT / "csrc_cuda"),
+        sources=[f"csrc_cuda/{RECIPE['CPU_SOURCE']}"],
+        include_dirs=[str(ROOT / "csrc_cuda")],
+        extra_compile_args=list(RECIPE["COMPILE_FLAGS"]),
+        py_limited_api=True,
+    )
+    return {"ext_modules": [library], "cmdclass": {"build_ext": BuildLibrary}}
+
+
+def pure(why: str) -> dict[str, Any]:
+    """Says on pip's log (`pip -v` shows it) that the library is left to the first use."""
+    print(f"torchbagua: pure wheel, the native library will be compiled at first use: {why}")
+    return {}
+
+
+ahead = built_ahead()
+# setuptools packs all that lies in its build folder: in one that is kept, files that are long gone from the sources.
+with tempfile.TemporaryDirectory() as build_folder:
+    setup(
+        packages=[*find_packages(include=["torchbagua", "torchbagua.*"]), "torchbagua._csrc"],
+        # The C++ sources travel in every wheel, as the data of a package that holds no Python.
+        package_dir={"torchbagua._csrc": "csrc_cuda"},
+        package_data={"torchbagua": ["py.typed"], "torchbagua._csrc": ["**/*"]},
+        include_package_data=False,
+        options={
+            "build": {"build_base": build_folder},
+            "bdist_wheel": {"py_limited_api": RECIPE["PYTHON_TAG"]} if ahead else {},
+        },
+        **ahead,
+    )

@@ -1,0 +1,47 @@
+"""Copies of the sources to install from or to break, and processes of their own that use them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def copy_sources(to: Path) -> Path:
+    """Copies what an installation needs, without any built library, into the new folder `to`; returns `to`."""
+    for name in ("torchbagua", "csrc_cuda"):
+        shutil.copytree(REPOSITORY / name, to / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, to)
+    return to
+
+
+def compiler_that(script: Path, does: str) -> Path:
+    """Writes the compiler `script`: c++, which first runs the shell line `does` when it is given a file to compile."""
+    script.write_text(f"""#!/bin/sh
+case " $* " in *" -c "*) {does};; esac
+exec c++ "$@"
+""")
+    script.chmod(0o755)
+    return script
+
+
+def start_python(code: str, folder: Path, **variables: str) -> subprocess.Popen[str]:
+    """Starts `code` in a Python that imports torchbagua from `folder`; `variables` are added to the environment."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("CXX", "TORCHBAGUA_NATIVE")}
+    # One thread each: many such processes at once would otherwise wait for one another's.
+    environment |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", **variables}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=pipe, stderr=pipe)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Waits for `process`, at most three minutes; returns its exit status and what it wrote to stdout and stderr."""
+    try:
+        out, err = process.communicate(timeout=180)
+    finally:
+        process.kill()
+    return process.returncode, out, err

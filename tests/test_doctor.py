@@ -1,0 +1,54 @@
+"""The command line: `torchbagua doctor`, and what the command does with its arguments."""
+
+import pytest
+import torch
+
+import torchbagua
+from torchbagua.cli.__main__ import main
+from torchbagua.native import status
+
+
+def test_doctor_reports_every_operation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for word in (torchbagua.__version__, torch.__version__, "gloo", "C++ compiler", "ninja", "cache"):
+        assert word in printed
+    lines = [line.split() for line in printed.splitlines()]
+    for row in status():
+        (line,) = (line for line in lines if line[:2] == [row.operation, row.device])
+        assert line[2:4] == [row.path, row.instruction_set or "-"]
+    assert printed.endswith("torchbagua is usable here.\n")
+
+
+def test_status_tells_native_from_reference() -> None:
+    torchbagua.native.load()
+    rows = status()
+    assert {row.operation for row in rows} == {
+        "minmax_uint8_decode",
+        "minmax_uint8_decode_mean_encode",
+        "minmax_uint8_encode",
+    }
+    for row in rows:
+        native = row.path in ("aot", "jit")
+        assert native == (row.library is not None)
+        assert native == (row.instruction_set in ("default", "avx2", "avx512"))
+
+
+def test_doctor_explains_what_is_not_usable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHBAGUA_NATIVE", "fast")
+    assert main(["doctor"]) == 1
+    assert "NOT USABLE: the native kernels: TORCHBAGUA_NATIVE='fast': allowed are" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"torchbagua {torchbagua.__version__}\n"
+
+
+def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["operate"])
+    assert "'operate'" in capsys.readouterr().err

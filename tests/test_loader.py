@@ -1,0 +1,216 @@
+"""Which kernels `torchbagua.native.load` takes: every case in processes of its own, over a copy of the sources."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from source_tree import compiler_that, copy_sources, finish, start_python
+from torchbagua.native import first_use, loader, recipe
+
+# Loads from two threads at once, then prints the path taken and the bytes of one operation.
+LOAD_AND_ENCODE = """
+import threading, torch
+from torchbagua import native
+threads = [threading.Thread(target=native.load) for _ in range(2)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+wire = torch.zeros(5016, dtype=torch.uint8)
+table = torch.tensor([[0, 2048, 0, 16], [2048, 2952, 8, 2064]])
+torch.ops.torchbagua.minmax_uint8_encode(x, table, wire)
+print({row.path for row in native.status()}, hash(bytes(wire.tolist())))
+"""
+
+# Prints whether there is a library, and of which kind.
+LOAD = """
+from torchbagua import native
+native.load()
+library = native.loader.loaded_library()
+print(library and native.loader.path_of(library))
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    return copy_sources(tmp_path / "checkout")
+
+
+@pytest.fixture
+def empty_checkout(checkout: Path) -> Path:
+    """A copy whose library compiles in no time, because it holds nothing: for how it comes to be loaded."""
+    (checkout / "csrc_cuda" / recipe.CPU_SOURCE).write_text("// no kernels\n")
+    return checkout
+
+
+def run(code: str, folder: Path, **variables: str) -> tuple[int, str, str]:
+    return finish(start_python(code, folder, PYTHONHASHSEED="0", **variables))
+
+
+def announce(folder: Path) -> str:
+    """The shell line by which a compiler leaves its process number in the file `pid`, whole or not at all."""
+    return f"echo $$ >{folder}/new; mv {folder}/new {folder}/pid"
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def test_many_processes_at_first_use_compile_once_and_agree(checkout: Path, tmp_path: Path) -> None:
+    compiler = compiler_that(tmp_path / "counting-c++", f"echo >>{tmp_path}/calls")
+    variables = {"TORCHBAGUA_CACHE": str(tmp_path / "a cache"), "CXX": str(compiler), "PYTHONHASHSEED": "0"}
+
+    processes = [start_python(LOAD_AND_ENCODE, checkout, **variables) for _ in range(8)]
+    results = [finish(process) for process in processes]
+
+    assert [(status, err) for status, _, err in results] == [(0, "")] * 8
+    _, reference, _ = run(LOAD_AND_ENCODE, checkout, TORCHBAGUA_NATIVE="reference")
+    assert reference.startswith("{'reference'} ")
+    assert {out for _, out, _ in results} == {reference.replace("reference", "jit")}
+    assert (tmp_path / "calls").read_text() == "\n"
+    (entry,) = (tmp_path / "a cache").iterdir()
+    assert sorted(file.suffix for file in entry.iterdir()) == ["", ".so"], "a library, a lock and nothing left over"
+
+
+def test_killed_compilation_blocks_nothing(empty_checkout: Path, tmp_path: Path) -> None:
+    compiler = compiler_that(
+        tmp_path / "slow-c++", f"[ -e {tmp_path}/fast ] || {{ {announce(tmp_path)}; exec sleep 200; }}"
+    )
+    cache = tmp_path / "cache"
+    variables = {"TORCHBAGUA_CACHE": str(cache), "CXX": str(compiler)}
+
+    first = start_python(LOAD, empty_checkout, **variables)
+    wait_until((tmp_path / "pid").exists)
+    first.send_signal(signal.SIGKILL)
+    assert finish(first)[0] == -signal.SIGKILL
+
+    (tmp_path / "fast").touch()
+    started_s = time.monotonic()
+    try:
+        assert run(LOAD, empty_checkout, **variables) == (0, "jit\n", "")
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert time.monotonic() - started_s < 120, "it waited for the process that is gone"
+    assert not list(cache.glob("*/build-*")), "what the killed process left is removed"
+
+
+def test_interrupted_compilation_ends_the_compiler(empty_checkout: Path, tmp_path: Path) -> None:
+    compiler = compiler_that(tmp_path / "slow-c++", f"{announce(tmp_path)}; exec sleep 60")
+    # A shell that runs in the background lets its children ignore Ctrl-C.
+    code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n{LOAD}"
+    process = start_python(code, empty_checkout, CXX=str(compiler), TORCHBAGUA_CACHE=str(tmp_path / "cache"))
+    wait_until((tmp_path / "pid").exists)
+    process.send_signal(signal.SIGINT)
+    status, _, err = finish(process)
+    assert status != 0
+    assert err.endswith("KeyboardInterrupt\n")
+    wait_until(lambda: not Path("/proc", (tmp_path / "pid").read_text().strip()).exists())
+
+
+def test_cache_folder_that_cannot_be_made_raises(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RuntimeError, match="TORCHBAGUA_CACHE names another cache folder"):
+        first_use.compile_once(tmp_path / "file" / "key" / "library.so", tmp_path)
+
+
+def test_compiler_that_fails_raises_its_message(checkout: Path, tmp_path: Path) -> None:
+    compiler = compiler_that(tmp_path / "broken-c++", "echo no room for jokes >&2; exit 1")
+    status, out, err = run(LOAD, checkout, CXX=str(compiler), TORCHBAGUA_CACHE=str(tmp_path / "cache"))
+    assert (status, out) == (1, "")
+    assert "RuntimeError" in err
+    assert "no room for jokes" in err
+    assert "TORCHBAGUA_NATIVE=reference" in err
+
+
+def test_without_compiler_the_reference_runs_and_one_warning_says_so(checkout: Path) -> None:
+    code = f"import warnings; warnings.simplefilter('always')\n{LOAD * 2}"
+    status, out, err = run(code, checkout, CXX="absent-c++")
+    assert (status, out) == (0, "None\n" * 2)
+    assert err.count("Warning") == 1
+    for part in ("no library was built ahead of time", "absent-c++ is not on PATH", "TORCHBAGUA_NATIVE=reference"):
+        assert part in err
+
+
+def test_import_compiles_and_loads_nothing(checkout: Path, tmp_path: Path) -> None:
+    code = "import threading, torch, torchbagua; print(torch.ops.loaded_libraries, threading.active_count())"
+    assert run(code, checkout, TORCHBAGUA_CACHE=str(tmp_path / "cache")) == (0, "set() 1\n", "")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_built_library_that_does_not_load_raises(checkout: Path) -> None:
+    built = checkout / "torchbagua" / "native" / f"{recipe.library_stem(checkout / 'csrc_cuda')}.abi3.so"
+    built.write_bytes(b"not a library")
+    status, out, err = run(LOAD, checkout)
+    assert (status, out) == (1, "")
+    for part in ("RuntimeError", str(built), "TORCHBAGUA_NATIVE=reference"):
+        assert part in err
+
+
+def test_variable_that_is_set_too_late_raises(empty_checkout: Path, tmp_path: Path) -> None:
+    code = f"{LOAD}\nimport os; os.environ['TORCHBAGUA_NATIVE'] = 'reference'; native.load()"
+    status, out, err = run(code, empty_checkout, TORCHBAGUA_NATIVE="jit", TORCHBAGUA_CACHE=str(tmp_path / "cache"))
+    assert (status, out) == (1, "jit\n")
+    assert "RuntimeError: TORCHBAGUA_NATIVE=reference was set after" in err
+
+
+class TestChoice:
+    """`choose` without loading: over an empty package folder, with a compiler that is not called."""
+
+    @pytest.fixture(autouse=True)
+    def package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        native = tmp_path / "torchbagua" / "native"
+        native.mkdir(parents=True)
+        (tmp_path / "csrc_cuda").mkdir()
+        (tmp_path / "csrc_cuda" / recipe.CPU_SOURCE).write_text("// nothing\n")
+        monkeypatch.setattr(loader, "__file__", str(native / "loader.py"))
+        monkeypatch.setenv("CXX", "absent-c++")
+        monkeypatch.delenv("TORCHBAGUA_NATIVE", raising=False)
+        return native
+
+    def test_library_of_other_sources_is_not_taken(self, package: Path, tmp_path: Path) -> None:
+        built = package / f"{recipe.library_stem(tmp_path / 'csrc_cuda')}.abi3.so"
+        built.touch()
+        assert loader.choose().library == built
+        (tmp_path / "csrc_cuda" / "new.h").write_text("// changed\n")
+        choice = loader.choose()
+        assert choice.path == "reference"
+        assert f"the built library {built.name} is not from the sources in" in choice.why
+
+    def test_installed_sources_come_first(self, tmp_path: Path) -> None:
+        (tmp_path / "torchbagua" / "_csrc").mkdir()
+        assert loader.sources() == tmp_path / "torchbagua" / "_csrc"
+
+    def test_reference_can_be_forced(self, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (package / f"{recipe.library_stem(tmp_path / 'csrc_cuda')}.abi3.so").touch()
+        monkeypatch.setenv("TORCHBAGUA_NATIVE", "reference")
+        assert loader.choose() == loader.Choice("reference", None, "TORCHBAGUA_NATIVE=reference")
+
+    def test_jit_can_be_forced_past_a_built_library(
+        self, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (package / f"{recipe.library_stem(tmp_path / 'csrc_cuda')}.abi3.so").touch()
+        monkeypatch.setenv("TORCHBAGUA_NATIVE", "jit")
+        with pytest.raises(RuntimeError, match=r"TORCHBAGUA_NATIVE=jit, and there is no C\+\+ compiler"):
+            loader.choose()
+        monkeypatch.setenv("CXX", str(compiler_that(tmp_path / "c++", "exit 1")))
+        assert loader.choose().path == "jit"
+
+    def test_forced_built_library_that_is_absent_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TORCHBAGUA_NATIVE", "aot")
+        with pytest.raises(RuntimeError, match="TORCHBAGUA_NATIVE=aot, but no library was built ahead of time"):
+            loader.choose()
+
+    def test_other_values_raise(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TORCHBAGUA_NATIVE", "AOT")
+        with pytest.raises(ValueError, match="TORCHBAGUA_NATIVE='AOT': allowed are aot, jit, reference"):
+            loader.choose()
+
+    def test_sources_that_are_absent_raise(self, tmp_path: Path) -> None:
+        (tmp_path / "csrc_cuda" / recipe.CPU_SOURCE).unlink()
+        with pytest.raises(FileNotFoundError, match=r"bind_cpu\.cpp is missing"):
+            loader.choose()

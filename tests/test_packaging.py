@@ -1,0 +1,100 @@
+"""What pip makes of the sources: a pure wheel or one with the library, and never a download of torch.
+
+pip fetches setuptools for the isolated build.
+"""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from source_tree import compiler_that, copy_sources, finish, start_python
+from torchbagua.native import recipe
+
+# What pip calls to build, without its three processes around it.
+BUILD_WHEEL = "import setuptools.build_meta as backend; backend.build_wheel('wheels')"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the sources, and the working folder of the test."""
+    monkeypatch.chdir(copy_sources(tmp_path / "checkout"))
+    Path("wheels").mkdir()
+    return Path.cwd()
+
+
+def only_wheel(folder: Path) -> zipfile.ZipFile:
+    (wheel,) = folder.glob("*.whl")
+    return zipfile.ZipFile(wheel)
+
+
+def libraries(wheel: zipfile.ZipFile) -> list[str]:
+    return [name for name in wheel.namelist() if name.endswith(".so")]
+
+
+def assert_pure(wheel: zipfile.ZipFile) -> None:
+    assert Path(str(wheel.filename)).name.endswith("-py3-none-any.whl")
+    assert not libraries(wheel)
+
+
+def test_isolated_install_is_pure_complete_and_fetches_no_torch(checkout: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", environment / "bin" / "python"]
+
+    log = subprocess.check_output([*pip, "install", "-v", "--no-deps", "."], stderr=subprocess.STDOUT, text=True)
+
+    assert "torchbagua: pure wheel, the native library will be compiled at first use" in log
+    fetched = [line for line in log.splitlines() if "Collecting" in line or "Downloading" in line]
+    assert not [line for line in fetched if "torch" in line]
+    (packages,) = environment.glob("lib/python*/site-packages")
+    assert {path.name.split("-")[0] for path in packages.iterdir()} == {"torchbagua"}
+    assert not list(packages.rglob("*.so"))
+    assert "Tag: py3-none-any" in next(packages.glob("*.dist-info/WHEEL")).read_text()
+    # The first use finds there all that the checkout has.
+    assert recipe.sources_digest(packages / "torchbagua" / "_csrc") == recipe.sources_digest(checkout / "csrc_cuda")
+    code = "from torchbagua.native import loader; print(loader.sources())"
+    assert finish(start_python(code, packages)) == (0, f"{packages / 'torchbagua' / '_csrc'}\n", "")
+
+
+def test_wheel_built_beside_torch_holds_the_library(checkout: Path, tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "wheels", "."], check=True)
+
+    with only_wheel(Path("wheels")) as wheel:
+        assert "-cp310-abi3-" in str(wheel.filename)
+        assert libraries(wheel) == [f"torchbagua/native/{recipe.library_stem(checkout / 'csrc_cuda')}.abi3.so"]
+        wheel.extractall(tmp_path / "installed")
+    code = "from torchbagua import native; native.load(); print({(row.path, row.why) for row in native.status()})"
+    expected = (0, "{('aot', 'built ahead of time')}\n", "")
+    assert finish(start_python(code, tmp_path / "installed", TORCHBAGUA_NATIVE="aot")) == expected
+
+
+def test_without_compiler_the_wheel_is_pure_and_says_so(checkout: Path) -> None:
+    status, out, err = finish(start_python(BUILD_WHEEL, checkout, CXX="absent-c++"))
+    assert status == 0, err
+    assert "torchbagua: pure wheel" in out
+    assert "absent-c++, set by CXX, is not on PATH" in out
+    with only_wheel(Path("wheels")) as wheel:
+        assert_pure(wheel)
+
+
+def test_compiler_that_fails_fails_the_build(checkout: Path, tmp_path: Path) -> None:
+    compiler = compiler_that(tmp_path / "broken-c++", "echo no room for jokes >&2; exit 1")
+    status, out, err = finish(start_python(BUILD_WHEEL, checkout, CXX=str(compiler)))
+    assert status != 0
+    assert "no room for jokes" in out + err
+    assert not list(Path("wheels").iterdir())
+
+
+def test_source_distribution_holds_the_cpp_sources(checkout: Path, tmp_path: Path) -> None:
+    build = "import setuptools.build_meta as backend; print(backend.build_sdist('wheels'))"
+    status, out, err = finish(start_python(build, checkout, CXX="absent-c++"))
+    assert status == 0, err
+    with tarfile.open(Path("wheels") / out.splitlines()[-1]) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.glob("torchbagua-*")
+    assert recipe.sources_digest(unpacked / "csrc_cuda") == recipe.sources_digest(checkout / "csrc_cuda")

@@ -1,0 +1,1 @@
+"""The command `torchbagua`: one module a subcommand, each with `main(arguments) -> exit status`."""

@@ -1,0 +1,85 @@
+"""`torchbagua doctor`: what torchbagua finds on this machine, and which kernels it runs and why."""
+
+import argparse
+import os
+import platform
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+import torchbagua
+from torchbagua.native import OperationStatus, first_use, loader, status
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Prints the report; 0 where torchbagua can be used here, 1 where not, which the last line then explains."""
+    parser = argparse.ArgumentParser(prog="torchbagua doctor", description=__doc__)
+    parser.parse_args(arguments)
+
+    print(_table([("finding", "value"), *_findings()]))
+    print()
+    problems = []
+    try:
+        with warnings.catch_warnings():
+            # The table below says what the warning would, in the column `why`.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            loader.load()
+        print(_table([("operation", "device", "path", "instructions", "why"), *map(_row, status())]))
+        print(f"\nlibrary: {loader.loaded_library() or 'none, the reference runs in plain torch'}")
+    except (RuntimeError, ValueError) as error:
+        problems.append(f"the native kernels: {error}")
+    if not (_has_gloo() or _has_nccl()):
+        problems.append("torch.distributed: this torch was built with neither gloo nor NCCL")
+
+    print()
+    for problem in problems:
+        print(f"NOT USABLE: {problem}")
+    if not problems:
+        print("torchbagua is usable here.")
+    return 1 if problems else 0
+
+
+def _findings() -> list[tuple[str, str]]:
+    compiler = first_use.find_compiler()
+    missing_backend = "not in this build of torch"
+    missing_compiler = f"none ({first_use.compiler_command()[0]} is not on PATH; CXX names another)"
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return [
+        ("torchbagua", torchbagua.__version__),
+        ("torch", torch.__version__),
+        ("python", platform.python_version()),
+        ("platform", f"{platform.platform()}, {os.cpu_count()} CPUs"),
+        ("CPU capability of torch", torch.backends.cpu.get_cpu_capability()),
+        ("GPUs", ", ".join(gpus) or "none"),
+        ("gloo", "available" if _has_gloo() else missing_backend),
+        ("NCCL", "available" if _has_nccl() else missing_backend),
+        ("C++ compiler", compiler or missing_compiler),
+        ("ninja", str(first_use.ninja_folder() or "none")),
+        ("C++ sources", str(loader.sources())),
+        ("cache", str(first_use.cache_folder())),
+        (loader.VARIABLE, os.environ.get(loader.VARIABLE) or "not set: the best there is"),
+    ]
+
+
+def _has_gloo() -> bool:
+    return dist.is_available() and dist.is_gloo_available()
+
+
+def _has_nccl() -> bool:
+    return dist.is_available() and dist.is_nccl_available()
+
+
+def _row(operation: OperationStatus) -> tuple[str, ...]:
+    instructions = operation.instruction_set or "-"
+    return operation.operation, operation.device, operation.path, instructions, operation.why
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Aligned columns, the first row underlined."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    head, *body = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return "\n".join([head, "  ".join("-" * width for width in widths), *body])

@@ -1,0 +1,165 @@
+"""Compiles the native library when it is first needed, into a cache that all processes of a user share.
+
+Many processes may come at once and any may be killed. The library is compiled in a private folder and renamed into
+place when it is known to load, so a file under its final name is whole. A lock of the operating system, which ends with
+the process that holds it, makes one process compile while the others wait.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from torchbagua.native import recipe
+
+# Compiling takes some ten seconds; a machine that needs longer than this for it hangs.
+COMPILE_TIMEOUT_S = 600.0
+
+# In a process of its own: torch.utils.cpp_extension wants ninja on PATH, where this process may not have it; it imports
+# setuptools, which replaces distutils; and a library that does not load is found out before it is in the cache.
+_COMPILE = """
+import json, sys
+import torch.utils.cpp_extension
+try:
+    torch.utils.cpp_extension.load(**json.loads(sys.argv[1]))
+except (ImportError, OSError, RuntimeError) as error:
+    sys.exit(str(error))
+"""
+
+
+def cache_folder() -> Path:
+    """Where compiled libraries are kept: $TORCHBAGUA_CACHE, else torchbagua below $XDG_CACHE_HOME or ~/.cache."""
+    if own := os.environ.get("TORCHBAGUA_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchbagua"
+
+
+def compiler_command() -> list[str]:
+    """The words of the C++ compiler that torch uses: $CXX, else c++."""
+    return shlex.split(os.environ.get("CXX") or "c++")
+
+
+def find_compiler() -> str | None:
+    """The path of the C++ compiler, None where there is none."""
+    return shutil.which(compiler_command()[0])
+
+
+def ninja_folder() -> Path | None:
+    """The folder of the ninja to compile with: that of the ninja package, wherever PATH points, else PATH's own."""
+    if importlib.util.find_spec("ninja") is not None:
+        import ninja
+
+        return Path(ninja.BIN_DIR)
+    found = shutil.which("ninja")
+    return Path(found).parent if found else None
+
+
+def library_file(stem: str) -> Path:
+    """Where the library `stem` lies in the cache, compiled or not.
+
+    Its folder is keyed by torch's version, the machine and the compiler; `stem` names sources and flags.
+    """
+    version = subprocess.run([*compiler_command(), "--version"], capture_output=True, check=False)
+    key = hashlib.sha256(version.stdout)
+    for part in (stem, torch.__version__, platform.machine(), *compiler_command()):
+        key.update(b"\0" + part.encode())
+    return cache_folder() / key.hexdigest()[:16] / f"{stem}.so"
+
+
+def compile_once(library: Path, csrc: Path) -> None:
+    """Compiles the sources in `csrc` to `library`, or waits while another process does; nothing where it is there.
+
+    Raises:
+        RuntimeError: the compiler failed, with its output; it, or the process waited for, took longer than
+            COMPILE_TIMEOUT_S; or the cache folder cannot be made.
+        OSError: the cache folder cannot be written.
+    """
+    if library.exists():
+        return
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RuntimeError(f"no folder for it: {error}; TORCHBAGUA_CACHE names another cache folder") from None
+    with _only_process(library.with_name("lock")):
+        if library.exists():
+            return
+        # Only a process that was stopped leaves one of these: whoever compiles holds the lock.
+        for left_over in library.parent.glob("build-*"):
+            shutil.rmtree(left_over, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent, ignore_cleanup_errors=True) as build:
+            os.replace(_compile(library.stem, csrc, Path(build)), library)
+
+
+@contextlib.contextmanager
+def _only_process(lock: Path) -> Iterator[None]:
+    """Holds the file `lock` exclusively; RuntimeError where another process keeps it for COMPILE_TIMEOUT_S."""
+    deadline_s = time.monotonic() + COMPILE_TIMEOUT_S
+    with lock.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise RuntimeError(f"another process has held {lock} for {COMPILE_TIMEOUT_S:.0f} s") from None
+                time.sleep(0.05)
+            else:
+                break
+        # Closing the file, or the end of this process however it comes, releases the lock.
+        yield
+
+
+def _compile(stem: str, csrc: Path, build: Path) -> Path:
+    """Compiles and, in a process of its own, loads the library; returns its file, in the folder `build`."""
+    arguments = {
+        "name": stem,
+        "sources": [str(csrc / recipe.CPU_SOURCE)],
+        "extra_cflags": list(recipe.COMPILE_FLAGS),
+        "extra_include_paths": [str(csrc)],
+        "build_directory": str(build),
+        "is_python_module": False,
+        "with_cuda": False,
+    }
+    ninja = ninja_folder()
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([*([str(ninja)] if ninja else []), os.environ.get("PATH", os.defpath)]),
+        # This process may have found torch in ways that a new one would not.
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
+    }
+    log = build / "log"
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-c", _COMPILE, json.dumps(arguments)],
+            cwd=build,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = child.wait(COMPILE_TIMEOUT_S)
+        except BaseException as error:
+            # To the child and its ninja, which ends the compilers that it has put in groups of their own.
+            os.killpg(child.pid, signal.SIGTERM)
+            child.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise RuntimeError(f"compiling took longer than {COMPILE_TIMEOUT_S:.0f} s") from None
+            raise
+    if status != 0:
+        raise RuntimeError(f"compiling failed:\n{log.read_text(errors='replace').strip()}")
+    return build / f"{stem}.so"
