@@ -1,0 +1,162 @@
+"""Who competes: each contestant wraps the same model for training, in its own way of averaging gradients."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+NUM_LAYERS = 12
+BATCH_SIZE = 32
+POWERSGD_RANK = 2
+# Larger than any model here: torch's PowerSGD hook hangs on gloo where there are two buckets (torch 2.13).
+ONE_BUCKET_MB = 1 << 20
+
+
+def build_model(num_parameters: int) -> nn.Module:
+    """A multi-layer perceptron of 12 square layers with about `num_parameters` parameters, the same on every rank."""
+    width = max(4, round((num_parameters / NUM_LAYERS) ** 0.5 / 4) * 4)
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(NUM_LAYERS):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def build_batch(model: nn.Module, rank: int) -> torch.Tensor:
+    """[BATCH_SIZE, width] inputs, different on every rank."""
+    width = next(model.parameters()).shape[1]
+    return torch.randn(BATCH_SIZE, width, generator=torch.Generator().manual_seed(rank))
+
+
+@dataclass
+class Entry:
+    """One contestant at work: the module to train, the bytes it says it has sent so far, and how to end it."""
+
+    module: nn.Module
+    sent_bytes: Callable[[], int] | None = None
+    close: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-3)
+
+    def train_step(self, batch: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.module(batch).square().mean().backward()
+        self.optimizer.step()
+
+
+Wrap = Callable[[nn.Module, float, list[int]], Entry]  # model, bucket_cap_mb, node of each rank -> Entry
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A row of the table.
+
+    `wire_bytes(numel)` is what one parameter tensor of `numel` elements takes on the wire; a ring or a two-phase mean
+    over c ranks sends it 2 (c-1)/c times. None where no such rule holds: then the floor comes from the counters.
+    """
+
+    label: str
+    wrap: Wrap
+    wire_bytes: Callable[[int], int] | None
+
+
+def _ddp(model: nn.Module, bucket_cap_mb: float) -> DistributedDataParallel:
+    # All ranks build the same model: init_sync would only send it over the slow network.
+    return DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=bucket_cap_mb, init_sync=False)
+
+
+def _wrap_compute_only(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
+    return Entry(copy.deepcopy(model))
+
+
+def _wrap_ddp(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
+    return Entry(_ddp(model, bucket_cap_mb))
+
+
+def _wrap_cast(dtype: torch.dtype) -> Wrap:
+    """Plain DDP whose gradients travel as `dtype`. Torch's own bf16_compress_hook does the same, but DDP refuses it on
+    the CPU by its name (torch 2.13)."""
+
+    def cast_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        wire = bucket.buffer().to(dtype).div_(dist.get_world_size())
+        future = dist.all_reduce(wire, async_op=True).get_future()
+
+        def copy_back(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            return bucket.buffer().copy_(done.value()[0])
+
+        return future.then(copy_back)  # type: ignore[no-any-return]  # Work.get_future is not typed
+
+    def wrap(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
+        module = _ddp(model, bucket_cap_mb)
+        module.register_comm_hook(None, cast_hook)
+        return Entry(module)
+
+    return wrap
+
+
+def _wrap_powersgd(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
+    module = _ddp(model, ONE_BUCKET_MB)
+    # 2 is the earliest start torch allows: the first steps, before DDP has rebuilt its buckets, are uncompressed.
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2)
+    module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return Entry(module)
+
+
+def _wrap_torchbagua(algorithm_name: str, **arguments: Any) -> Wrap:
+    def wrap(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
+        import torchbagua as tb
+
+        recorder = tb.traces.Recorder()
+        assert dist.group.WORLD is not None
+        # Network namespaces share a host name, so the nodes cannot be found from it.
+        group = tb.BaguaProcessGroup(dist.group.WORLD, nodes=nodes)
+        algorithm = getattr(tb, algorithm_name)(**arguments)
+        implementation = algorithm.reify(group, observers=(recorder,))
+        module = _ddp(model, bucket_cap_mb)
+        module.register_comm_hook(implementation, tb.comm_hook)
+        return Entry(module, sent_bytes=lambda: int(recorder.bytes_sent), close=implementation.close)
+
+    return wrap
+
+
+def _uint8_wire_bytes(numel: int) -> int:
+    """One byte an element and a header of two float32 for every block of 2048; blocks end with their parameter."""
+    return numel + 8 * -(-numel // 2048)
+
+
+COMPUTE_ONLY = "compute"
+BASELINE = "ddp"
+# Contestants take turns in this order; GradientAllReduce is next to plain DDP, to which it is held most closely.
+CONTESTANTS: dict[str, Contestant] = {
+    COMPUTE_ONLY: Contestant("compute only", _wrap_compute_only, lambda numel: 0),
+    BASELINE: Contestant("DDP float32", _wrap_ddp, lambda numel: 4 * numel),
+    "gradient_allreduce": Contestant(
+        "GradientAllReduce", _wrap_torchbagua("GradientAllReduceAlgorithm"), lambda numel: 4 * numel
+    ),
+    "bf16": Contestant("DDP bf16 hook", _wrap_cast(torch.bfloat16), lambda numel: 2 * numel),
+    "fp16": Contestant("DDP fp16 hook", _wrap_cast(torch.float16), lambda numel: 2 * numel),
+    "powersgd": Contestant(f"DDP PowerSGD rank {POWERSGD_RANK}, one bucket", _wrap_powersgd, None),
+    "bytegrad": Contestant("ByteGrad", _wrap_torchbagua("ByteGradAlgorithm"), _uint8_wire_bytes),
+    "bytegrad_flat": Contestant(
+        "ByteGrad flat", _wrap_torchbagua("ByteGradAlgorithm", hierarchical=False), _uint8_wire_bytes
+    ),
+    "bytegrad_hierarchical": Contestant(
+        "ByteGrad hierarchical", _wrap_torchbagua("ByteGradAlgorithm", hierarchical=True), None
+    ),
+}
+FLAT_CONTESTANTS = [name for name in CONTESTANTS if not name.startswith("bytegrad_")]
+HIERARCHICAL_CONTESTANTS = [COMPUTE_ONLY, BASELINE, "bf16", "bytegrad_flat", "bytegrad_hierarchical"]
+
+
+def ring_payload_bytes(contestant: Contestant, numels: list[int], num_ranks: int) -> float | None:
+    """Bytes each of `num_ranks` ranks must send a step, by arithmetic; None where the contestant has no such rule."""
+    if contestant.wire_bytes is None:
+        return None
+    return 2 * (num_ranks - 1) / num_ranks * sum(map(contestant.wire_bytes, numels))

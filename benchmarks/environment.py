@@ -1,0 +1,49 @@
+"""What a benchmark's result depends on, recorded beside it."""
+
+import datetime
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def _num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _git_revision() -> str:
+    """The commit, with `-dirty` where tracked files differ from it; `unknown` outside a git checkout."""
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
+    return finished.stdout.strip() or "unknown"
+
+
+def environment_record() -> dict[str, str | int]:
+    """The machine, the software and the date. No host name and no path: results are published."""
+    return {
+        "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "git_revision": _git_revision(),
+        "cpu": _cpu_model(),
+        "cores": _num_cores(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,266 @@
+"""Data-parallel training over an emulated slow network: every rank in a network namespace, links shaped by `tc`.
+
+    python benchmarks/network.py            # about 7 minutes, root, Linux; `--quick` takes about one
+    python benchmarks/network.py --show benchmarks/results/network-....json
+
+Without root (or `ip`, or `tc`) it says so and runs unshaped over the loopback device. How speed is judged: README.md.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tqdm import tqdm
+
+from contestants import COMPUTE_ONLY, CONTESTANTS, FLAT_CONTESTANTS, HIERARCHICAL_CONTESTANTS
+from environment import REPOSITORY, environment_record
+from namespaces import EmulatedNetwork, NetworkError, remove_stale_namespaces, why_unavailable
+from rank import Settings
+from report import Section, bits_per_second, byte_disagreements, markdown_table, summarise
+
+POLL_S = 0.1
+STALL_S = 120  # longest wait for a sign of life: importing, a first compilation, one block
+
+
+class RankFailure(RuntimeError):
+    """A rank ended early or stopped making progress."""
+
+
+class Stopped(Exception):
+    """A signal or the deadline ends the benchmark; the message says which."""
+
+
+class Limits:
+    """When to stop: at SIGINT, SIGTERM, SIGHUP or the deadline.
+
+    Signals are only noted and looked at between two polls, so that none can interrupt the building or the deletion of a
+    network.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.start = time.monotonic()
+        self.signal: signal.Signals | None = None
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup asks
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+
+    def check(self) -> None:
+        """Raise Stopped if it is time to stop."""
+        if self.signal is not None:
+            raise Stopped(self.signal.name)
+        if time.monotonic() - self.start > self.deadline_s:
+            raise Stopped(f"the deadline of {self.deadline_s:.0f} s (--deadline)")
+
+
+@contextlib.contextmanager
+def running_ranks(settings: Settings, network: EmulatedNetwork | None) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The rank processes, each with a log in the scratch folder; killed with all their children at the end."""
+    scratch = Path(settings.scratch)
+    (scratch / "settings.json").write_text(json.dumps(asdict(settings)))
+    interface = "eth0" if network else "lo"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(len(settings.nodes)):
+            prefix = ["ip", "netns", "exec", network.namespace(rank)] if network else []
+            program = [sys.executable, str(Path(__file__).with_name("rank.py"))]
+            with open(scratch / f"rank{rank}.log", "wb") as log:
+                ranks.append(
+                    subprocess.Popen(
+                        [*prefix, *program, str(scratch / "settings.json"), str(rank)],
+                        env=environment,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,  # Ctrl-C reaches this process only, and killpg reaches their children
+                    )
+                )
+        yield ranks
+    finally:
+        for process in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait_for_ranks(ranks: list[subprocess.Popen[bytes]], scratch: Path, limits: Limits, title: str) -> None:
+    """Show their progress until all ranks have ended well. Raises RankFailure or Stopped."""
+    last_sign_of_life = time.monotonic()
+    with tqdm(desc=title, unit="step", leave=False) as bar:
+        while True:
+            codes = [process.poll() for process in ranks]
+            for rank, code in enumerate(codes):
+                if code not in (None, 0):
+                    raise RankFailure(f"rank {rank} ended with {code}:\n{_log_tail(scratch, rank)}")
+            if None not in codes:
+                return
+            limits.check()
+            with contextlib.suppress(FileNotFoundError):  # not there before the first step
+                num_done, bar.total, label = json.loads((scratch / "progress.json").read_text())
+                if num_done > bar.n:
+                    last_sign_of_life = time.monotonic()
+                    bar.set_postfix_str(label, refresh=False)
+                    bar.update(num_done - bar.n)
+            if time.monotonic() - last_sign_of_life > STALL_S:
+                raise RankFailure(f"no step ended for {STALL_S} s; rank 0 said:\n{_log_tail(scratch, 0)}")
+            time.sleep(POLL_S)
+
+
+def _log_tail(scratch: Path, rank: int) -> str:
+    return (scratch / f"rank{rank}.log").read_text(errors="replace")[-2000:]
+
+
+def run_network(
+    arguments: argparse.Namespace, limits: Limits, title: str, network: EmulatedNetwork | None, names: list[str]
+) -> Section:
+    """Run the contestants `names` over `network` (None: loopback). Raises RankFailure, NetworkError or Stopped."""
+    nodes = network.nodes if network and network.link_rate else list(range(arguments.ranks))
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchbagua-network-")))
+        if network is not None:
+            stack.enter_context(network)
+        settings = Settings(
+            parent_pid=os.getpid(),
+            scratch=str(scratch),
+            init_method=f"tcp://{network.address(0)}:29500" if network else f"tcp://127.0.0.1:{_free_port()}",
+            switch=network.switch if network else None,
+            nodes=nodes,
+            contestants=names,
+            num_parameters=round(arguments.params * 1e6),
+            bucket_cap_mb=arguments.bucket_cap_mb,
+            block_steps=arguments.steps,
+            min_rounds=arguments.rounds,
+            seconds=arguments.seconds,
+        )
+        ranks = stack.enter_context(running_ranks(settings, network))
+        wait_for_ranks(ranks, scratch, limits, title)
+        results = [json.loads((scratch / f"result{rank}.json").read_text()) for rank in range(arguments.ranks)]
+    about: dict[str, Any] = {
+        "title": title,
+        "rank_rate": network.rank_rate if network else None,
+        "link_rate": network.link_rate if network else None,
+        "congestion_control": network.congestion_control if network else None,
+        "nodes": nodes,
+        "bucket_cap_mb": arguments.bucket_cap_mb,
+    }
+    return summarise(about, results, arguments.steps)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def planned_networks(arguments: argparse.Namespace) -> list[tuple[str, EmulatedNetwork | None, list[str]]]:
+    """(title, network, contestants) of every table that this machine can measure; says which it cannot."""
+    flat = [name for name in FLAT_CONTESTANTS if name in (arguments.only or FLAT_CONTESTANTS)]
+    hierarchical = [name for name in HIERARCHICAL_CONTESTANTS if name in (arguments.only or HIERARCHICAL_CONTESTANTS)]
+    reason = why_unavailable()
+    if reason is not None:
+        shaped = [rate for rate in arguments.rates if rate != "unshaped"]
+        shaped += [f"{rate} between two nodes" for rate in arguments.link_rates]
+        print(f"No emulated network: {reason}. Not measured: {', '.join(shaped) or 'nothing'}.")
+        print("Instead: unshaped over the loopback device, whose byte counter all processes of this machine share.\n")
+        return [("loopback, unshaped", None, [COMPUTE_ONLY, *flat])]
+    for name in remove_stale_namespaces():
+        print(f"Removed {name}, left behind by a run that was killed.")
+    networks: list[tuple[str, EmulatedNetwork | None, list[str]]] = []
+    control = arguments.congestion_control
+    for rate in arguments.rates:
+        shape = None if rate == "unshaped" else rate
+        network = EmulatedNetwork([0] * arguments.ranks, rank_rate=shape, congestion_control=control)
+        networks.append((rate, network, [COMPUTE_ONLY, *flat]))
+    nodes = [2 * rank // arguments.ranks for rank in range(arguments.ranks)]
+    for rate in arguments.link_rates:
+        network = EmulatedNetwork(nodes, link_rate=rate, congestion_control=control)
+        networks.append((f"{rate} between two nodes", network, [COMPUTE_ONLY, *hierarchical]))
+    return networks
+
+
+def parse_arguments() -> argparse.Namespace:
+    def shaped_rate(text: str) -> str:
+        bits_per_second(text)
+        return text
+
+    def rate(text: str) -> str:
+        return text if text == "unshaped" else shaped_rate(text)
+
+    names = [name for name in CONTESTANTS if name != COMPUTE_ONLY]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rates", type=rate, nargs="*", help="default 200mbit 1gbit unshaped")
+    parser.add_argument("--link-rates", type=shaped_rate, nargs="*", default=["200mbit"], help="between two nodes")
+    parser.add_argument("--params", type=float, default=12.5, help="millions of parameters (default 12.5)")
+    parser.add_argument("--bucket-cap-mb", type=float, default=8.0, help="DDP's, for all but PowerSGD (default 8)")
+    parser.add_argument("--steps", type=int, default=2, help="steps of one block (default 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="blocks of each contestant, at least (default 5)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="aim of the rounds of one network (default 60)")
+    parser.add_argument("--only", nargs="+", choices=names, help="contestants; compute only always runs")
+    parser.add_argument("--congestion-control", choices=["reno", "cubic"], default="reno")
+    parser.add_argument("--deadline", type=float, default=590.0, help="seconds until all ends (default 590)")
+    parser.add_argument("--quick", action="store_true", help="2 M parameters, 3 rounds of one step, no 1gbit")
+    parser.add_argument("--json", type=Path, help="where the results go (default benchmarks/results/network-DATE.json)")
+    parser.add_argument("--show", type=Path, metavar="JSON", help="only print the tables of an earlier run")
+    arguments = parser.parse_args()
+    if arguments.ranks < 2:
+        parser.error(f"--ranks must be at least 2, got {arguments.ranks}")
+    if arguments.rates is None:
+        arguments.rates = ["200mbit", "unshaped"] if arguments.quick else ["200mbit", "1gbit", "unshaped"]
+    if arguments.quick:
+        arguments.params, arguments.steps, arguments.rounds, arguments.seconds = 2.0, 1, 3, 0.0
+    return arguments
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.show is not None:
+        print("\n\n".join(map(markdown_table, json.loads(arguments.show.read_text())["networks"])))
+        return 0
+    limits = Limits(arguments.deadline)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    path = arguments.json or REPOSITORY / "benchmarks" / "results" / f"network-{now:%Y%m%d-%H%M%S}.json"
+    sections: list[Section] = []
+    complaints: list[str] = []
+    try:
+        for title, network, names in planned_networks(arguments):
+            limits.check()
+            try:
+                section = run_network(arguments, limits, title, network, names)
+            except (RankFailure, NetworkError) as error:
+                complaints.append(f"{title}: {error}")
+                continue
+            print(markdown_table(section) + "\n")
+            sections.append(section)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"environment": environment_record(), "networks": sections}, indent=1) + "\n")
+            if network is not None:
+                complaints += [f"{title}: {message}" for message in byte_disagreements(section)]
+    except Stopped as stopped:
+        complaints.append(f"stopped by {stopped}; networks measured until then: {len(sections)}")
+    if sections:
+        print(f"Results: {path}")
+    for complaint in complaints:
+        print(complaint, file=sys.stderr)
+    return 128 + limits.signal if limits.signal else int(bool(complaints))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""One rank of the network benchmark, started by network.py inside its namespace: `rank.py SETTINGS.json RANK`.
+
+All contestants live in this process, over one process group, and take turns: a round gives each of them one block of
+steps. Whatever slows the machine down for a while then slows all of them.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from contestants import CONTESTANTS, Entry, build_batch, build_model
+from namespaces import Traffic, read_loopback_traffic, read_traffic
+
+PR_SET_PDEATHSIG = 1
+MAX_ROUNDS = 40
+WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first, PowerSGD compresses from the third
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What network.py tells its ranks, as JSON."""
+
+    parent_pid: int
+    scratch: str  # folder of progress.json and of result0.json, result1.json, ...
+    init_method: str
+    switch: str | None  # namespace whose counters tell what was sent; None: this machine's loopback
+    nodes: list[int]  # node of each rank
+    contestants: list[str]
+    num_parameters: int
+    bucket_cap_mb: float
+    block_steps: int
+    min_rounds: int
+    seconds: float  # aim of the measured rounds together
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of steps of one contestant, as one rank saw it. The bytes are of the whole block."""
+
+    contestant: str
+    seconds: float
+    recorded_bytes: int | None  # what the library says this rank has sent
+    traffic: Traffic | None  # read by rank 0, for all ranks
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Let the kernel end this process when network.py ends, even by SIGKILL: nothing then keeps a namespace in use."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        raise SystemExit("network.py is gone")
+
+
+class Race:
+    """All contestants of one network, on this rank. Every method is collective: all ranks call it at the same point."""
+
+    def __init__(self, settings: Settings, rank: int) -> None:
+        self.settings = settings
+        self.rank = rank
+        dist.init_process_group("gloo", init_method=settings.init_method, rank=rank, world_size=len(settings.nodes))
+        model = build_model(settings.num_parameters)
+        self.numels = [parameter.numel() for parameter in model.parameters()]
+        self.batch = build_batch(model, rank)
+        self.entries: dict[str, Entry] = {
+            name: CONTESTANTS[name].wrap(model, settings.bucket_cap_mb, settings.nodes) for name in settings.contestants
+        }
+        self.num_done = 0
+        self.num_planned = WARM_UP_STEPS * len(self.entries)
+
+    def run(self) -> list[Block]:
+        """Warm up, then as many rounds as fit the time aimed at. Returns the blocks in the order they ran."""
+        for name in self.entries:
+            self._run_steps(name, WARM_UP_STEPS - 1)
+        trial_seconds = sum(self._run_steps(name, 1) for name in self.entries)
+        num_rounds = self._agree_on_rounds(trial_seconds)
+        self.num_planned += num_rounds * self.settings.block_steps * len(self.entries)
+        return [self._run_block(name) for _ in range(num_rounds) for name in self.entries]
+
+    def close(self) -> None:
+        for entry in self.entries.values():
+            entry.close()
+        # While a DDP holds the process group, gloo's threads outlive destroy_process_group. They must not outlive the
+        # interpreter: one that lets go of a Python object then aborts the process.
+        self.entries.clear()
+        gc.collect()
+        dist.destroy_process_group()
+
+    def _agree_on_rounds(self, trial_seconds: float) -> int:
+        fitting = int(self.settings.seconds / (trial_seconds * self.settings.block_steps))
+        num_rounds = torch.tensor(min(max(fitting, self.settings.min_rounds), MAX_ROUNDS))
+        dist.broadcast(num_rounds, src=0)
+        return int(num_rounds)
+
+    def _run_block(self, name: str) -> Block:
+        sent_bytes = self.entries[name].sent_bytes
+        recorded_before = sent_bytes() if sent_bytes else 0
+        traffic_before = self._read_traffic()
+        seconds = self._run_steps(name, self.settings.block_steps)
+        dist.barrier()  # the other ranks' last packets belong to this block
+        traffic_after = self._read_traffic()
+        return Block(
+            name,
+            seconds,
+            sent_bytes() - recorded_before if sent_bytes else None,
+            traffic_after - traffic_before if traffic_after and traffic_before else None,
+        )
+
+    def _run_steps(self, name: str, num_steps: int) -> float:
+        """Seconds that `num_steps` steps took on this rank; all ranks start together."""
+        entry = self.entries[name]
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            entry.train_step(self.batch)
+        seconds = time.perf_counter() - start
+        self.num_done += num_steps
+        self._report_progress(name)
+        return seconds
+
+    def _read_traffic(self) -> Traffic | None:
+        if self.rank != 0:
+            return None
+        num_ranks = len(self.settings.nodes)
+        if self.settings.switch is None:
+            return read_loopback_traffic(num_ranks)
+        return read_traffic(self.settings.switch, num_ranks)
+
+    def _report_progress(self, name: str) -> None:
+        if self.rank == 0:
+            progress = Path(self.settings.scratch) / "progress.json"
+            written = progress.with_suffix(".new")
+            written.write_text(json.dumps([self.num_done, self.num_planned, CONTESTANTS[name].label]))
+            written.replace(progress)  # network.py never reads half a line
+
+
+def main() -> None:
+    settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
+    die_with_parent(settings.parent_pid)
+    rank = int(sys.argv[2])
+    torch.set_num_threads(1)
+    race = Race(settings, rank)
+    blocks = race.run()
+    race.close()
+    result = {"numels": race.numels, "blocks": [asdict(block) for block in blocks]}
+    (Path(settings.scratch) / f"result{rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

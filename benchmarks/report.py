@@ -1,0 +1,126 @@
+"""From the blocks that the ranks measured to the table of one network."""
+
+import re
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from contestants import BASELINE, COMPUTE_ONLY, CONTESTANTS, ring_payload_bytes
+
+# A full TCP/IPv4 segment on Ethernet carries 1448 bytes in a frame of 1514: `tbf` counts the frame.
+FRAME_BYTES_PER_PAYLOAD_BYTE = 1.045
+# The library's own count of bytes and the interface counters may differ by this much: headers, acknowledgements.
+BYTES_TOLERANCE = 0.03
+
+Row = dict[str, Any]  # one contestant of one network, as in the JSON results
+Section = dict[str, Any]  # one network: its settings and its rows
+
+
+def bits_per_second(rate: str) -> float:
+    """`200mbit` -> 2e8. Raises ValueError for what `tc` might read differently."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate)
+    if match is None:
+        raise ValueError(f"rate must be a number and kbit, mbit or gbit, got {rate!r}")
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    """First quartile, median, third quartile."""
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+
+
+def _slowest_ms(results: list[dict[str, Any]], name: str, block_steps: int) -> list[float]:
+    """Per round: milliseconds a step on the slowest rank."""
+    seconds_by_rank = [
+        [block["seconds"] for block in result["blocks"] if block["contestant"] == name] for result in results
+    ]
+    return [1e3 * max(round_) / block_steps for round_ in zip(*seconds_by_rank, strict=True)]
+
+
+def _bytes_a_step(results: list[dict[str, Any]], name: str, block_steps: int) -> Row:
+    """Bytes a step: of the average rank, by the counters and as the library says; of the link's busier direction."""
+    blocks = [block for result in results for block in result["blocks"] if block["contestant"] == name]
+    traffic = [block["traffic"] for block in blocks if block["traffic"] is not None]
+    recorded = [block["recorded_bytes"] for block in blocks if block["recorded_bytes"] is not None]
+    row: Row = {"counted_bytes": None, "recorded_bytes": None, "link_bytes": None}
+    if traffic:
+        row["counted_bytes"] = statistics.mean(statistics.mean(one["sent_by_rank"]) for one in traffic) / block_steps
+        directions = list(zip(*(one["over_link"] for one in traffic), strict=True))
+        if directions:
+            row["link_bytes"] = max(map(statistics.mean, directions)) / block_steps
+    if recorded:
+        row["recorded_bytes"] = statistics.mean(recorded) / block_steps
+    return row
+
+
+def summarise(network: dict[str, Any], results: list[dict[str, Any]], block_steps: int) -> Section:
+    """One network's rows, from the results of its ranks, rank 0 first.
+
+    `network` has `rank_rate` and `link_rate` (None: not shaped); its other entries are kept as they are.
+    The floor of a contestant is what its bytes take at the rate of the network, or the compute-only step where that is
+    longer. Speed-ups compare blocks of the same round.
+    """
+    numels, num_ranks = results[0]["numels"], len(results)
+    names = list(dict.fromkeys(block["contestant"] for block in results[0]["blocks"]))
+    step_ms = {name: _slowest_ms(results, name, block_steps) for name in names}
+    compute_ms = statistics.median(step_ms[COMPUTE_ONLY])
+    rows = []
+    for name in names:
+        row = {"contestant": name, "label": CONTESTANTS[name].label, "rounds_ms": step_ms[name]}
+        row["step_ms"] = statistics.median(step_ms[name])
+        row |= _bytes_a_step(results, name, block_steps)
+        if network["link_rate"] is not None:
+            floor_bytes, rate = row["link_bytes"], network["link_rate"]
+        else:
+            payload = ring_payload_bytes(CONTESTANTS[name], numels, num_ranks)
+            floor_bytes, rate = row["counted_bytes"] if payload is None else payload, network["rank_rate"]
+        network_ms = 0.0 if rate is None else 8e3 * floor_bytes * FRAME_BYTES_PER_PAYLOAD_BYTE / bits_per_second(rate)
+        row["floor_ms"] = max(compute_ms, network_ms)
+        row["floor_ratio"] = row["step_ms"] / row["floor_ms"]
+        if BASELINE in step_ms:
+            pairs = zip(step_ms[BASELINE], step_ms[name], strict=True)
+            row["speedup_quartiles"] = _quartiles([baseline / own for baseline, own in pairs])
+        rows.append(row)
+    return network | {"num_ranks": num_ranks, "num_parameters": sum(numels), "block_steps": block_steps, "rows": rows}
+
+
+def byte_disagreements(section: Section) -> list[str]:
+    """The contestants whose own count of bytes is further than BYTES_TOLERANCE from the interface counters."""
+    messages = []
+    for row in section["rows"]:
+        counted, recorded = row["counted_bytes"], row["recorded_bytes"]
+        if counted is not None and recorded is not None and abs(recorded / counted - 1) > BYTES_TOLERANCE:
+            messages.append(f"{row['label']}: the library reports {recorded:.0f} bytes a step, counters {counted:.0f}")
+    return messages
+
+
+def _megabytes(num_bytes: float | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / 1e6:.2f}"
+
+
+def _speedup(row: Row) -> str:
+    if row["contestant"] == COMPUTE_ONLY or "speedup_quartiles" not in row:
+        return ""
+    low, median, high = row["speedup_quartiles"]
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+
+
+def markdown_table(section: Section) -> str:
+    """The rows as a Markdown table under one line that says what the network was. MB are 1e6 bytes."""
+    rows = section["rows"]
+    with_link = any(row["link_bytes"] is not None for row in rows)
+    header = ["", "ms/step", "MB sent/step/rank: counters", "library"]
+    header += ["MB over the link/step"] * with_link + ["floor ms", "x floor", "speed-up (quartiles)"]
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1)]
+    for row in rows:
+        cells = [row["label"], f"{row['step_ms']:.0f}"]
+        cells += [_megabytes(row["counted_bytes"]), _megabytes(row["recorded_bytes"])]
+        cells += [_megabytes(row["link_bytes"])] * with_link
+        cells += [f"{row['floor_ms']:.0f}", f"{row['floor_ratio']:.2f}"]
+        cells += [_speedup(row)]
+        lines.append(cells)
+    title = (
+        f"{section['title']}: {section['num_ranks']} ranks, {section['num_parameters'] / 1e6:.1f} M parameters, "
+        f"{len(rows[0]['rounds_ms'])} rounds of {section['block_steps']} steps each"
+    )
+    return "\n".join([title, ""] + ["| " + " | ".join(cells) + " |" for cells in lines])

@@ -1,0 +1,176 @@
+"""The network benchmark: what it measures is plausible, and its namespaces go when it ends, however it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+SMALL = ["--ranks", "2", "--params", "0.5", "--steps", "1", "--rounds", "2", "--seconds", "0", "--link-rates"]
+LIMIT_S = 60
+
+
+def run_python(code: str) -> str:
+    """What `code` prints in an interpreter that can import the benchmark's modules."""
+    finished = subprocess.run(
+        [sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, check=True, timeout=LIMIT_S
+    )
+    return finished.stdout.strip()
+
+
+def namespaces_of(pid: int) -> list[str]:
+    names = run_python("import namespaces; print(*namespaces.existing_namespaces())").split()
+    return [name for name in names if name.startswith(f"tbnet-{pid}-")]
+
+
+def pids_inside(namespace: str) -> list[int]:
+    listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + LIMIT_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {LIMIT_S} s for: {what}"
+        time.sleep(0.05)
+    return value
+
+
+@pytest.fixture(scope="module")
+def _emulation() -> None:
+    reason = run_python("import namespaces; print(namespaces.why_unavailable() or '')")
+    if reason:
+        pytest.skip(f"cannot emulate a network: {reason}")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts network.py with the given arguments; what is still running after the test is ended."""
+    started = []
+
+    def start_benchmark(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(BENCHMARKS / "network.py"), *SMALL, "--json", str(tmp_path / "r.json"), *arguments],
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start_benchmark
+    for process in started:
+        process.terminate()
+        process.communicate(timeout=LIMIT_S)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; a dead process that its parent has not fetched does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def rank_pids(benchmark: subprocess.Popen[str]) -> list[int]:
+    """The processes of both ranks, once they run inside their namespaces."""
+
+    def both() -> list[int]:
+        pids = [pids_inside(f"tbnet-{benchmark.pid}-rank{rank}") for rank in range(2)]
+        return [pid for inside in pids for pid in inside] if all(pids) else []
+
+    found: list[int] = wait_until(both, "ranks in their namespaces")
+    return found
+
+
+def assert_nothing_left(benchmark: subprocess.Popen[str], ranks: list[int]) -> None:
+    assert namespaces_of(benchmark.pid) == []
+    assert [pid for pid in ranks if is_alive(pid)] == []
+
+
+@pytest.mark.network
+@pytest.mark.usefixtures("_emulation")
+def test_shaped_network_is_as_slow_as_it_should_be(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    benchmark = start("--rates", "50mbit", "--only", "ddp", "bytegrad")
+    output, errors = benchmark.communicate(timeout=2 * LIMIT_S)
+    assert benchmark.returncode == 0, errors  # 1 if the library's bytes and the counters disagree
+    assert "| ByteGrad |" in output
+    [network] = json.loads((tmp_path / "r.json").read_text())["networks"]
+    rows = {row["contestant"]: row for row in network["rows"]}
+    # Two ranks send every element once: 4 bytes each, and 1 byte and the headers.
+    assert rows["ddp"]["counted_bytes"] == pytest.approx(4 * network["num_parameters"], rel=0.03)
+    assert rows["bytegrad"]["recorded_bytes"] == pytest.approx(network["num_parameters"], rel=0.03)
+    # 256 KiB of the 2 MB pass unshaped (tbf's burst), hence not the whole floor. No upper bound: machines are busy.
+    assert rows["ddp"]["step_ms"] > 0.8 * rows["ddp"]["floor_ms"] > 250
+    assert rows["bytegrad"]["step_ms"] < rows["ddp"]["step_ms"]
+    assert namespaces_of(benchmark.pid) == []
+
+
+@pytest.mark.network
+@pytest.mark.usefixtures("_emulation")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_benchmark_leaves_nothing(
+    start: Callable[..., subprocess.Popen[str]], number: signal.Signals
+) -> None:
+    benchmark = start("--rates", "1mbit", "--only", "ddp")
+    ranks = rank_pids(benchmark)
+    benchmark.send_signal(number)
+    _, errors = benchmark.communicate(timeout=LIMIT_S)
+    assert benchmark.returncode == 128 + number
+    assert f"stopped by {number.name}" in errors
+    assert_nothing_left(benchmark, ranks)
+
+
+@pytest.mark.network
+@pytest.mark.usefixtures("_emulation")
+def test_dead_rank_ends_its_network(start: Callable[..., subprocess.Popen[str]]) -> None:
+    benchmark = start("--rates", "1mbit", "--only", "ddp")
+    ranks = rank_pids(benchmark)
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = benchmark.communicate(timeout=LIMIT_S)
+    assert benchmark.returncode == 1
+    assert "1mbit: rank 1 ended with -9" in errors
+    assert_nothing_left(benchmark, ranks)
+
+
+@pytest.mark.network
+@pytest.mark.usefixtures("_emulation")
+def test_killed_benchmark_is_cleaned_up_by_the_next(start: Callable[..., subprocess.Popen[str]]) -> None:
+    benchmark = start("--rates", "1mbit", "--only", "ddp")
+    ranks = rank_pids(benchmark)
+    left = set(namespaces_of(benchmark.pid))
+    benchmark.kill()
+    benchmark.communicate(timeout=LIMIT_S)
+    assert len(left) == 3  # the switch and two ranks
+    wait_until(lambda: not any(map(is_alive, ranks)), "ranks end with their parent")
+    removed = run_python("import namespaces; print(*namespaces.remove_stale_namespaces())")
+    assert left <= set(removed.split())
+    assert_nothing_left(benchmark, ranks)
+
+
+def test_without_the_tools_it_says_so_and_runs_over_loopback(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    benchmark = start("--rates", "50mbit", "--only", "ddp", "bf16", PATH=str(tmp_path))
+    output, errors = benchmark.communicate(timeout=2 * LIMIT_S)
+    assert benchmark.returncode == 0, errors
+    assert "No emulated network: " in output
+    assert "Not measured: 50mbit" in output
+    assert "| DDP bf16 hook |" in output
+
+
+def test_unknown_rate_is_refused(start: Callable[..., subprocess.Popen[str]]) -> None:
+    benchmark = start("--rates", "fast")
+    _, errors = benchmark.communicate(timeout=LIMIT_S)
+    assert benchmark.returncode == 2
+    assert "--rates" in errors
+    assert "'fast'" in errors
