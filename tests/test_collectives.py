@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torchbagua as tb
 from ranks import gloo_group, run_ranks
 from torchbagua.collectives import TwoPhaseMean
+from torchbagua.collectives.agreement import Facts, exchange_facts
 from torchbagua.compressors import MinMaxUInt8
 from torchbagua.compressors.blocks import block_bounds
 
@@ -84,11 +85,11 @@ def test_disagreement_names_rank_field_and_values() -> None:
 
 
 def test_package_version_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = iter(["1.0", "2.0"])
-    monkeypatch.setattr("torchbagua.collectives.process_group._version", lambda: next(versions))
-    with pytest.raises(
-        ValueError, match=r"disagree in the version of torchbagua: rank 0 has '.\.0', rank 1 has '.\.0'"
-    ):
+    def exchange(store: dist.Store, rank: int, size: int, facts: Facts, timeout: timedelta) -> list[Facts]:
+        return exchange_facts(store, rank, size, {**facts, "version": f"{rank}.0"}, timeout)
+
+    monkeypatch.setattr("torchbagua.collectives.process_group.exchange_facts", exchange)
+    with pytest.raises(ValueError, match=r"the version of torchbagua: rank 0 has '0\.0', rank 1 has '1\.0'"):
         run_ranks(2, tb.BaguaProcessGroup)
 
 

@@ -14,8 +14,7 @@ from torchbagua.bucket import BaguaBucket, BaguaTensor
 from torchbagua.collectives import BaguaProcessGroup, CommunicationError
 from torchbagua.comm_hook import comm_hook
 from torchbagua.events import CommEvent, Observer
-
-__version__ = "0.1.0"
+from torchbagua.version import __version__
 
 __all__ = [
     "Algorithm",
@@ -29,6 +28,7 @@ __all__ = [
     "CommunicationError",
     "GradientAllReduceAlgorithm",
     "Observer",
+    "__version__",
     "attach",
     "available_algorithms",
     "comm_hook",

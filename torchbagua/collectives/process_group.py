@@ -3,13 +3,13 @@
 import socket
 from collections.abc import Hashable, Sequence
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 
 import torch.distributed as dist
 
 from torchbagua.collectives.agreement import Facts, check_agreement, exchange_facts
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.events import Observer
+from torchbagua.version import __version__
 
 
 class BaguaProcessGroup:
@@ -70,7 +70,7 @@ class BaguaProcessGroup:
         store = dist.PrefixStore(name, store)
         own: Facts = {
             **(facts or {}),
-            "version": _version(),
+            "version": __version__,
             "nodes": node_indices,
             "host": socket.gethostname(),
         }
@@ -133,10 +133,3 @@ def _timeout_of(process_group: dist.ProcessGroup) -> timedelta:
 def _number_by_first_appearance(labels: Sequence[Hashable]) -> list[int]:
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(label, len(numbers)) for label in labels]
-
-
-def _version() -> str:
-    try:
-        return version("torchbagua")
-    except PackageNotFoundError:  # a source tree on the path, not installed
-        return "unknown"

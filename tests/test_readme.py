@@ -1,0 +1,67 @@
+"""Every block of the README runs: the Python ones as one script over two processes, the shell ones as dry runs."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def side_of_diff(diff: str, marker: str) -> str:
+    """Return the old ("-") or the new ("+") side of a diff."""
+    return "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in (" ", marker) or line == "\n")
+
+
+def run_on_two_ranks(script: Path) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_python_blocks(tmp_path: Path) -> None:
+    diffs = [side_of_diff(text, "+") for language, text in BLOCKS if language == "diff"]
+    python = [text for language, text in BLOCKS if language == "python"]
+    assert len(diffs) == 1
+    assert len(python) == 3
+    script = tmp_path / "train.py"
+    script.write_text("\n".join(diffs + python) + "\ndist.destroy_process_group()\n")
+    assert len(re.findall(r"\d+ bytes sent by this rank in 2 exchanges", run_on_two_ranks(script))) == 2
+
+
+def test_the_diff_starts_from_a_script_that_runs(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    before = side_of_diff(dict(BLOCKS)["diff"], "-")
+    assert "torchbagua" not in before
+    script.write_text(before + "\ndist.destroy_process_group()\n")
+    run_on_two_ranks(script)
+
+
+SHELL = "".join(text for language, text in BLOCKS if language == "sh")
+SHELL_LINES = [line.partition("#")[0].strip() for line in SHELL.splitlines() if line]
+
+
+@pytest.mark.parametrize("line", SHELL_LINES)
+def test_shell_blocks(line: str) -> None:
+    """Commands exist as written; what they do is tested where they are."""
+    program, *arguments = shlex.split(line)
+    if program == "make":
+        command = ["make", "--dry-run", *arguments]
+    elif program == "torchbagua":
+        command = [str(Path(sys.executable).with_name("torchbagua")), *arguments]
+    else:
+        assert program == "pip"
+        command = [sys.executable, "-m", "pip", *arguments, "--dry-run", "--no-deps", "--no-build-isolation", "--quiet"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_links_lead_somewhere() -> None:
+    for page in ("README.md", "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / page).read_text()):
+            assert (ROOT / target).exists(), f"{page} links to {target}"
