@@ -1,0 +1,84 @@
+// Which vector instructions the CPU kernels use, chosen once, and the way to run one body under each of them.
+#pragma once
+
+#include <cstdlib>
+#include <initializer_list>
+#include <string_view>
+
+#if defined(__GNUC__) && defined(__x86_64__)
+#define TORCHBAGUA_X86_TARGETS 1
+#else
+#define TORCHBAGUA_X86_TARGETS 0
+#endif
+
+#if defined(__GNUC__)
+#define TORCHBAGUA_INLINED __attribute__((always_inline))
+#else
+#define TORCHBAGUA_INLINED
+#endif
+
+namespace torchbagua::cpu {
+
+enum class InstructionSet { kDefault, kAvx2, kAvx512 };
+
+inline const char* name_of(InstructionSet set) {
+  return set == InstructionSet::kAvx512 ? "avx512" : set == InstructionSet::kAvx2 ? "avx2" : "default";
+}
+
+inline InstructionSet best_of_this_cpu() {
+#if TORCHBAGUA_X86_TARGETS
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl")) {
+    return InstructionSet::kAvx512;
+  }
+  if (__builtin_cpu_supports("avx2")) {
+    return InstructionSet::kAvx2;
+  }
+#endif
+  return InstructionSet::kDefault;
+}
+
+// ATEN_CPU_CAPABILITY, torch's own variable, lowers the choice and never raises it above what the CPU has.
+// Torch warns of a value that it does not know; here such a value changes nothing, as it does there.
+inline InstructionSet choose_instruction_set() {
+  const InstructionSet best = best_of_this_cpu();
+  const char* wanted = std::getenv("ATEN_CPU_CAPABILITY");
+  for (const InstructionSet set : {InstructionSet::kDefault, InstructionSet::kAvx2}) {
+    if (wanted != nullptr && std::string_view(wanted) == name_of(set)) {
+      return set < best ? set : best;
+    }
+  }
+  return best;
+}
+
+#if TORCHBAGUA_X86_TARGETS
+// The body is inlined here and so compiled, and vectorised, for the target of the function around it.
+template <typename Body>
+__attribute__((target("avx2"))) void run_avx2(const Body& body) {
+  body();
+}
+
+template <typename Body>
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))) void run_avx512(const Body& body) {
+  body();
+}
+#endif
+
+// Runs `body`, a lambda marked TORCHBAGUA_INLINED that calls nothing but inlined functions, under `set`.
+template <typename Body>
+void run_under(InstructionSet set, const Body& body) {
+#if TORCHBAGUA_X86_TARGETS
+  switch (set) {
+    case InstructionSet::kAvx512:
+      return run_avx512(body);
+    case InstructionSet::kAvx2:
+      return run_avx2(body);
+    case InstructionSet::kDefault:
+      break;
+  }
+#endif
+  body();
+}
+
+}  // namespace torchbagua::cpu

@@ -1,0 +1,96 @@
+"""Feeds the native kernels arbitrary wires and mostly wrong block tables; meant to run under AddressSanitizer.
+
+    python tests/fuzz_native.py --library LIBRARY --seconds 5 [--seed 0]
+
+LIBRARY is the CPU library. tests/test_native_sanitizer.py compiles it with -fsanitize=address and runs this with it.
+"""
+
+import argparse
+import collections
+import random
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from torchbagua.native import schema
+
+OPS = torch.ops.torchbagua
+LENGTHS = (1, 7, 31, 32, 33, 64, 128, 1000, 4096, 4097, 9000)
+EXTREMES = (-(2**63), -1, 0, 1, 2, 2**31, 2**62, 2**63 - 8, 2**63 - 1)
+
+
+def good_table(lengths: list[int]) -> list[list[int]]:
+    """Rows of a table whose blocks fill x and the wire to the last byte."""
+    rows, start = [], 0
+    for index, length in enumerate(lengths):
+        rows.append([start, length, 8 * index, 8 * len(lengths) + start])
+        start += length
+    return rows
+
+
+def spoil(rows: list[list[int]], draw: random.Random) -> None:
+    """Change one field of one row: by a little, to an extreme, or to anything."""
+    row, field = draw.choice(rows), draw.randrange(4)
+    kind = draw.randrange(4)
+    if kind < 2:
+        row[field] += draw.choice((-8, -4, -1, 1, 4, 8))
+    elif kind == 2:
+        row[field] = draw.choice(EXTREMES)
+    else:
+        row[field] = draw.randrange(-(2**63), 2**63)
+    row[field] = min(max(row[field], -(2**63)), 2**63 - 1)
+
+
+def own_memory(tensor: Tensor, draw: random.Random) -> Tensor:
+    """The same values in an allocation that ends with them, and that they need not begin: reads past them are seen."""
+    skipped = draw.randrange(4)
+    return torch.cat((tensor.new_zeros(skipped), tensor.flatten()))[skipped:].view(tensor.shape)
+
+
+def fuzz_once(draw: random.Random) -> bool:
+    """One call of one operation; whether the table was accepted. Raises what is not a refusal."""
+    rows = good_table([draw.choice(LENGTHS) for _ in range(draw.randrange(1, 5))])
+    num_elements = rows[-1][0] + rows[-1][1]
+    wire_bytes = rows[-1][3] + rows[-1][1]
+    for _ in range(draw.choice((0, 1, 1, 2))):
+        spoil(rows, draw)
+    table = torch.tensor(rows, dtype=torch.int64)
+    num_rows = draw.randrange(1, 5)
+    wires = own_memory(torch.randint(0, 256, (num_rows, wire_bytes), dtype=torch.uint8), draw)
+    x = own_memory(torch.randint(-(2**31), 2**31, (num_elements,)).to(torch.int32).view(torch.float32), draw)
+    x = x.to(draw.choice(schema.ELEMENT_TYPES))
+    wire = own_memory(wires[0], draw)
+    calls: list[Callable[[], None]] = [
+        lambda: OPS.minmax_uint8_encode(x, table, wire),
+        lambda: OPS.minmax_uint8_decode(wire, table, x),
+        lambda: OPS.minmax_uint8_decode_mean_encode(wires, table, float(num_rows), wire),
+    ]
+    try:
+        draw.choice(calls)()
+    except ValueError as error:
+        if ": table must be rows " not in str(error):
+            raise
+        return False
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", required=True)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.ops.load_library(arguments.library)
+    torch.manual_seed(arguments.seed)
+    draw = random.Random(arguments.seed)
+    counts: collections.Counter[bool] = collections.Counter()
+    end_s = time.monotonic() + arguments.seconds
+    while time.monotonic() < end_s:
+        counts[fuzz_once(draw)] += 1
+    print(f"{counts[True]} calls accepted, {counts[False]} refused, {OPS.cpu_instruction_set()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What the kernels of MinMaxUInt8 refuse: native and reference alike, in the same words, with nothing written."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchbagua import native
+from torchbagua.native import reference
+
+OPS = torch.ops.torchbagua
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _native_kernels() -> None:
+    native.load()
+    assert {row.path for row in native.status()} <= {"aot", "jit"}, native.status()
+
+
+# The message that names the argument, and what to change in good arguments of encode and decode to get it.
+BAD_CODEC_ARGUMENTS: list[tuple[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]]] = [
+    ("x must be contiguous float32", lambda good: {"x": good["x"].double()}),
+    ("x must be contiguous float32", lambda good: {"x": good["x"].repeat(2)[::2]}),
+    ("x must be contiguous float32", lambda good: {"x": good["x"][None]}),
+    ("wire must be contiguous uint8", lambda good: {"wire": good["wire"].to(torch.int8)}),
+    ("wire must be contiguous uint8", lambda good: {"wire": good["wire"].repeat(2)[::2]}),
+    ("wire must be contiguous uint8", lambda good: {"wire": good["wire"][None]}),
+    ("wire must be on cpu", lambda good: {"wire": good["wire"].to("meta")}),
+    ("table must be contiguous int64", lambda good: {"table": good["table"].int()}),
+    ("table must be contiguous int64", lambda good: {"table": good["table"][:, :3].contiguous()}),
+    ("table must be contiguous int64", lambda good: {"table": good["table"].repeat(2, 1)[::2]}),
+    ("table must be rows .* bytes of wire, got row 1", lambda good: {"wire": good["wire"][:-1]}),
+    ("table must be rows .* elements of x .*, got row 1", lambda good: {"x": good["x"][:-1]}),
+]
+BAD_ROWS = [(0, 0, 0, 16), (-1, 8, 0, 16), (9, 8, 0, 16), (0, 17, 0, 16), (0, 8, -4, 16), (0, 8, 2, 16), (0, 8, 28, 16)]
+BAD_ROWS += [(0, 8, 0, -1), (0, 8, 0, 25), (0, -(2**63), 0, 16), (2**63 - 1, 8, 0, 16), (0, 2**63 - 1, 0, 2**63 - 1)]
+BAD_ROWS += [(0, 8, 2**63 - 4, 16), (0, 8, 0, 2**63 - 1)]
+
+
+def good_arguments() -> dict[str, Tensor]:
+    table = torch.tensor([[0, 8, 0, 16], [8, 8, 8, 24]])
+    return {"x": torch.linspace(-1, 1, 16), "table": table, "wire": torch.full((32,), 7, dtype=torch.uint8)}
+
+
+def assert_refused(operation: str, message: str, arguments: Mapping[str, Any]) -> None:
+    """Native and reference raise the same ValueError, up to how they write a dtype, and write nothing."""
+    before = {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    said = []
+    for kernel in (getattr(OPS, operation), getattr(reference, operation)):
+        with pytest.raises(ValueError, match=f"^torchbagua::{operation}: {message}") as caught:
+            kernel(**arguments)
+        said.append(str(caught.value).split(", got")[0])
+    assert said[0] == said[1]
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and value.device.type == "cpu":
+            assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("operation", ["minmax_uint8_encode", "minmax_uint8_decode"])
+@pytest.mark.parametrize(("message", "changes"), BAD_CODEC_ARGUMENTS)
+def test_bad_arguments_are_refused(
+    operation: str, message: str, changes: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> None:
+    good = good_arguments()
+    getattr(OPS, operation)(**good)
+    assert_refused(operation, message, {**good, **changes(good)})
+
+
+@pytest.mark.parametrize("row", BAD_ROWS)
+def test_blocks_outside_the_tensors_are_refused(row: tuple[int, ...]) -> None:
+    arguments = good_arguments()
+    arguments["table"][1] = torch.tensor(row)
+    message = rf"table must be rows .*, got row 1 = \({', '.join(map(str, row))}\)"
+    assert_refused("minmax_uint8_encode", message, arguments)
+    assert_refused("minmax_uint8_decode", message, arguments)
+    wire, table = arguments["wire"], arguments["table"]
+    mean_arguments = {"rows": wire[None].clone(), "table": table, "divisor": 1.0, "wire": wire}
+    if 0 <= row[0] <= 8 and row[1] != 17:  # the mean does not use start, and a row has room for 16 elements more
+        assert_refused("minmax_uint8_decode_mean_encode", message, mean_arguments)
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("rows must be contiguous uint8", {"rows": torch.zeros(2, 32)}),
+        ("rows must be contiguous uint8", {"rows": torch.zeros(32, dtype=torch.uint8)}),
+        ("rows must be of at least one row", {"rows": torch.zeros(0, 32, dtype=torch.uint8)}),
+        ("wire must be as long as a row, 36 bytes", {"rows": torch.zeros(2, 36, dtype=torch.uint8)}),
+        ("wire must be contiguous uint8", {"wire": torch.zeros(32)}),
+        ("divisor must be a positive finite float32", {"divisor": 0.0}),
+        ("divisor must be a positive finite float32", {"divisor": -1.0}),
+        ("divisor must be a positive finite float32", {"divisor": float("nan")}),
+        ("divisor must be a positive finite float32", {"divisor": 1e39}),
+        ("divisor must be a positive finite float32", {"divisor": 1e-60}),
+        ("table must be contiguous int64", {"table": torch.zeros(1, 4)}),
+    ],
+)
+def test_bad_arguments_of_the_mean_are_refused(message: str, changes: dict[str, Any]) -> None:
+    good = good_arguments()
+    arguments = {"rows": good["wire"].repeat(2, 1), "table": good["table"], "divisor": 2.0, "wire": good["wire"]}
+    OPS.minmax_uint8_decode_mean_encode(**arguments)
+    assert_refused("minmax_uint8_decode_mean_encode", message, {**arguments, **changes})

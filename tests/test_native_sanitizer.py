@@ -1,0 +1,87 @@
+"""Nothing that the native kernels are fed makes them leave their tensors: a fuzzer under AddressSanitizer.
+
+python tests/test_native_sanitizer.py --seconds 600 --seed 1     searches longer
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from torch.utils.cpp_extension import include_paths, library_paths
+
+from torchbagua.native import loader, recipe
+
+FUZZER = Path(__file__).with_name("fuzz_native.py")
+COMPILER = os.environ.get("CXX", "c++").split()
+
+
+def runtime_library(name: str) -> Path | None:
+    """One of the compiler's own runtime libraries, None where it has none of that name."""
+    if shutil.which(COMPILER[0]) is None:
+        return None
+    found = subprocess.run([*COMPILER, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    path = Path(found.stdout.strip())
+    return path if path.is_absolute() else None
+
+
+def start_compiler(library: Path, *flags: str) -> subprocess.Popen[str]:
+    csrc = loader.sources()
+    includes = [f"-I{path}" for path in (csrc, *include_paths())]
+    links = [f"-L{path}" for path in library_paths()] + ["-ltorch_cpu"]
+    command = [*COMPILER, *recipe.COMPILE_FLAGS, "-g1", "-fsanitize=address", "-fPIC", "-shared", *flags, *includes]
+    command += [str(csrc / recipe.CPU_SOURCE), "-o", str(library), *links]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def fuzz(library: Path, seconds: float, seed: int) -> subprocess.CompletedProcess[str]:
+    # Python itself is C: the sanitizer finds no __cxa_throw to wrap unless the C++ library is there as early as it is.
+    preloaded = [str(runtime_library(name)) for name in ("libasan.so", "libstdc++.so")]
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": " ".join(preloaded),
+        # Python keeps what it allocates; and an allocation of absurd size is to fail, not to end the process.
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+    }
+    command = [sys.executable, str(FUZZER), "--library", str(library), "--seconds", str(seconds), "--seed", str(seed)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=seconds + 120)
+
+
+@pytest.mark.skipif(runtime_library("libasan.so") is None, reason="the C++ compiler has no libasan.so")
+def test_fuzzer_finds_no_overrun_and_would_see_one(tmp_path: Path) -> None:
+    checked, unchecked = tmp_path / "checked.so", tmp_path / "unchecked.so"
+    compilers = start_compiler(checked), start_compiler(unchecked, "-DTORCHBAGUA_UNCHECKED_TABLES")
+    for compiler in compilers:
+        _, errors = compiler.communicate(timeout=240)
+        assert compiler.returncode == 0, errors
+
+    finished = fuzz(checked, seconds=2, seed=0)
+    overrun = fuzz(unchecked, seconds=2, seed=0)
+
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "AddressSanitizer" not in finished.stderr
+    accepted, refused = (int(word) for word in finished.stdout.split() if word.isdigit())
+    assert accepted > 50
+    assert refused > 50
+    assert overrun.returncode != 0
+    assert "ERROR: AddressSanitizer" in overrun.stderr
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "checked.so"
+        compiler = start_compiler(library)
+        if compiler.wait() != 0:
+            sys.exit(str(compiler.communicate()[1]))
+        result = fuzz(library, arguments.seconds, arguments.seed)
+    print(result.stdout, end="")
+    sys.exit(result.stderr if result.returncode != 0 else 0)

@@ -1,0 +1,111 @@
+"""The native operations: schemas, what they refuse, and fakes. Kernels: reference.py and csrc_cuda.
+
+A *block table* is an int64 tensor [B, 4] on the device of the data, one row for each block: `start`, the offset of the
+block in x in elements; `length`, its elements, at least 1; `header`, the offset in the wire of its 8 header bytes, a
+multiple of 4; `payload`, the offset in the wire of its `length` code bytes. What the blocks of one table write must not
+overlap, nor may a tensor that is written overlap one that is read: the result would depend on the kernel.
+
+An operation that refuses its arguments raises ValueError and has written nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+from torch import Tensor
+
+ELEMENT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _describe(tensor: Tensor) -> str:
+    """Dtype, shape, device and, where it is not the usual, layout of `tensor`, for a message."""
+    layout = "" if tensor.is_contiguous() else "non-contiguous "
+    return f"{layout}{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+
+
+def refusal(operation: str, argument: str, allowed: str, got: object) -> ValueError:
+    """The error for an argument; the CPU library words it in the same way."""
+    return ValueError(f"torchbagua::{operation}: {argument} must be {allowed}, got {got}")
+
+
+def check_bytes(operation: str, argument: str, tensor: Tensor, num_dims: int) -> None:
+    """Raise ValueError unless `tensor` is contiguous uint8 with `num_dims` dimensions."""
+    if tensor.dim() != num_dims or not tensor.is_contiguous() or tensor.dtype != torch.uint8:
+        raise refusal(
+            operation, argument, f"contiguous uint8 {'[W]' if num_dims == 1 else '[R, W]'}", _describe(tensor)
+        )
+
+
+def check_table_tensor(operation: str, table: Tensor) -> None:
+    """Raise ValueError unless `table` has the type and shape of a block table; its content is not looked at."""
+    if table.dim() != 2 or not table.is_contiguous() or table.dtype != torch.int64 or table.shape[1] != 4:
+        raise refusal(operation, "table", "contiguous int64 [B, 4]", _describe(table))
+
+
+def check_device(operation: str, argument: str, tensor: Tensor, first: Tensor) -> None:
+    """Raise ValueError unless `tensor` is where the operation's first argument is."""
+    if tensor.device != first.device:
+        raise refusal(operation, argument, f"on {first.device}", _describe(tensor))
+
+
+def check_codec(operation: str, x: Tensor, table: Tensor, wire: Tensor) -> None:
+    """Raise ValueError for arguments that `minmax_uint8_encode` and `minmax_uint8_decode` refuse by their type."""
+    if x.dim() != 1 or not x.is_contiguous() or x.dtype not in ELEMENT_TYPES:
+        raise refusal(operation, "x", "contiguous float32, bfloat16 or float16 [N]", _describe(x))
+    check_bytes(operation, "wire", wire, 1)
+    check_table_tensor(operation, table)
+    check_device(operation, "wire", wire, x)
+    check_device(operation, "table", table, x)
+
+
+def check_mean(operation: str, rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
+    """Raise ValueError for arguments that `minmax_uint8_decode_mean_encode` refuses by their type or value."""
+    check_bytes(operation, "rows", rows, 2)
+    check_bytes(operation, "wire", wire, 1)
+    if rows.shape[0] < 1:
+        raise refusal(operation, "rows", "of at least one row", _describe(rows))
+    if wire.shape[0] != rows.shape[1]:
+        raise refusal(operation, "wire", f"as long as a row, {rows.shape[1]} bytes", _describe(wire))
+    if not 0 < ctypes.c_float(divisor).value < math.inf:
+        raise refusal(operation, "divisor", "a positive finite float32", divisor)
+    check_table_tensor(operation, table)
+    check_device(operation, "wire", wire, rows)
+    check_device(operation, "table", table, rows)
+
+
+# MinMaxUInt8, block-wise (algorithms.md, "MinMaxUInt8"). x: [N] float32, bfloat16 or float16; wire: [W] uint8.
+# Reads x, writes the header and the codes of every block; other bytes of the wire stay as they are.
+torch.library.define("torchbagua::minmax_uint8_encode", "(Tensor x, Tensor table, Tensor(a!) wire) -> ()")
+
+# Reads the wire, writes x: float32 arithmetic, rounded to the type of x at the end. A block whose header no encoder
+# writes (not finite, 2^126 or more in magnitude, minimum above maximum) becomes NaN.
+torch.library.define("torchbagua::minmax_uint8_decode", "(Tensor wire, Tensor table, Tensor(a!) x) -> ()")
+
+# rows: [R, W], one wire of each sender. For every block: decode the R rows in float32, add them in the order of the
+# rows, divide by `divisor` in float32, encode into `wire` [W]. The `start` of a block is not used.
+torch.library.define(
+    "torchbagua::minmax_uint8_decode_mean_encode",
+    "(Tensor rows, Tensor table, float divisor, Tensor(a!) wire) -> ()",
+)
+
+# "default", "avx2" or "avx512": what the loaded CPU library uses. It has no kernel until a library is loaded.
+torch.library.define("torchbagua::cpu_instruction_set", "() -> str")
+
+
+def _encode_fake(x: Tensor, table: Tensor, wire: Tensor) -> None:
+    check_codec("minmax_uint8_encode", x, table, wire)
+
+
+def _decode_fake(wire: Tensor, table: Tensor, x: Tensor) -> None:
+    check_codec("minmax_uint8_decode", x, table, wire)
+
+
+def _decode_mean_encode_fake(rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
+    check_mean("minmax_uint8_decode_mean_encode", rows, table, divisor, wire)
+
+
+torch.library.register_fake("torchbagua::minmax_uint8_encode", _encode_fake)
+torch.library.register_fake("torchbagua::minmax_uint8_decode", _decode_fake)
+torch.library.register_fake("torchbagua::minmax_uint8_decode_mean_encode", _decode_mean_encode_fake)
