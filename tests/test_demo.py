@@ -1,0 +1,195 @@
+"""`torchbagua demo` as its user meets it: a short run with all that it writes, and every way it can fail."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchbagua.cli import demo
+from torchbagua.cli.demo.model import GPT
+from torchbagua.cli.demo.report import compare, table
+from torchbagua.cli.demo.text import LIMIT_BYTES, read_standard_library
+from torchbagua.cli.demo.train import Run
+
+STEPS = 12
+COMMAND = [sys.executable, "-m", "torchbagua.cli", "demo"]
+# Starting takes seconds on an idle machine, and far longer on one that compiles the kernels meanwhile.
+TIMEOUT_S = 150
+
+
+def test_demo_trains_and_reports(tmp_path: Path) -> None:
+    command = [*COMMAND, "--nproc", "2", "--steps", str(STEPS), "--seed", "7", "--output", str(tmp_path / "a" / "b")]
+
+    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+    assert run.returncode == 0, run.stderr
+    results = json.loads((tmp_path / "a" / "b" / "results.json").read_text(encoding="utf-8"))
+    plain, bytegrad = results["runs"]
+    assert results["settings"] == {"nproc": 2, "steps": STEPS, "seed": 7}
+    assert (plain["name"], bytegrad["name"]) == ("plain DDP", "ByteGrad")
+    for summary in plain, bytegrad:
+        assert len(summary["losses"]) == len(summary["sent_bytes"]) == STEPS
+        assert summary["losses"][-1] < summary["losses"][0] - 1, "it learns"
+        assert summary["step_ms"] > 0
+    assert plain["losses"][0] == bytegrad["losses"][0], "same weights, same batches"
+    assert results["loss_difference"] < results["loss_tolerance"] == 0.01
+
+    elements = plain["num_elements"]
+    assert elements == sum(parameter.numel() for parameter in GPT(width=160, num_layers=4, num_heads=5).parameters())
+    assert not plain["sent_bytes_measured"]
+    assert bytegrad["sent_bytes_measured"]
+    # Between two ranks a ring sends each element once, in 4 bytes; ByteGrad in 1, with 8 bytes of range a block.
+    assert plain["sent_bytes"] == [4 * elements * (step + 1) for step in range(STEPS)]
+    assert plain["bits_per_element"] == 32
+    assert 8 < bytegrad["bits_per_element"] < 8.2
+    assert bytegrad["ratio"] == pytest.approx(32 / bytegrad["bits_per_element"])
+
+    assert (tmp_path / "a" / "b" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{bytegrad['ratio']:.2f}x" in run.stdout
+    assert f"{bytegrad['final_loss']:.4f}" in run.stdout
+    assert "less than 1%" in run.stdout
+    assert "ring all-reduce" in run.stdout, "where plain DDP's bytes come from is told"
+    assert f"{STEPS}/{STEPS}" in run.stderr, "the progress bar"
+
+
+def test_table_tells_where_losses_disagree() -> None:
+    def rank(loss: float, sent_bytes: list[int] | None) -> Run:
+        return Run(losses=[5.0, loss], step_ms=[3.0, 4.0], sent_bytes=sent_bytes, num_elements=100)
+
+    comparison = compare([{"plain DDP": rank(1.9, None), "ByteGrad": rank(2.0, [60, 120])} for _ in range(4)])
+
+    assert not comparison.losses_agree
+    assert "differ by 5.26%, NOT less than 1%" in table(comparison)
+    # 2 (n-1)/n x 4 bytes x elements, n = 4
+    assert comparison.runs[0].sent_bytes == [600, 1200]
+    assert comparison.runs[1].ratio == 10
+
+
+def test_attention_sees_only_the_past() -> None:
+    torch.manual_seed(0)
+    model = GPT(width=32, num_layers=2, num_heads=2)
+    tokens = torch.randint(256, (3, 16))
+    changed = tokens.clone()
+    changed[:, 9] += 1
+    changed %= 256
+
+    same = (model(tokens) == model(changed)).all(dim=-1).all(dim=0)
+
+    assert same.tolist() == [True] * 9 + [False] * 7
+
+
+def test_text_is_bounded_and_in_order(tmp_path: Path) -> None:
+    (tmp_path / "b.py").write_bytes(b"second")
+    (tmp_path / "a.py").write_bytes(b"first ")
+    (tmp_path / "c.txt").write_bytes(b"no source")
+
+    assert bytes(read_standard_library(tmp_path).tolist()) == b"first second"
+    assert 1_000_000 < len(read_standard_library()) <= LIMIT_BYTES
+
+
+def test_text_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+        read_standard_library(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("--nproc", "1", "an integer from 2 to 64"),
+        ("--nproc", "65", "an integer from 2 to 64"),
+        ("--nproc", "two", "an integer from 2 to 64"),
+        ("--steps", "0", "an integer from 1 to 1000000"),
+        ("--steps", "1.5", "an integer from 1 to 1000000"),
+        ("--seed", "-1", "an integer from 0 to 4294967296"),
+        ("--output", os.devnull, "a folder to write to"),
+    ],
+)
+def test_bad_options_are_named(option: str, value: str, allowed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        demo.main([f"{option}={value}"])
+
+    assert f"argument {option}: got '{value}', allowed: {allowed}" in capsys.readouterr().err
+
+
+def test_missing_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # None is what makes Python's import system treat a module as not there.
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    with pytest.raises(SystemExit, match="2"):
+        demo.main(["--output", str(tmp_path)])
+
+    assert "matplotlib is not installed: pip install 'torchbagua[demo]'" in capsys.readouterr().err
+
+
+def test_a_rank_that_raises_is_reported(tmp_path: Path) -> None:
+    environment = os.environ | {"TORCHBAGUA_NATIVE": "no such path"}
+
+    run = subprocess.run(
+        [*COMMAND, "--steps", "1", "--output", str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+    assert run.returncode == 1
+    assert "a rank failed" in run.stderr
+    assert "ValueError" in run.stderr
+    assert "no such path" in run.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def _start_training(folder: Path) -> "subprocess.Popen[bytes]":
+    """Starts a long demo in a session of its own and waits until it trains; its stderr goes to folder/stderr."""
+    with (folder / "stderr").open("wb") as stderr:
+        process = subprocess.Popen(
+            [*COMMAND, "--steps", "100000", "--output", str(folder)],
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while b"loss" not in (folder / "stderr").read_bytes():
+        assert process.poll() is None, (folder / "stderr").read_text()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    return process
+
+
+def _children(process_id: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks' processes in /proc")
+@pytest.mark.parametrize("victim", ["launcher", "rank"])
+def test_a_signal_ends_all_processes(victim: str, tmp_path: Path) -> None:
+    process = _start_training(tmp_path)
+    try:
+        ranks = _children(process.pid)
+        assert len(ranks) == 2
+        if victim == "launcher":
+            os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does
+        else:
+            os.kill(ranks[1], signal.SIGKILL)
+        status = process.wait(timeout=60)
+    finally:
+        process.kill()
+
+    stderr = (tmp_path / "stderr").read_text()
+    if victim == "launcher":
+        assert status == 130
+        assert stderr.endswith("torchbagua demo: interrupted\n")
+        assert "Traceback" not in stderr
+    else:
+        assert status == 1
+        assert f"Signal 9 (SIGKILL) received by PID {ranks[1]}" in stderr
+    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]

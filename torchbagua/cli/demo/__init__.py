@@ -1,0 +1,87 @@
+"""`torchbagua demo`: trains a small GPT over several processes, plain DDP and then ByteGrad, and compares them."""
+
+import argparse
+import importlib.util
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+_EXTRA = ("matplotlib", "tqdm")  # of pyproject.toml
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Trains, prints the table, and writes `results.json` and `loss.png`.
+
+    Returns:
+        0 where the losses agree, 1 where they do not or a rank failed, 128 + the signal where one ended it.
+
+    Raises:
+        SystemExit: an option does not fit, or a package of `torchbagua[demo]` is missing; the message says which.
+    """
+    parser = argparse.ArgumentParser(prog="torchbagua demo", description=__doc__)
+    parser.add_argument("--nproc", type=_integer(2, 64), default=2, metavar="N", help="processes (default: 2)")
+    parser.add_argument(
+        "--steps", type=_integer(1, 10**6), default=500, metavar="N", help="steps of each run (default: 500)"
+    )
+    parser.add_argument(
+        "--seed", type=_integer(0, 2**32), default=0, metavar="N", help="of the weights and batches (default: 0)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="where to write (default: runs/demo)"
+    )
+    options = parser.parse_args(arguments)
+    for name in _EXTRA:
+        if importlib.util.find_spec(name) is None:
+            parser.error(f"{name} is not installed: pip install 'torchbagua[demo]'")
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"argument --output: got {str(options.output)!r}, allowed: a folder to write to; {error}")
+
+    try:
+        return _compare_runs(parser, options)
+    except KeyboardInterrupt:
+        print("\ntorchbagua demo: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    # Not at the top: these modules need the extra, and `--help` does not need them.
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from torchbagua.cli.demo.launch import launch
+    from torchbagua.cli.demo.report import compare, table, write
+    from torchbagua.cli.demo.text import read_standard_library
+    from torchbagua.cli.demo.train import Settings
+
+    try:
+        text_mb = len(read_standard_library()) / 1e6
+    except FileNotFoundError as error:
+        parser.error(str(error))
+    settings = Settings(nproc=options.nproc, steps=options.steps, seed=options.seed)
+    print(f"{settings.nproc} ranks over gloo train a small GPT on {text_mb:.1f} MB of Python sources", flush=True)
+    try:
+        comparison = compare(launch(settings))
+    except ChildFailedError as error:
+        print(f"\ntorchbagua demo: a rank failed\n{error}", file=sys.stderr)
+        return 1
+    except SignalException as error:
+        print(f"\ntorchbagua demo: ended by {error.sigval.name}", file=sys.stderr)
+        return 128 + error.sigval
+    print(f"\n{table(comparison)}\n")
+    for path in write(comparison, settings, options.output):
+        print(f"wrote {path}")
+    return 0 if comparison.losses_agree else 1
+
+
+def _integer(lowest: int, highest: int) -> Callable[[str], int]:
+    """A type for argparse, which puts the option's name before the message."""
+
+    def parse(value: str) -> int:
+        if not value.isascii() or not value.isdigit() or not lowest <= int(value) <= highest:
+            raise argparse.ArgumentTypeError(f"got {value!r}, allowed: an integer from {lowest} to {highest}")
+        return int(value)
+
+    return parse
