@@ -49,7 +49,7 @@ class Identity:
         self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:
         """Add R rows in float32 in row order, divide by `divisor`, write `wire_W`."""
-        wire_W.view(layout.dtype).copy_(mean_of_rows(rows_RW.view(layout.dtype), divisor))
+        _mean_of_rows(rows_RW.view(layout.dtype), divisor, wire_W.view(layout.dtype))
 
 
 @dataclass(frozen=True)
@@ -105,21 +105,21 @@ class Cast:
         self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:
         """Add R rows in float32 in row order, divide by `divisor`, round into `wire_W`."""
-        self._typed(wire_W).copy_(mean_of_rows(self._typed(rows_RW), divisor))
+        _mean_of_rows(self._typed(rows_RW), divisor, self._typed(wire_W))
 
     def _typed(self, wire: torch.Tensor) -> torch.Tensor:
         return wire.view(_DTYPES[self.dtype])
 
 
 def sum_of_rows(rows_RL: torch.Tensor) -> torch.Tensor:
-    """Return the float32 sum of rows, added in row order."""
-    total_L = rows_RL[0].to(torch.float32, copy=True)
+    """Return the float32 sum of rows, added in row order; it may use their memory."""
+    total_L = rows_RL[0].float()
     for row_L in rows_RL[1:]:
         total_L.add_(row_L)
     return total_L
 
 
-def mean_of_rows(rows_RL: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Return the float32 sum of rows, added in row order, divided by `divisor`."""
+def _mean_of_rows(rows_RL: torch.Tensor, divisor: float, out_L: torch.Tensor) -> None:
+    """Write the sum of rows, divided by `divisor` in float32, to `out_L`."""
     # By a tensor on the device: on CUDA, division by a Python number is a multiplication by its reciprocal.
-    return sum_of_rows(rows_RL).div_(torch.full((1,), divisor, device=rows_RL.device))
+    torch.div(sum_of_rows(rows_RL), torch.full((1,), divisor, device=rows_RL.device), out=out_L)

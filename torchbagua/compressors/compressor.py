@@ -46,5 +46,8 @@ class Compressor(Protocol):
     def decode_mean_encode(
         self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:
-        """Decode R wires of one chunk, add them in float32 in row order, divide by `divisor`, encode into `wire_W`."""
+        """Decode R wires of one chunk, add them in float32 in row order, divide by `divisor`, encode into `wire_W`.
+
+        What `rows_RW` holds afterwards is not defined.
+        """
         ...
