@@ -153,13 +153,13 @@ def test_timeout_names_operation_bucket_and_peer_and_tells_the_others() -> None:
     def body(group: dist.ProcessGroup) -> None:
         communicator = tb.BaguaProcessGroup(group, timeout=SHORT).world
         tensors = [torch.zeros(100_000) for _ in range(6)]
-        communicator.all_to_all(tensors[:3], tensors[3:], bucket="first")
+        communicator.all_to_all(tensors[3:], bucket="first").run(tensors[:3])
         if group.rank() == 2:
             done.wait(30)
             return
         start = time.monotonic()
         try:
-            communicator.all_to_all(tensors[:3], tensors[3:], bucket="second")
+            communicator.all_to_all(tensors[3:], bucket="second").run(tensors[:3])
         except tb.CommunicationError as error:
             errors[group.rank()] = str(error)
             seconds[group.rank()] = time.monotonic() - start
@@ -177,7 +177,7 @@ def test_closed_group_raises() -> None:
     def body(group: dist.ProcessGroup) -> None:
         bagua_group = tb.BaguaProcessGroup(group)
         bagua_group.close()
-        bagua_group.world.all_to_all([torch.ones(1)] * 2, [torch.ones(1)] * 2, bucket="x")
+        bagua_group.world.all_to_all([torch.ones(1)] * 2, bucket="x")
 
     with pytest.raises(tb.CommunicationError, match=r"the world group of ranks \[0, 1\] is closed"):
         run_ranks(2, body)

@@ -1,6 +1,7 @@
 """Collectives over explicit groups: the only place that exchanges tensors between ranks."""
 
-from torchbagua.collectives.communicator import CommunicationError, Communicator
+from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.exchange import CommunicationError
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.two_phase_mean import HierarchicalMean, Mean, TwoPhaseMean, centralized_mean
 

@@ -1,17 +1,15 @@
-"""One private gloo group: exchanges in pairwise rounds, with errors that name peer, operation and bucket."""
+"""One private gloo group, and the exchanges that its ranks make."""
 
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from torchbagua.collectives.exchange import CommunicationError, Exchange
 from torchbagua.events import CommEvent, Observer
 
-
-class CommunicationError(RuntimeError):
-    """An exchange with another rank failed or ran out of time; its group cannot be used any more."""
+_CPU = torch.device("cpu")
 
 
 class Communicator:
@@ -61,71 +59,35 @@ class Communicator:
             raise CommunicationError(f"torchbagua: the {self.scope} group of ranks {list(self.ranks)} is closed")
         return self._process_group
 
+    @property
+    def backend(self) -> dist.Backend:
+        """The gloo backend itself: the torch group's methods take a detour through the dispatcher."""
+        return self.process_group._get_backend(_CPU)
+
+    def rank_before(self, distance: int) -> int:
+        """Return the rank `distance` places before own, around the ring."""
+        return (self.rank - distance) % self.size
+
+    def rank_after(self, distance: int) -> int:
+        """Return the rank `distance` places after own, around the ring."""
+        return (self.rank + distance) % self.size
+
+    def tell(self, event: CommEvent) -> None:
+        """Tell the observers of an exchange."""
+        for observer in self.observers:
+            observer.on_comm(event)
+
     def close(self) -> None:
         """Close the connections; peers that still wait for this rank get an error at once."""
         self._process_group = None
 
-    def all_to_all(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], *, bucket: str) -> None:
-        """Send `sends[r]` to every other rank r and fill `receives[r]` from it; own entries are not touched.
+    def all_to_all(self, receives: Sequence[torch.Tensor], *, bucket: str) -> Exchange:
+        """Start an exchange that fills `receives[r]` with what every other rank r sends to this one."""
+        return Exchange(self, "all_to_all", 0, receives, bucket)
 
-        Sizes may differ from pair to pair, must agree between the two sides of a pair, and may be zero.
-
-        Raises:
-            CommunicationError: a peer is gone or did not take part within the timeout.
-        """
-        self._exchange("all_to_all", sends, receives, bucket)
-
-    def all_gather(self, send: torch.Tensor, receives: Sequence[torch.Tensor], *, bucket: str) -> None:
-        """Send `send` to every other rank and fill `receives[r]` from every other rank r; sizes and errors as above."""
-        self._exchange("all_gather", [send] * self.size, receives, bucket)
-
-    def _exchange(
-        self, operation: str, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], bucket: str
-    ) -> None:
-        group = self.process_group
-        start_ns = time.perf_counter_ns()
-        bytes_sent = bytes_received = 0
-        for distance in range(1, self.size):
-            source = (self.rank - distance) % self.size
-            target = (self.rank + distance) % self.size
-            works: list[tuple[str, int, dist.Work]] = []
-            # The receive goes first: gloo's sender waits for its peer's receive, and would cost one more round trip.
-            failure = None
-            try:
-                if receives[source].numel():
-                    works.append(("receiving from", source, group.recv([receives[source]], source, 0)))
-                    bytes_received += receives[source].nbytes
-                if sends[target].numel():
-                    works.append(("sending to", target, group.send([sends[target]], target, 0)))
-                    bytes_sent += sends[target].nbytes
-                for direction, peer, work in works:
-                    failure = f"{direction} rank {self.ranks[peer]}"
-                    work.wait()
-                failure = None
-            except RuntimeError as error:
-                failure = f"{failure or f'starting with ranks {self.ranks[source]}, {self.ranks[target]}'}: {error}"
-            if failure is not None:
-                # Outside of `except`: the error must not keep the group alive through its traceback, since closing the
-                # connections is what tells the other ranks.
-                del works, group
-                self.close()
-                raise CommunicationError(
-                    f"torchbagua: {operation} of {bucket} over the {self.scope} group failed on rank "
-                    f"{self.ranks[self.rank]} {failure}"
-                )
-        if self.observers:
-            event = CommEvent(
-                operation=operation,
-                scope=self.scope,
-                bucket=bucket,
-                group_size=self.size,
-                bytes_sent=bytes_sent,
-                bytes_received=bytes_received,
-                start_ns=start_ns,
-                end_ns=time.perf_counter_ns(),
-            )
-            for observer in self.observers:
-                observer.on_comm(event)
+    def all_gather(self, receives: Sequence[torch.Tensor], *, bucket: str) -> Exchange:
+        """Start an exchange that fills `receives[r]` with the one tensor that every other rank r sends to all."""
+        return Exchange(self, "all_gather", 1, receives, bucket)
 
 
 def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -133,5 +95,5 @@ def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
     group = dist.ProcessGroup(store, rank, size)
     backend = dist.ProcessGroupGloo(store, rank, size, timeout)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, backend)
     return group

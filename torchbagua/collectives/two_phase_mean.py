@@ -97,10 +97,15 @@ class TwoPhaseMean:
         wires = [wire_W[row] for row in self._layout.rows]
         own_wire = wires[communicator.rank]
         self._rows_RW[communicator.rank].copy_(own_wire)
-        communicator.all_to_all(wires, list(self._rows_RW), bucket=self._bucket)
+        scatter = communicator.all_to_all(list(self._rows_RW), bucket=self._bucket)
+        # Made before the chunks of the wire are sent, into which it receives: a rank sends the mean of its chunk only
+        # when it has received that chunk from everybody.
+        gather = communicator.all_gather(wires, bucket=self._bucket)
+        scatter.run(wires)
+        gather.expect()
         if own_wire.numel():
             compressor.decode_mean_encode(self._rows_RW, self._own_layout, self._divisor, own_wire)
-        communicator.all_gather(own_wire, wires, bucket=self._bucket)
+        gather.run([own_wire] * communicator.size)
         compressor.decode(wire_W, self._layout, x_N)
 
 
@@ -147,9 +152,12 @@ class HierarchicalMean:
         shards = [x_N[shard] for shard in self._shards]
         own = shards[intra_node.rank]
         self._rows_RL[intra_node.rank].copy_(own)
-        intra_node.all_to_all(shards, list(self._rows_RL), bucket=self._bucket)
+        scatter = intra_node.all_to_all(list(self._rows_RL), bucket=self._bucket)
+        gather = intra_node.all_gather(shards, bucket=self._bucket)  # as early as in TwoPhaseMean
+        scatter.run(shards)
+        gather.expect()
         if self._inter_node_mean is not None:
             sum_L = sum_of_rows(self._rows_RL)
             self._inter_node_mean(sum_L)
             own.copy_(sum_L)
-        intra_node.all_gather(own, shards, bucket=self._bucket)
+        gather.run([own] * intra_node.size)
