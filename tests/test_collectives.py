@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
@@ -12,8 +13,9 @@ import torchbagua as tb
 from ranks import gloo_group, run_ranks
 from torchbagua.collectives import TwoPhaseMean
 from torchbagua.collectives.agreement import Facts, exchange_facts
-from torchbagua.compressors import MinMaxUInt8
+from torchbagua.compressors import Identity, MinMaxUInt8
 from torchbagua.compressors.blocks import block_bounds
+from torchbagua.lane import Lane
 
 SHORT = timedelta(seconds=2)
 
@@ -171,6 +173,37 @@ def test_timeout_names_operation_bucket_and_peer_and_tells_the_others() -> None:
     assert all("all_to_all of second over the world group failed on rank" in text for text in errors.values())
     assert any("rank 2" in text for text in errors.values())
     assert all(elapsed < 2 * SHORT.total_seconds() + 1 for elapsed in seconds.values())
+
+
+def test_a_rank_that_fails_between_the_phases_tells_the_others_at_once() -> None:
+    """Its receives for the second phase are posted already; they must not keep its connections open."""
+
+    @dataclass(frozen=True)
+    class FailsInTheMiddle(Identity):
+        fails: bool = False
+
+        def decode_mean_encode(self, *arguments: object) -> None:
+            if self.fails:
+                raise MemoryError("no room for the mean")
+            super().decode_mean_encode(*arguments)
+
+    seconds: dict[int, float] = {}
+
+    def body(group: dist.ProcessGroup) -> None:
+        bagua_group = tb.BaguaProcessGroup(group, timeout=timedelta(seconds=40))
+        flat = torch.ones(3000)
+        bucket = tb.BaguaBucket("gradients", [tb.BaguaTensor("weight", flat)], bagua_group, flat)
+        bucket.append_centralized_synchronous_op(compression=FailsInTheMiddle(fails=group.rank() == 1))
+        lane = Lane("failing", on_failure=bagua_group.close)
+        start = time.monotonic()
+        expected = "MemoryError: no room" if group.rank() == 1 else "CommunicationError: .* all_gather of gradients"
+        with pytest.raises(RuntimeError, match=expected):
+            lane.submit(bucket.run).wait()
+        seconds[group.rank()] = time.monotonic() - start
+        lane.close()
+
+    run_ranks(2, body)
+    assert max(seconds.values()) < 10, seconds
 
 
 def test_closed_group_raises() -> None:

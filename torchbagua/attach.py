@@ -89,18 +89,19 @@ class Attachment:
     ) -> None:
         self.algorithm = algorithm
         self.impl = impl
-        self._undo = ExitStack()
-        self._undo.callback(impl.close)
-        impl.set_module(module.module)
-        self._undo.push(install_step_hooks(module, optimizers, impl))
-        if impl.owns_buckets:
-            # The attribute that no_sync uses: DDP then sends neither gradients nor buffers.
-            self._undo.callback(setattr, module, "require_backward_grad_sync", module.require_backward_grad_sync)
-            module.require_backward_grad_sync = False
-        else:
-            trampoline = _trampoline_of(module)
-            self._undo.callback(setattr, trampoline, "impl", None)
-            trampoline.impl = impl
+        with ExitStack() as undo:  # closed here only where one of these steps raises
+            undo.callback(impl.close)
+            impl.set_module(module.module)
+            undo.enter_context(install_step_hooks(module, optimizers, impl))
+            if impl.owns_buckets:
+                # The attribute that no_sync uses: DDP then sends neither gradients nor buffers.
+                undo.callback(setattr, module, "require_backward_grad_sync", module.require_backward_grad_sync)
+                module.require_backward_grad_sync = False
+            else:
+                trampoline = _trampoline_of(module)
+                undo.callback(setattr, trampoline, "impl", None)
+                trampoline.impl = impl
+            self._undo = undo.pop_all()
 
     def detach(self) -> None:
         """Finish what is in flight and give the module back to plain DDP. May be called again."""

@@ -43,6 +43,9 @@ class Communicator:
         self.ranks = tuple(ranks)
         self.scope = scope
         self.observers = tuple(observers)
+        # What is posted and not waited for, by tag, direction and peer. Here and not in the exchanges, because a work
+        # holds the connections open, and `close` must end them.
+        self.works: dict[tuple[int, str, int], dist.Work] = {}
         self._process_group: dist.ProcessGroup | None = _gloo_group(
             dist.PrefixStore(name, store), rank, len(ranks), timeout
         )
@@ -80,6 +83,7 @@ class Communicator:
     def close(self) -> None:
         """Close the connections; peers that still wait for this rank get an error at once."""
         self._process_group = None
+        self.works.clear()
 
     def all_to_all(self, receives: Sequence[torch.Tensor], *, bucket: str) -> Exchange:
         """Start an exchange that fills `receives[r]` with what every other rank r sends to this one."""

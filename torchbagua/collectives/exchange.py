@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from torchbagua.events import CommEvent
 
@@ -52,7 +51,6 @@ class Exchange:
         self._tag = tag
         self._receives = receives
         self._bucket = bucket
-        self._works: dict[tuple[str, int], dist.Work] = {}
         self._takes_turns = max(tensor.nbytes for tensor in receives) > _SMALL_MESSAGE_BYTES
         self._num_posted = 0
         if not self._takes_turns:
@@ -77,8 +75,9 @@ class Exchange:
             self._post_send(communicator.rank_after(distance), sends)
             if self._takes_turns:
                 self._wait("receiving from", communicator.rank_before(distance))
-        for direction, peer in list(self._works):
-            self._wait(direction, peer)
+        for tag, direction, peer in list(communicator.works):
+            if tag == self._tag:
+                self._wait(direction, peer)
         others = [rank for rank in range(communicator.size) if rank != communicator.rank]
         communicator.tell(
             CommEvent(
@@ -109,7 +108,7 @@ class Exchange:
         backend = self._communicator.backend
         post = backend.recv if direction == "receiving from" else backend.send
         try:
-            self._works[direction, peer] = post([tensor], peer, self._tag)
+            self._communicator.works[self._tag, direction, peer] = post([tensor], peer, self._tag)
             return
         except RuntimeError as error:
             failure = str(error)
@@ -117,7 +116,7 @@ class Exchange:
         self._fail(direction, peer, failure)
 
     def _wait(self, direction: str, peer: int) -> None:
-        work = self._works.pop((direction, peer), None)
+        work = self._communicator.works.pop((self._tag, direction, peer), None)
         try:
             if work is not None:
                 work.wait()
@@ -128,9 +127,8 @@ class Exchange:
         self._fail(direction, peer, failure)
 
     def _fail(self, direction: str, peer: int, failure: str) -> NoReturn:
-        # Closing the connections is what tells the other ranks. What holds them open must be let go before: works and
-        # the group, in this object and in the frames that the error's traceback keeps.
-        self._works.clear()
+        # Closing the connections is what tells the other ranks. The frames that the error's traceback keeps must not
+        # hold them open, so none has the group or a work in a variable by now.
         communicator = self._communicator
         communicator.close()
         raise CommunicationError(
