@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ class Communicator:
         return self._process_group
 
     @property
-    def backend(self) -> dist.Backend:
+    def backend(self) -> Any:  # torch's stubs (2.13) do not know that a Backend has send and recv
         """The gloo backend itself: the torch group's methods take a detour through the dispatcher."""
         return self.process_group._get_backend(_CPU)
 
