@@ -28,12 +28,16 @@ def run_ranks(size: int, body: Callable[[dist.ProcessGroup], T], timeout: timede
     Raises what the lowest rank raised that raised; the others' errors follow from it, or are its like.
     """
     store = dist.HashStore()
+    # Kept until all ranks are done: gloo can deadlock where a group's last reference is let go, under Python's global
+    # lock, just after an all-reduce that backward had started (torch 2.13: its worker needs the lock to free the work).
+    groups: dict[int, dist.ProcessGroup] = {}
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
         try:
-            results[rank] = body(gloo_group(store, rank, size, timeout))
+            groups[rank] = gloo_group(store, rank, size, timeout)
+            results[rank] = body(groups[rank])
         except BaseException as error:
             errors[rank] = error
 
