@@ -54,9 +54,11 @@ def attach(
         algorithm = Algorithm.init(algorithm)
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"attach: algorithm must be an Algorithm or a registered name, got {algorithm!r}")
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     _check_module(module)
     _check_optimizers(optimizers, module)
+    if process_group is not None and not isinstance(process_group, BaguaProcessGroup):
+        raise TypeError(f"attach: process_group must be a BaguaProcessGroup, got {type(process_group).__name__}")
     if process_group is not None and process_group.size != module.process_group.size():
         raise ValueError(
             f"attach: process_group must have the module's {module.process_group.size()} ranks, "
@@ -94,9 +96,10 @@ class Attachment:
             impl.set_module(module.module)
             undo.enter_context(install_step_hooks(module, optimizers, impl))
             if impl.owns_buckets:
-                # The attribute that no_sync uses: DDP then sends neither gradients nor buffers.
-                undo.callback(setattr, module, "require_backward_grad_sync", module.require_backward_grad_sync)
-                module.require_backward_grad_sync = False
+                # What no_sync sets, and what it leads to a forward later: DDP sends neither gradients nor buffers.
+                for attribute in ("require_backward_grad_sync", "require_forward_param_sync"):
+                    undo.callback(setattr, module, attribute, getattr(module, attribute))
+                    setattr(module, attribute, False)
             else:
                 trampoline = _trampoline_of(module)
                 undo.callback(setattr, trampoline, "impl", None)
@@ -167,7 +170,11 @@ def _trampoline_of(module: DistributedDataParallel) -> _Trampoline:
         assert isinstance(state, _Trampoline)  # _check_detached has refused any other
         return state
     trampoline = _Trampoline(module.process_group)
-    module.register_comm_hook(trampoline, _trampoline_hook)
+    try:
+        module.register_comm_hook(trampoline, _trampoline_hook)
+    except RuntimeError as error:
+        module._comm_hooks.clear()  # where DDP has entered the hook before it refused it
+        raise ValueError(f"attach: DDP takes no communication hook for this module: {error}") from error
     return trampoline
 
 
@@ -186,6 +193,8 @@ def _check_module(module: DistributedDataParallel) -> None:
 
 
 def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module) -> None:
+    if not optimizers:
+        raise ValueError("attach: optimizer must be a torch.optim.Optimizer or several, got an empty sequence")
     own = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):

@@ -14,7 +14,6 @@ def install_step_hooks(
     module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], impl: AlgorithmImpl
 ) -> ExitStack:
     """Install the hooks that `impl` asks for on `module` and `optimizers`; closing what is returned removes them."""
-    handles = ExitStack()
     inner = getattr(module, "module", module)
     on_forward = impl.init_forward_pre_hook(inner)
     on_gradient = impl.init_backward_hook(inner)
@@ -30,26 +29,26 @@ def install_step_hooks(
         if on_forward is not None:
             on_forward(inputs)
 
-    if on_forward is not None or backward_end is not None:
-        handles.callback(module.register_forward_pre_hook(before_forward).remove)
-    for name, parameter in inner.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if backward_end is not None:
-            handles.callback(parameter.register_post_accumulate_grad_hook(backward_end.queue).remove)
-        if on_gradient is not None:
-            handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
-
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if impl.owns_buckets and impl.need_reset():
             impl.reset()
         if on_step is not None:
             on_step(optimizer)
 
-    if on_step is not None or impl.owns_buckets:
-        for optimizer in optimizers:
-            handles.callback(optimizer.register_step_post_hook(after_step).remove)
-    return handles
+    with ExitStack() as handles:  # closed here only where an installation raises
+        if on_forward is not None or backward_end is not None:
+            handles.callback(module.register_forward_pre_hook(before_forward).remove)
+        for name, parameter in inner.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if backward_end is not None:
+                handles.callback(parameter.register_post_accumulate_grad_hook(backward_end.queue).remove)
+            if on_gradient is not None:
+                handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
+        if on_step is not None or impl.owns_buckets:
+            for optimizer in optimizers:
+                handles.callback(optimizer.register_step_post_hook(after_step).remove)
+        return handles.pop_all()
 
 
 class _BackwardEnd:

@@ -62,7 +62,11 @@ class Algorithm:
             group = process_group.duplicate(timeout=timeout, observers=observers, facts=own)
         else:
             group = BaguaProcessGroup(process_group, timeout=timeout, observers=observers, facts=own)
-        return self.make_impl(group)
+        try:
+            return self.make_impl(group)
+        except BaseException:
+            group.close()
+            raise
 
 
 class AlgorithmImpl:
