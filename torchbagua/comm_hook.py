@@ -4,8 +4,7 @@ import torch
 import torch.distributed as dist
 
 from torchbagua.algorithms.base import AlgorithmImpl
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from torchbagua.native.schema import ELEMENT_TYPES
 
 
 def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -42,7 +41,7 @@ def check_gradients(what: str, tensor: torch.Tensor) -> None:
     """Raise ValueError, with `what` as its subject, where gradients like `tensor` cannot be averaged."""
     if tensor.layout is not torch.strided:
         raise ValueError(f"{what} must be dense, got a {tensor.layout} tensor")
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in ELEMENT_TYPES:
         raise ValueError(f"{what} must be float32, bfloat16 or float16, got {tensor.dtype}")
     if tensor.device.type != "cpu":
         raise ValueError(f"{what} must be on the CPU in this release, got {tensor.device}")
