@@ -32,6 +32,13 @@ from rank import Settings
 from report import Section, bits_per_second, byte_disagreements, markdown_table, summarise
 
 POLL_S = 0.1
+RANK_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # glibc gives freed gradients back to the kernel or not, depending on where in the heap they lie. Which contestant
+    # paid the page faults, a tenth of a step, was decided by chance for the life of a process.
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+}
 STALL_S = 120  # longest wait for a sign of life: importing, a first compilation, one block
 
 
@@ -77,7 +84,7 @@ def running_ranks(settings: Settings, network: EmulatedNetwork | None) -> Iterat
     scratch = Path(settings.scratch)
     (scratch / "settings.json").write_text(json.dumps(asdict(settings)))
     interface = "eth0" if network else "lo"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface}
+    environment = os.environ | RANK_ENVIRONMENT | {"GLOO_SOCKET_IFNAME": interface}
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(len(settings.nodes)):

@@ -13,6 +13,7 @@ import torchbagua as tb
 from ranks import gloo_group, run_ranks
 from torchbagua.collectives import TwoPhaseMean
 from torchbagua.collectives.agreement import Facts, exchange_facts
+from torchbagua.collectives.exchange import Exchange
 from torchbagua.compressors import Identity, MinMaxUInt8
 from torchbagua.compressors.blocks import block_bounds
 from torchbagua.lane import Lane
@@ -146,6 +147,42 @@ def test_events_count_the_payload() -> None:
             assert 0 < event.start_ns < event.end_ns
 
 
+@pytest.mark.parametrize("num_elements", [10, 100_000])
+@pytest.mark.parametrize("fast_ranks", [(), (1,), (0, 1, 2, 3)], ids=str)
+def test_exchange_brings_every_tensor_to_its_rank(num_elements: int, fast_ranks: tuple[int, ...]) -> None:
+    """Short and long messages, in turns or all at once, and where ranks do not agree on which."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        communicator = tb.BaguaProcessGroup(group).world
+        rank = communicator.rank
+        communicator.best_receive_bytes_per_s = 1e12 if rank in fast_ranks else -1e12
+        for _ in range(2):
+            receives = [torch.zeros(num_elements) for _ in range(4)]
+            heard: list[int] = []
+            exchange = Exchange(communicator, "all_to_all", receives, "numbers")
+            exchange.run(lambda target: torch.full((num_elements,), 10.0 * rank + target), heard.append)
+            for source in range(4):
+                assert receives[source].unique().tolist() == [0.0 if source == rank else 10.0 * source + rank]
+            assert sorted(heard) == [source for source in range(4) if source != rank]
+
+    run_ranks(4, body)
+
+
+def test_link_rate_is_learnt_from_long_messages() -> None:
+    def body(group: dist.ProcessGroup) -> tuple[float, float]:
+        communicator = tb.BaguaProcessGroup(group).world
+        rates = []
+        for num_elements in (10, 100_000):
+            tensors = [torch.zeros(num_elements) for _ in range(4)]
+            Exchange(communicator, "all_to_all", tensors[2:], "numbers").run(tensors.__getitem__)
+            rates.append(communicator.best_receive_bytes_per_s)
+        return rates[0], rates[1]
+
+    for after_short, after_long in run_ranks(2, body):
+        assert after_short == 0.0
+        assert 1e4 < after_long < 1e11  # 400 kB within 40 s, and not faster than memory
+
+
 def test_timeout_names_operation_bucket_and_peer_and_tells_the_others() -> None:
     """Rank 2 stops taking part: one of the others times out on it, and both raise at once then."""
     errors: dict[int, str] = {}
@@ -155,13 +192,13 @@ def test_timeout_names_operation_bucket_and_peer_and_tells_the_others() -> None:
     def body(group: dist.ProcessGroup) -> None:
         communicator = tb.BaguaProcessGroup(group, timeout=SHORT).world
         tensors = [torch.zeros(100_000) for _ in range(6)]
-        communicator.all_to_all(tensors[3:], bucket="first").run(tensors[:3])
+        Exchange(communicator, "all_to_all", tensors[3:], "first").run(tensors.__getitem__)
         if group.rank() == 2:
             done.wait(30)
             return
         start = time.monotonic()
         try:
-            communicator.all_to_all(tensors[3:], bucket="second").run(tensors[:3])
+            Exchange(communicator, "all_to_all", tensors[3:], "second").run(tensors.__getitem__)
         except tb.CommunicationError as error:
             errors[group.rank()] = str(error)
             seconds[group.rank()] = time.monotonic() - start
@@ -210,7 +247,7 @@ def test_closed_group_raises() -> None:
     def body(group: dist.ProcessGroup) -> None:
         bagua_group = tb.BaguaProcessGroup(group)
         bagua_group.close()
-        bagua_group.world.all_to_all([torch.ones(1)] * 2, bucket="x")
+        Exchange(bagua_group.world, "all_to_all", [torch.ones(1)] * 2, "x")
 
     with pytest.raises(tb.CommunicationError, match=r"the world group of ranks \[0, 1\] is closed"):
         run_ranks(2, body)

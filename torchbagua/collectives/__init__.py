@@ -1,7 +1,6 @@
 """Collectives over explicit groups: the only place that exchanges tensors between ranks."""
 
-from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.exchange import CommunicationError
+from torchbagua.collectives.communicator import CommunicationError, Communicator
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.two_phase_mean import HierarchicalMean, Mean, TwoPhaseMean, centralized_mean
 

@@ -1,16 +1,31 @@
-"""One private gloo group, and the exchanges that its ranks make."""
+"""One private gloo group, and what its ranks send each other."""
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from torchbagua.collectives.exchange import CommunicationError, Exchange
 from torchbagua.events import CommEvent, Observer
 
 _CPU = torch.device("cpu")
+
+# A shorter message tells little of a link's rate: it may be gone in one burst.
+SMALL_MESSAGE_BYTES = 1 << 18
+
+Direction = Literal["receiving from", "sending to"]
+
+
+class CommunicationError(RuntimeError):
+    """An exchange with another rank failed or ran out of time; its group cannot be used any more."""
+
+
+class _Pending(NamedTuple):
+    work: dist.Work
+    num_bytes: int
+    posted_s: float
 
 
 class Communicator:
@@ -27,6 +42,10 @@ class Communicator:
         scope: "world", "intra_node" or "inter_node", for events and errors.
         timeout: bound on every wait.
         observers: hear of every exchange.
+
+    Attributes:
+        best_receive_bytes_per_s: of all receives longer than SMALL_MESSAGE_BYTES, 0 before the first. The data of one
+            is sent when it is posted and not before, so the link is at least as fast.
     """
 
     def __init__(
@@ -43,10 +62,11 @@ class Communicator:
         self.rank = rank
         self.ranks = tuple(ranks)
         self.scope = scope
-        self.observers = tuple(observers)
-        # What is posted and not waited for, by tag, direction and peer. Here and not in the exchanges, because a work
-        # holds the connections open, and `close` must end them.
-        self.works: dict[tuple[int, str, int], dist.Work] = {}
+        self.best_receive_bytes_per_s = 0.0
+        self._observers = tuple(observers)
+        # A work holds the connections open, so what is posted and not waited for is kept where `close` ends it.
+        self._pending: dict[tuple[int, Direction, int], _Pending] = {}
+        self._scratch: dict[str, torch.Tensor] = {}
         self._process_group: dist.ProcessGroup | None = _gloo_group(
             dist.PrefixStore(name, store), rank, len(ranks), timeout
         )
@@ -63,11 +83,6 @@ class Communicator:
             raise CommunicationError(f"torchbagua: the {self.scope} group of ranks {list(self.ranks)} is closed")
         return self._process_group
 
-    @property
-    def backend(self) -> Any:  # torch's stubs (2.13) do not know that a Backend has send and recv
-        """The gloo backend itself: the torch group's methods take a detour through the dispatcher."""
-        return self.process_group._get_backend(_CPU)
-
     def rank_before(self, distance: int) -> int:
         """Return the rank `distance` places before own, around the ring."""
         return (self.rank - distance) % self.size
@@ -76,23 +91,83 @@ class Communicator:
         """Return the rank `distance` places after own, around the ring."""
         return (self.rank + distance) % self.size
 
+    def scratch(self, role: str, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Return memory for `role`, [num_bytes] uint8, that everybody who asks for that role shares.
+
+        Users of one group come one after the other, and what the last has left in the caches the next one finds there.
+        """
+        memory = self._scratch.get(role)
+        if memory is None or memory.numel() < num_bytes or memory.device != device:
+            memory = self._scratch[role] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return memory[:num_bytes]
+
+    def post(self, direction: Direction, peer: int, tensor: torch.Tensor, *, tag: int, purpose: str) -> None:
+        """Start to send `tensor` to `peer`, or to receive it from there; nothing where it is empty.
+
+        Args:
+            direction: which of the two.
+            peer: the other rank.
+            tensor: as long on both sides.
+            tag: tells messages apart that are under way at the same time.
+            purpose: what for, in errors.
+
+        Raises:
+            CommunicationError: `peer` is gone.
+        """
+        if not tensor.numel():
+            return
+        # The backend itself: the torch group's methods take a detour through the dispatcher. Torch's stubs (2.13) do
+        # not know that it has send and recv.
+        backend = self.process_group._get_backend(_CPU)
+        post = backend.recv if direction == "receiving from" else backend.send  # type: ignore[attr-defined]
+        try:
+            work = post([tensor], peer, tag)
+            self._pending[tag, direction, peer] = _Pending(work, tensor.nbytes, time.perf_counter())
+            return
+        except RuntimeError as error:
+            failure = str(error)
+        del backend, post
+        self._fail(direction, peer, purpose, failure)
+
+    def wait(self, direction: Direction, peer: int, *, tag: int, purpose: str) -> None:
+        """Wait until what was posted with these arguments is done; nothing where there is none.
+
+        Raises:
+            CommunicationError: `peer` is gone, or did not take part within the group's timeout.
+        """
+        pending = self._pending.pop((tag, direction, peer), None)
+        if pending is None:
+            return
+        try:
+            pending.work.wait()
+        except RuntimeError as error:
+            failure = str(error)
+        else:
+            if direction == "receiving from" and pending.num_bytes > SMALL_MESSAGE_BYTES:
+                rate = pending.num_bytes / (time.perf_counter() - pending.posted_s)
+                self.best_receive_bytes_per_s = max(self.best_receive_bytes_per_s, rate)
+            return
+        del pending
+        self._fail(direction, peer, purpose, failure)
+
     def tell(self, event: CommEvent) -> None:
         """Tell the observers of an exchange."""
-        for observer in self.observers:
+        for observer in self._observers:
             observer.on_comm(event)
 
     def close(self) -> None:
         """Close the connections; peers that still wait for this rank get an error at once."""
         self._process_group = None
-        self.works.clear()
+        self._pending.clear()
 
-    def all_to_all(self, receives: Sequence[torch.Tensor], *, bucket: str) -> Exchange:
-        """Start an exchange that fills `receives[r]` with what every other rank r sends to this one."""
-        return Exchange(self, "all_to_all", 0, receives, bucket)
-
-    def all_gather(self, receives: Sequence[torch.Tensor], *, bucket: str) -> Exchange:
-        """Start an exchange that fills `receives[r]` with the one tensor that every other rank r sends to all."""
-        return Exchange(self, "all_gather", 1, receives, bucket)
+    def _fail(self, direction: Direction, peer: int, purpose: str, failure: str) -> NoReturn:
+        # Closing the connections is what tells the other ranks. The frames that the error's traceback keeps must not
+        # hold them open, so none has the group or a work in a variable by now.
+        self.close()
+        raise CommunicationError(
+            f"torchbagua: {purpose} over the {self.scope} group failed on rank {self.ranks[self.rank]} {direction} "
+            f"rank {self.ranks[peer]}: {failure}"
+        )
 
 
 def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

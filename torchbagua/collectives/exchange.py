@@ -1,41 +1,34 @@
 """An exchange: every rank of a group sends one tensor to each other rank, and receives one from it."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Sequence
 
 import torch
 
+from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, Communicator
 from torchbagua.events import CommEvent
 
-if TYPE_CHECKING:
-    from torchbagua.collectives.communicator import Communicator
+# Exchanges of different operations may be under way at the same time.
+_TAGS = {"all_to_all": 0, "all_gather": 1}
 
-# Up to here what costs is how often ranks wait for each other, not how many streams share a link. Measured with 4 ranks
-# on loopback and 6 buckets of 20,000 elements: 16 ms a step with receives posted ahead, 35 ms in turns. With messages
-# of 0.5 MB, turns are some 2 % faster at 200 Mbit/s and at 1 Gbit/s.
-_SMALL_MESSAGE_BYTES = 1 << 18
-
-
-class CommunicationError(RuntimeError):
-    """An exchange with another rank failed or ran out of time; its group cannot be used any more."""
+# 10 Gbit/s. What is faster, as between ranks of one machine, waits for processors and not for links.
+_FAST_LINK_BYTES_PER_S = 1.25e9
 
 
 class Exchange:
     """Receives that are posted ahead, and sends that `run` makes.
 
-    Small messages: all receives are posted when the exchange is made, so peers can send as early as they like.
-    Large ones: ranks take turns. In round d a rank sends to the rank d places after it and receives from the one d
-    places before it, and posts the receive of the next round when this one's data is there. gloo holds a send back
-    until its receive is posted, so every link carries one stream in each direction; more streams at a time took up to
-    twice as long over a slow network.
+    In round d a rank sends to the rank d places after it and receives from the one d places before it. Where messages
+    are long and the link is not known to be fast, ranks take turns: the receive of a round is posted when the data of
+    the round before is there. gloo holds a send back until its receive is posted, so every link carries one stream in
+    each direction; more streams at a time took up to twice as long over a slow network. Otherwise what costs is how
+    often ranks wait for each other, and all receives are posted when the exchange is made.
+
+    Ranks need not agree on whether to take turns: it decides when data moves, and not what moves.
 
     Args:
         communicator: whose ranks exchange.
-        operation: what to call it in events and errors.
-        tag: tells the messages of exchanges apart that are under way at the same time.
+        operation: "all_to_all", or "all_gather" where a rank sends the same tensor to all others.
         receives: tensors to fill, one for each rank; own entry, and empty ones, are left alone.
         bucket: what it serves, in events and errors.
 
@@ -44,14 +37,16 @@ class Exchange:
     """
 
     def __init__(
-        self, communicator: Communicator, operation: str, tag: int, receives: Sequence[torch.Tensor], bucket: str
+        self, communicator: Communicator, operation: str, receives: Sequence[torch.Tensor], bucket: str
     ) -> None:
         self._communicator = communicator
         self._operation = operation
-        self._tag = tag
         self._receives = receives
         self._bucket = bucket
-        self._takes_turns = max(tensor.nbytes for tensor in receives) > _SMALL_MESSAGE_BYTES
+        self._takes_turns = (
+            max(tensor.nbytes for tensor in receives) > SMALL_MESSAGE_BYTES
+            and communicator.best_receive_bytes_per_s < _FAST_LINK_BYTES_PER_S
+        )
         self._num_posted = 0
         if not self._takes_turns:
             self._post_receives(communicator.size - 1)
@@ -60,78 +55,72 @@ class Exchange:
         """Let the first sender send; `run` does so too. Worth a call where the caller computes before it runs."""
         self._post_receives(1)
 
-    def run(self, sends: Sequence[torch.Tensor]) -> None:
-        """Send `sends[r]` to every other rank r and wait until everything is sent and received.
+    def run(
+        self, send: Callable[[int], torch.Tensor], on_received: Callable[[int], None] = lambda source: None
+    ) -> None:
+        """Send `send(r)` to every other rank r and wait until everything is sent and received.
 
-        Sizes agree between the two sides of a pair, and may be zero.
+        Both functions compute while other data is under way. Sizes agree between the two sides of a pair, and may be
+        zero.
+
+        Args:
+            send: returns the tensor for a rank; called once for each, in the order in which they are sent.
+            on_received: called with the rank whose tensor has arrived.
 
         Raises:
             CommunicationError: a peer is gone, or did not take part within the group's timeout.
         """
         communicator = self._communicator
         start_ns = time.perf_counter_ns()
-        for distance in range(1, communicator.size):
+        distances = range(1, communicator.size)
+        bytes_sent = 0
+        for distance in distances:
             self._post_receives(distance)
-            self._post_send(communicator.rank_after(distance), sends)
+            target = communicator.rank_after(distance)
+            tensor = send(target)
+            bytes_sent += tensor.nbytes
+            communicator.post("sending to", target, tensor, tag=self._tag, purpose=self._purpose)
             if self._takes_turns:
-                self._wait("receiving from", communicator.rank_before(distance))
-        for tag, direction, peer in list(communicator.works):
-            if tag == self._tag:
-                self._wait(direction, peer)
-        others = [rank for rank in range(communicator.size) if rank != communicator.rank]
+                self._receive(distance, on_received)
+        if not self._takes_turns:
+            for distance in distances:
+                self._receive(distance, on_received)
+        for distance in distances:
+            target = communicator.rank_after(distance)
+            communicator.wait("sending to", target, tag=self._tag, purpose=self._purpose)
         communicator.tell(
             CommEvent(
                 operation=self._operation,
                 scope=communicator.scope,
                 bucket=self._bucket,
                 group_size=communicator.size,
-                bytes_sent=sum(sends[rank].nbytes for rank in others),
-                bytes_received=sum(self._receives[rank].nbytes for rank in others),
+                bytes_sent=bytes_sent,
+                bytes_received=sum(self._receives[communicator.rank_before(distance)].nbytes for distance in distances),
                 start_ns=start_ns,
                 end_ns=time.perf_counter_ns(),
             )
         )
+
+    @property
+    def _tag(self) -> int:
+        return _TAGS[self._operation]
+
+    @property
+    def _purpose(self) -> str:
+        return f"{self._operation} of {self._bucket}"
 
     def _post_receives(self, num_rounds: int) -> None:
         """Post the receives of the first rounds, where that is still to be done."""
         while self._num_posted < min(num_rounds, self._communicator.size - 1):
             self._num_posted += 1
             source = self._communicator.rank_before(self._num_posted)
-            if self._receives[source].numel():
-                self._post("receiving from", source, self._receives[source])
+            self._communicator.post(
+                "receiving from", source, self._receives[source], tag=self._tag, purpose=self._purpose
+            )
 
-    def _post_send(self, target: int, sends: Sequence[torch.Tensor]) -> None:
-        if sends[target].numel():
-            self._post("sending to", target, sends[target])
-
-    def _post(self, direction: str, peer: int, tensor: torch.Tensor) -> None:
-        backend = self._communicator.backend
-        post = backend.recv if direction == "receiving from" else backend.send
-        try:
-            self._communicator.works[self._tag, direction, peer] = post([tensor], peer, self._tag)
-            return
-        except RuntimeError as error:
-            failure = str(error)
-        del backend, post
-        self._fail(direction, peer, failure)
-
-    def _wait(self, direction: str, peer: int) -> None:
-        work = self._communicator.works.pop((self._tag, direction, peer), None)
-        try:
-            if work is not None:
-                work.wait()
-            return
-        except RuntimeError as error:
-            failure = str(error)
-        del work
-        self._fail(direction, peer, failure)
-
-    def _fail(self, direction: str, peer: int, failure: str) -> NoReturn:
-        # Closing the connections is what tells the other ranks. The frames that the error's traceback keeps must not
-        # hold them open, so none has the group or a work in a variable by now.
-        communicator = self._communicator
-        communicator.close()
-        raise CommunicationError(
-            f"torchbagua: {self._operation} of {self._bucket} over the {communicator.scope} group failed on rank "
-            f"{communicator.ranks[communicator.rank]} {direction} rank {communicator.ranks[peer]}: {failure}"
-        )
+    def _receive(self, distance: int, on_received: Callable[[int], None]) -> None:
+        """Finish the receive of one round; the next sender sends while `on_received` computes."""
+        source = self._communicator.rank_before(distance)
+        self._communicator.wait("receiving from", source, tag=self._tag, purpose=self._purpose)
+        self._post_receives(distance + 1)
+        on_received(source)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.exchange import Exchange
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.compressors import Compressor, Identity
 from torchbagua.compressors.blocks import block_bounds, deal_blocks
@@ -54,13 +55,14 @@ def centralized_mean(
 class TwoPhaseMean:
     """Mean of a flat tensor by scatter and gather, compressed in both phases (ScatterReduce, arXiv 2107.01499).
 
-    1. Encode the tensor, whose blocks are dealt to one chunk per rank.
+    1. The tensor's blocks are dealt to one chunk per rank; encode the chunks.
     2. All-to-all: each rank receives its own chunk from all others.
     3. Decode the copies of own chunk, add them in float32 in rank order, divide, encode again.
     4. All-gather the encoded means.
     5. Decode them into the tensor. Own chunk too comes from its wire, so all ranks end with the same bits.
 
-    Scratch memory, about two wires, is allocated once; calls come one after the other.
+    A chunk is encoded just before it is sent and decoded as soon as it is there, while others are under way. Scratch
+    memory, about two wires, is the group's.
     """
 
     def __init__(
@@ -77,13 +79,9 @@ class TwoPhaseMean:
         self._compressor = compressor
         self._divisor = divisor
         self._bucket = bucket
+        self._device = device
         self._layout = compressor.layout(bounds_B, deal_blocks(bounds_B, communicator.size), dtype, device)
-        self._own_layout = self._layout.chunk(communicator.rank)
-        # Zeros: the padding between rows is sent along, and should not carry what the memory held before.
-        self._wire_W = torch.zeros(
-            0 if compressor.in_place else self._layout.num_bytes, dtype=torch.uint8, device=device
-        )
-        self._rows_RW = torch.zeros(communicator.size, self._own_layout.num_bytes, dtype=torch.uint8, device=device)
+        self._chunks = [self._layout.chunk(rank) for rank in range(communicator.size)]
 
     def __call__(self, x_N: torch.Tensor) -> None:
         """Replace `x_N` by the mean over the ranks, in place.
@@ -92,21 +90,35 @@ class TwoPhaseMean:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
         communicator, compressor = self._communicator, self._compressor
-        wire_W = x_N.view(torch.uint8) if compressor.in_place else self._wire_W
-        compressor.encode(x_N, self._layout, wire_W)
+        rank, size = communicator.rank, communicator.size
+        if compressor.in_place:
+            wire_W = x_N.view(torch.uint8)
+        else:
+            wire_W = communicator.scratch("wire", self._layout.num_bytes, self._device)
+        row_bytes = self._chunks[rank].num_bytes
+        rows_RW = communicator.scratch("rows", size * row_bytes, self._device).view(size, row_bytes)
+        values = [x_N[elements] for elements in self._layout.elements]
         wires = [wire_W[row] for row in self._layout.rows]
-        own_wire = wires[communicator.rank]
-        self._rows_RW[communicator.rank].copy_(own_wire)
-        scatter = communicator.all_to_all(list(self._rows_RW), bucket=self._bucket)
+
+        def encode(peer: int) -> torch.Tensor:
+            compressor.encode(values[peer], self._chunks[peer], wires[peer])
+            return wires[peer]
+
+        def decode(peer: int) -> None:
+            compressor.decode(wires[peer], self._chunks[peer], values[peer])
+
+        scatter = Exchange(communicator, "all_to_all", list(rows_RW), self._bucket)
         # Made before the chunks of the wire are sent, into which it receives: a rank sends the mean of its chunk only
         # when it has received that chunk from everybody.
-        gather = communicator.all_gather(wires, bucket=self._bucket)
-        scatter.run(wires)
+        gather = Exchange(communicator, "all_gather", wires, self._bucket)
+        scatter.expect()
+        compressor.encode(values[rank], self._chunks[rank], rows_RW[rank])
+        scatter.run(encode)
         gather.expect()
-        if own_wire.numel():
-            compressor.decode_mean_encode(self._rows_RW, self._own_layout, self._divisor, own_wire)
-        gather.run([own_wire] * communicator.size)
-        compressor.decode(wire_W, self._layout, x_N)
+        if row_bytes:
+            compressor.decode_mean_encode(rows_RW, self._chunks[rank], self._divisor, wires[rank])
+        gather.run(lambda peer: wires[rank], decode)
+        decode(rank)
 
 
 class HierarchicalMean:
@@ -138,7 +150,6 @@ class HierarchicalMean:
         self._shards = [*layout.elements, *[nothing] * (self._intra_node.size - group.num_shards)]
         self._inter_node_mean: TwoPhaseMean | None = None
         own = self._shards[self._intra_node.rank]
-        self._rows_RL = torch.zeros(self._intra_node.size, own.stop - own.start, dtype=dtype, device=device)
         if group.inter_node is not None:
             shard = self._intra_node.rank
             shard_bounds = bounds_B[cuts[shard] : cuts[shard + 1] + 1] - own.start
@@ -151,13 +162,16 @@ class HierarchicalMean:
         intra_node = self._intra_node
         shards = [x_N[shard] for shard in self._shards]
         own = shards[intra_node.rank]
-        self._rows_RL[intra_node.rank].copy_(own)
-        scatter = intra_node.all_to_all(list(self._rows_RL), bucket=self._bucket)
-        gather = intra_node.all_gather(shards, bucket=self._bucket)  # as early as in TwoPhaseMean
-        scatter.run(shards)
+        rows = intra_node.scratch("rows", intra_node.size * own.nbytes, x_N.device)
+        rows_RL = rows.view(x_N.dtype).view(intra_node.size, own.numel())
+        scatter = Exchange(intra_node, "all_to_all", list(rows_RL), self._bucket)
+        gather = Exchange(intra_node, "all_gather", shards, self._bucket)  # as early as in TwoPhaseMean
+        scatter.expect()
+        rows_RL[intra_node.rank].copy_(own)
+        scatter.run(lambda peer: shards[peer])
         gather.expect()
         if self._inter_node_mean is not None:
-            sum_L = sum_of_rows(self._rows_RL)
+            sum_L = sum_of_rows(rows_RL)
             self._inter_node_mean(sum_L)
             own.copy_(sum_L)
-        gather.run([own] * intra_node.size)
+        gather.run(lambda peer: own)
