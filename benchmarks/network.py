@@ -37,7 +37,7 @@ RANK_ENVIRONMENT = {
     # glibc gives freed gradients back to the kernel or not, depending on where in the heap they lie. Which contestant
     # paid the page faults, a tenth of a step, was decided by chance for the life of a process.
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
 }
 STALL_S = 120  # longest wait for a sign of life: importing, a first compilation, one block
 

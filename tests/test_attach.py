@@ -6,6 +6,7 @@ import io
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from ranks import run_ranks
+import torchbagua.native
+from ranks import gloo_group, run_ranks
 
 Body = Callable[[dist.ProcessGroup], None]
 
@@ -80,11 +82,9 @@ def attach_double(group: dist.ProcessGroup) -> None:
     tb.attach(*wrapped(group, nn.Linear(2, 2, dtype=torch.float64)), "bytegrad")
 
 
-def attach_with_group_of_other_size(group: dist.ProcessGroup) -> None:
-    ddp, optimizer = wrapped(group)
-    other = tb.BaguaProcessGroup(group)
-    other.size = 3
-    tb.attach(ddp, optimizer, "bytegrad", process_group=other)
+def attach_with_group_of_other_ranks(group: dist.ProcessGroup) -> None:
+    ddp, optimizer = wrapped(gloo_group(dist.HashStore(), 0, 1))
+    tb.attach(ddp, optimizer, "bytegrad", process_group=tb.BaguaProcessGroup(group))
 
 
 def hook_with_wrong_state(group: dist.ProcessGroup) -> None:
@@ -119,7 +119,6 @@ def hook_with_sparse_gradients(group: dist.ProcessGroup) -> None:
         (attach_sparse, ValueError, "attach: 0 has sparse=True; sparse gradients are not supported"),
         (attach_complex, ValueError, "parameter weight must be float32.*got torch.complex64"),
         (attach_double, ValueError, "parameter weight must be float32.*got torch.float64"),
-        (attach_with_group_of_other_size, ValueError, "process_group must have the module's 1 ranks, got 3"),
         (hook_with_wrong_state, TypeError, "comm_hook: state must be what .* reify returned, got Byte"),
         (hook_with_complex_gradients, ValueError, "comm_hook: parameters must be real, got complex ones"),
         (hook_with_sparse_gradients, ValueError, "gradients must be dense, got a torch.sparse_coo tensor"),
@@ -128,6 +127,61 @@ def hook_with_sparse_gradients(group: dist.ProcessGroup) -> None:
 def test_refused(body: Body, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run_ranks(1, body)
+
+
+def test_group_of_other_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="process_group must have the module's ranks: rank 0 of 1, got rank 0 of 2"):
+        run_ranks(2, attach_with_group_of_other_ranks)
+
+
+def test_a_failure_on_one_rank_can_be_tried_again() -> None:
+    """The others wait for the rank that failed and say so; then all attach, as if nothing had been."""
+    arrived = threading.Barrier(2)
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp, optimizer = wrapped(group)
+        if group.rank() == 1:
+            with pytest.raises(TypeError, match="got 'sgd'"):
+                tb.attach(ddp, ["sgd"], "bytegrad")
+        else:
+            with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 did not reach reify or attach within 1 s"):
+                tb.attach(ddp, optimizer, "bytegrad", timeout=timedelta(seconds=1))
+        arrived.wait()
+        with tb.attach(ddp, optimizer, "bytegrad"):
+            ddp(torch.ones(1, 4)).sum().backward()
+
+    run_ranks(2, body)
+
+
+def test_a_library_that_fails_on_one_rank_fails_before_groups_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        if threading.current_thread().name == "rank 1":
+            raise RuntimeError("the library is broken")
+
+    monkeypatch.setattr(torchbagua.native, "load", load)
+
+    def body(group: dist.ProcessGroup) -> None:
+        if group.rank() == 1:
+            with pytest.raises(RuntimeError, match="the library is broken"):
+                tb.ByteGradAlgorithm().reify(group)
+        else:
+            with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 did not reach"):
+                tb.ByteGradAlgorithm().reify(group, timeout=timedelta(seconds=1))
+
+    run_ranks(2, body)
+
+
+def test_observers_of_a_group_hear_of_what_is_attached_over_it() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp, optimizer = wrapped(group)
+        of_group, of_attachment = tb.traces.Recorder(), tb.traces.Recorder()
+        bagua_group = tb.BaguaProcessGroup(group, observers=[of_group])
+        with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group, observers=[of_attachment]):
+            ddp(torch.ones(1, 4)).sum().backward()
+        assert len(of_group.events) == 2
+        assert of_group.events == of_attachment.events
+
+    run_ranks(2, body)
 
 
 def test_number_of_parameters_is_compared() -> None:
@@ -182,6 +236,8 @@ def test_state_dict_is_safe_to_load_and_bound_to_its_algorithm() -> None:
             torch.save(attachment.state_dict(), file)
             file.seek(0)
             attachment.load_state_dict(torch.load(file, weights_only=True))
+            with pytest.raises(ValueError, match=r"must be what Attachment.state_dict returned.*got the keys \[\]"):
+                attachment.load_state_dict({})
         with (
             tb.attach(ddp, optimizer, "gradient_allreduce") as other,
             pytest.raises(

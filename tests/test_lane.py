@@ -54,6 +54,35 @@ def test_failure_reaches_every_later_job_and_ends_the_thread() -> None:
     lane.close()
 
 
+@pytest.mark.parametrize("attempt", range(20))
+def test_nothing_is_queued_behind_the_stop(attempt: int) -> None:
+    """A job that submit has accepted runs, whatever thread closes the lane meanwhile; a later one is refused."""
+    lane = Lane("racing", on_failure=lambda: None)
+    start = threading.Barrier(3)
+    accepted = []
+    refused = []
+
+    def submit() -> None:
+        start.wait()
+        for _ in range(20):
+            try:
+                accepted.append(lane.submit(lambda: 1))
+            except RuntimeError as error:
+                refused.append(str(error))
+
+    threads = [threading.Thread(target=submit) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    lane.close()
+    for thread in threads:
+        thread.join()
+    assert len(accepted) + len(refused) == 40
+    assert all(future.wait() == 1 for future in accepted)
+    assert all("racing is closed" in text for text in refused)
+    assert not threads_named("racing")
+
+
 def test_close_finishes_queued_jobs_and_may_be_repeated() -> None:
     lane = Lane("closing", on_failure=lambda: None)
     ran: list[int] = []

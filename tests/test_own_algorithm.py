@@ -1,14 +1,17 @@
 """Users' own algorithms, written only against the documented interface, through the plain hook and through attach."""
 
 import copy
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import torchbagua as tb
 from ranks import run_ranks
@@ -152,6 +155,56 @@ def test_every_method_is_called_when_it_should() -> None:
         assert ["init_operations" in step for step in steps] == [True, True, False, True, False]
 
 
+def test_backward_end_is_called_once_with_a_reentrant_checkpoint() -> None:
+    class Checkpointed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.last = (torch.nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            for layer in (self.first, self.second):
+                x = checkpoint(layer, x, use_reentrant=True)
+            return {"y": self.last(x), "z": x.sum()}
+
+    model = build(Checkpointed)
+
+    def body(group: dist.ProcessGroup) -> list[str]:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with tb.attach(ddp, optimizer, LoggingAlgorithm()) as attachment:
+            for _ in range(2):
+                out = ddp(torch.ones(2, 4, requires_grad=True))
+                (out["y"].sum() + out["z"]).backward()
+        assert isinstance(attachment.impl, LoggingImpl)
+        return attachment.impl.log
+
+    for log in run_ranks(2, body):
+        assert log.count("backward end") == 2
+        assert log[-1] == "backward end"
+
+
+def test_ignored_parameters_and_further_optimizers_are_left_alone() -> None:
+    """DDP's parameters_to_ignore get no hook; of several optimizers the first is the clock."""
+
+    def body(group: dist.ProcessGroup) -> list[str]:
+        module = torch.nn.Linear(10, 1)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
+        ddp = DistributedDataParallel(module, process_group=group)
+        optimizers = [torch.optim.SGD([module.weight], lr=0.1), torch.optim.Adam([module.bias])]
+        with tb.attach(ddp, optimizers, LoggingAlgorithm()) as attachment:
+            ddp(torch.ones(2, 10)).sum().backward()
+            for optimizer in reversed(optimizers):
+                optimizer.step()
+        assert isinstance(attachment.impl, LoggingImpl)
+        return attachment.impl.log
+
+    for log in run_ranks(1, body):
+        assert "weight" in log
+        assert "bias" not in log
+        assert "SGD" in log
+        assert "Adam" not in log
+
+
 @dataclass(frozen=True)
 class AveragingAlgorithm(tb.Algorithm):
     """A weight algorithm: every rank takes its own steps, and weights are averaged after each."""
@@ -231,8 +284,39 @@ def test_python_op_that_raises_fails_the_step() -> None:
             return FailingImpl(process_group, 1.0)
 
     model = build(Tower)
-    with pytest.raises(RuntimeError, match="ZeroDivisionError: in the user's operation"):
+    message = "vote on gradient bucket 0 failed: ZeroDivisionError: in the user's operation"
+    with pytest.raises(RuntimeError, match=message):
         run_ranks(1, lambda group: train(group, model, FailingAlgorithm()))
+
+
+def test_python_op_that_fails_after_communicating_tells_the_others_at_once() -> None:
+    """What its frames hold must not keep the connections open until the timeout."""
+
+    class FailingImpl(SignSGDImpl):
+        def vote(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+            private = group.world.process_group
+            dist.all_reduce(bucket.flat, group=private)
+            if private.rank() == 1:
+                raise ZeroDivisionError("on one rank")
+            dist.all_reduce(bucket.flat, group=private)
+
+    class FailingAlgorithm(tb.Algorithm):
+        def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
+            return FailingImpl(process_group, 1.0)
+
+    seconds: dict[int, float] = {}
+
+    def body(group: dist.ProcessGroup) -> None:
+        model = torch.nn.Linear(3, 1)
+        ddp = DistributedDataParallel(model, process_group=group)
+        ddp.register_comm_hook(FailingAlgorithm().reify(group, timeout=timedelta(seconds=40)), tb.comm_hook)
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="vote on gradient bucket 0 failed"):
+            ddp(torch.ones(1, 3)).sum().backward()
+        seconds[group.rank()] = time.monotonic() - start
+
+    run_ranks(2, body)
+    assert max(seconds.values()) < 10, seconds
 
 
 def test_registry() -> None:

@@ -33,7 +33,7 @@ def attach(
 
     Args:
         module: wrapped in DistributedDataParallel, with no communication hook of its own.
-        optimizer: the optimizer of its parameters, or several.
+        optimizer: the optimizer of its parameters, or several; the steps of the first are the clock.
         algorithm: an Algorithm, or a registered name.
         process_group: the ranks and their nodes, where nodes are given explicitly; default: the module's group, with
             nodes told by host names.
@@ -59,11 +59,8 @@ def attach(
     _check_optimizers(optimizers, module)
     if process_group is not None and not isinstance(process_group, BaguaProcessGroup):
         raise TypeError(f"attach: process_group must be a BaguaProcessGroup, got {type(process_group).__name__}")
-    if process_group is not None and process_group.size != module.process_group.size():
-        raise ValueError(
-            f"attach: process_group must have the module's {module.process_group.size()} ranks, "
-            f"got {process_group.size}"
-        )
+    if process_group is not None:
+        _check_same_ranks(module.process_group, process_group.process_group)
     _check_detached(module)
     impl = algorithm.reify(
         process_group or module.process_group,
@@ -94,7 +91,7 @@ class Attachment:
         with ExitStack() as undo:  # closed here only where one of these steps raises
             undo.callback(impl.close)
             impl.set_module(module.module)
-            undo.enter_context(install_step_hooks(module, optimizers, impl))
+            undo.enter_context(install_step_hooks(module, optimizers[0], impl))
             if impl.owns_buckets:
                 # What no_sync sets, and what it leads to a forward later: DDP sends neither gradients nor buffers.
                 for attribute in ("require_backward_grad_sync", "require_forward_param_sync"):
@@ -120,6 +117,11 @@ class Attachment:
         Raises:
             ValueError: it is the state of another algorithm, or of other arguments.
         """
+        if state.keys() != {"algorithm", "impl"}:
+            raise ValueError(
+                "Attachment.load_state_dict: state must be what Attachment.state_dict returned, with the keys "
+                f"algorithm and impl, got the keys {sorted(state)}"
+            )
         if state["algorithm"] != repr(self.algorithm):
             raise ValueError(
                 f"Attachment.load_state_dict: the state is of {state['algorithm']}, attached is {self.algorithm!r}"
@@ -136,6 +138,17 @@ class Attachment:
         traceback: TracebackType | None,
     ) -> None:
         self.detach()
+
+
+def _check_same_ranks(own: dist.ProcessGroup, given: dist.ProcessGroup) -> None:
+    places = [f"rank {group.rank()} of {group.size()}" for group in (own, given)]
+    if places[0] == places[1]:
+        try:
+            places = [f"ranks {dist.get_process_group_ranks(group)}" for group in (own, given)]
+        except KeyError:  # a group made by hand does not know its global ranks
+            return
+    if places[0] != places[1]:
+        raise ValueError(f"attach: process_group must have the module's ranks: {places[0]}, got {places[1]}")
 
 
 class _Trampoline:

@@ -66,11 +66,21 @@ class BaguaBucket:
     ) -> "BaguaBucket":
         """Append a function of the bucket and the group, which changes `bucket.flat` in place.
 
-        It runs on the lane's thread and may communicate over `group.world.process_group` with torch.distributed. What
-        it raises, the training step raises.
+        It runs on the lane's thread and may communicate over `group.world.process_group` with torch.distributed. Where
+        it raises, the training step raises a RuntimeError that names the function, the bucket and the error.
         """
         group = group or self.group
-        self._operations.append(lambda bucket: python_function(bucket, group))
+        name = getattr(python_function, "__qualname__", repr(python_function))
+
+        def operation(bucket: "BaguaBucket") -> None:
+            try:
+                python_function(bucket, group)
+            except Exception as error:
+                raise RuntimeError(
+                    f"torchbagua: {name} on {bucket.name} failed: {type(error).__name__}: {error}"
+                ) from error
+
+        self._operations.append(operation)
         return self
 
     def append_centralized_synchronous_op(

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -25,6 +26,7 @@ class Lane:
     def __init__(self, name: str, on_failure: Callable[[], None]) -> None:
         self._worker = _Worker(on_failure)
         self._name = name
+        self._lock = threading.Lock()  # nothing is queued behind the stop
         self._thread: threading.Thread | None = None
         # Behind a DDP hook nobody calls close: a lane that is forgotten, or the interpreter's end, stops the thread,
         # which therefore knows the worker and not the lane.
@@ -36,18 +38,27 @@ class Lane:
         Raises:
             RuntimeError: the lane is closed.
         """
-        if not self._stop.alive:
-            raise RuntimeError(f"torchbagua: {self._name} is closed")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._worker.work, name=self._name, daemon=True)
-            self._thread.start()
-        return self._worker.submit(run)
+        with self._lock:
+            if not self._stop.alive:
+                raise RuntimeError(f"torchbagua: {self._name} is closed")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._worker.work, name=self._name, daemon=True)
+                self._thread.start()
+            return self._worker.submit(run)
 
     def close(self) -> None:
         """Finish the queued jobs and end the thread; waits as long as the job that is running may wait."""
-        self._stop()
+        with self._lock:
+            self._stop()
         if self._thread is not None:
             self._thread.join()
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Let go of what the finished functions in the tracebacks of `error` and its causes held: connections, say."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class _Job(Generic[T]):
@@ -107,6 +118,7 @@ class _Worker:
         except BaseException as error:  # whatever it is, the training thread must not wait for ever
             with self._lock:
                 self._failure = error
+            _clear_frames(error)
             self._on_failure()
             job.fail(error)
             while not self._jobs.empty():

@@ -29,6 +29,9 @@ class Algorithm:
         """
         return get(name)(**kwargs)
 
+    def prepare(self) -> None:
+        """Do what may fail on this rank alone, loading a library, say; called before any group is opened."""
+
     def make_impl(self, process_group: BaguaProcessGroup) -> "AlgorithmImpl":
         """Return the object that runs this algorithm over `process_group`, whose private groups it owns."""
         raise TypeError(f"{type(self).__name__} must override Algorithm.make_impl")
@@ -53,6 +56,7 @@ class Algorithm:
             ValueError: ranks disagree in algorithm, arguments or the package's version.
             TimeoutError: a rank did not call it in time.
         """
+        self.prepare()
         own: dict[str, Any] = {"the algorithm": type(self).__qualname__}
         if dataclasses.is_dataclass(self):
             for field in dataclasses.fields(self):

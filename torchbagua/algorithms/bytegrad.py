@@ -4,6 +4,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
+from torchbagua import native
 from torchbagua.algorithms.base import Algorithm, AlgorithmImpl, register
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup
@@ -33,6 +34,10 @@ class ByteGradAlgorithm(Algorithm):
 
     def __post_init__(self) -> None:
         check_block("ByteGradAlgorithm", self.block)
+
+    def prepare(self) -> None:
+        """Load the native kernels, compiling them where that has not been done yet."""
+        native.load()
 
     def make_impl(self, process_group: BaguaProcessGroup) -> "ByteGradAlgorithmImpl":
         """Return the impl over `process_group`."""

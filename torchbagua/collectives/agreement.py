@@ -21,6 +21,7 @@ def exchange_facts(store: dist.Store, rank: int, size: int, facts: Facts, timeou
         store.wait(keys, timeout)
     except RuntimeError as error:  # DistStoreError
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        store.delete_key(keys[rank])
         raise TimeoutError(
             f"torchbagua: ranks {missing} of {size} did not reach reify or attach within {timeout.total_seconds():g} s "
             f"(every rank of the group must call it, in the same order)"

@@ -64,17 +64,22 @@ class BaguaProcessGroup:
                 f"BaguaProcessGroup: nodes must have one entry for each of {self.size} ranks, got {len(node_indices)}"
             )
 
-        store = process_group.get_group_store()
+        self._observers = tuple(observers)
         # Every rank constructs its groups in the same order, so counting own constructions gives all the same name.
-        name = f"torchbagua/{store.add(f'torchbagua/constructed/{self.rank}', 1)}"
-        store = dist.PrefixStore(name, store)
+        counter = f"torchbagua/constructed/{self.rank}"
+        group_store = process_group.get_group_store()
+        store = dist.PrefixStore(f"torchbagua/{group_store.add(counter, 1)}", group_store)
         own: Facts = {
             **(facts or {}),
             "version": __version__,
             "nodes": node_indices,
             "host": socket.gethostname(),
         }
-        all_facts = exchange_facts(store, self.rank, self.size, own, self.timeout)
+        try:
+            all_facts = exchange_facts(store, self.rank, self.size, own, self.timeout)
+        except TimeoutError:
+            group_store.add(counter, -1)  # a rank that has not come has not counted either: all may try again
+            raise
         fields = {"version": "the version of torchbagua", "nodes": "BaguaProcessGroup's argument nodes"}
         check_agreement(all_facts, {**fields, **{fact: fact for fact in facts or {}}})
         self.nodes = node_indices or _number_by_first_appearance([str(facts["host"]) for facts in all_facts])
@@ -97,14 +102,18 @@ class BaguaProcessGroup:
                 observers=observers,
             )
 
-        self.world = communicator("world", "world", list(range(self.size)))
         self.intra_node: Communicator | None = None
         self.inter_node: Communicator | None = None
-        if 1 < len(self.node_ranks) < self.size:
-            self.intra_node = communicator("intra_node", f"node{node}", self.node_ranks[node])
-            if shard < self.num_shards:
-                owners = [ranks[shard] for ranks in self.node_ranks]
-                self.inter_node = communicator("inter_node", f"shard{shard}", owners)
+        self.world = communicator("world", "world", list(range(self.size)))
+        try:
+            if 1 < len(self.node_ranks) < self.size:
+                self.intra_node = communicator("intra_node", f"node{node}", self.node_ranks[node])
+                if shard < self.num_shards:
+                    owners = [ranks[shard] for ranks in self.node_ranks]
+                    self.inter_node = communicator("inter_node", f"shard{shard}", owners)
+        except BaseException:
+            self.close()
+            raise
 
     def duplicate(
         self,
@@ -113,9 +122,13 @@ class BaguaProcessGroup:
         observers: Sequence[Observer] = (),
         facts: Facts | None = None,
     ) -> "BaguaProcessGroup":
-        """Return the same ranks and nodes with private groups of their own. Collective."""
+        """Return the same ranks, nodes and observers, and further ones, with new private groups. Collective."""
         return BaguaProcessGroup(
-            self.process_group, nodes=self.nodes, timeout=timeout or self.timeout, observers=observers, facts=facts
+            self.process_group,
+            nodes=self.nodes,
+            timeout=timeout or self.timeout,
+            observers=[*self._observers, *observers],
+            facts=facts,
         )
 
     def close(self) -> None:
