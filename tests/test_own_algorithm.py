@@ -262,6 +262,32 @@ def test_weight_algorithm() -> None:
     torch.testing.assert_close(results[0][2], model.weight - 0.1 * mean)
 
 
+def test_weight_algorithm_with_static_graph() -> None:
+    """DDP averages the first gradient, from which it learns the graph, and no other."""
+    model = build(lambda: torch.nn.Linear(10, 1, bias=False))
+
+    def body(group: dist.ProcessGroup) -> list[bool]:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, static_graph=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        x = torch.randn(4, 10, generator=torch.Generator().manual_seed(group.rank()))
+        is_local = []
+
+        def step() -> None:
+            optimizer.zero_grad()
+            ddp(x).sum().backward()
+            is_local.append(torch.allclose(ddp.module.weight.grad, x.sum(0)))
+            optimizer.step()
+
+        for _ in range(2):
+            with tb.attach(ddp, optimizer, AveragingAlgorithm()):
+                step()
+                step()
+            step()
+        return is_local
+
+    assert run_ranks(2, body) == [[False, True, False, True, True, False]] * 2
+
+
 def test_half_a_weight_algorithm_is_refused() -> None:
     class HalfImpl(AveragingImpl):
         init_tensors = tb.AlgorithmImpl.init_tensors

@@ -93,10 +93,7 @@ class Attachment:
             impl.set_module(module.module)
             undo.enter_context(install_step_hooks(module, optimizers[0], impl))
             if impl.owns_buckets:
-                # What no_sync sets, and what it leads to a forward later: DDP sends neither gradients nor buffers.
-                for attribute in ("require_backward_grad_sync", "require_forward_param_sync"):
-                    undo.callback(setattr, module, attribute, getattr(module, attribute))
-                    setattr(module, attribute, False)
+                undo.enter_context(_silenced(module, optimizers[0]))
             else:
                 trampoline = _trampoline_of(module)
                 undo.callback(setattr, trampoline, "impl", None)
@@ -149,6 +146,29 @@ def _check_same_ranks(own: dist.ProcessGroup, given: dist.ProcessGroup) -> None:
             return
     if places[0] != places[1]:
         raise ValueError(f"attach: process_group must have the module's ranks: {places[0]}, got {places[1]}")
+
+
+def _silenced(module: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> ExitStack:
+    """Keep DDP from sending gradients and buffers until what is returned is closed."""
+
+    def silence() -> None:
+        # What no_sync sets, and what it leads to a forward later.
+        for attribute in ("require_backward_grad_sync", "require_forward_param_sync"):
+            restore.callback(setattr, module, attribute, getattr(module, attribute))
+            setattr(module, attribute, False)
+
+    def silence_after_step(*_: Any) -> None:
+        first_step.remove()
+        silence()
+
+    restore = ExitStack()
+    # With static_graph DDP learns the graph in its first backward, and fails (torch 2.13) where that one sends nothing.
+    if module.static_graph and not module._static_graph_delay_allreduce_enqueued:
+        first_step = optimizer.register_step_post_hook(silence_after_step)
+        restore.callback(first_step.remove)
+    else:
+        silence()
+    return restore
 
 
 class _Trampoline:
