@@ -40,6 +40,16 @@ def test_unequal_nodes() -> None:
     assert [group.inter_node and group.inter_node.ranks for group in groups] == [(0, 1), (0, 1), (2, 3), (2, 3), None]
 
 
+def test_long_tensor_where_a_node_has_one_rank() -> None:
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        bagua_group = tb.BaguaProcessGroup(group, nodes=[0, 0, 1])
+        flat = torch.full((300_000,), 3.0 * group.rank())
+        bucket = tb.BaguaBucket("numbers", [tb.BaguaTensor("weight", flat)], bagua_group, flat)
+        return bucket.append_centralized_synchronous_op(hierarchical=True).run()
+
+    assert [result.unique().tolist() for result in run_ranks(3, body)] == [[3.0]] * 3
+
+
 def test_one_rank_a_node_is_flat() -> None:
     for group in run_ranks(3, lambda group: tb.BaguaProcessGroup(group, nodes=[0, 1, 2])):
         assert group.intra_node is None
@@ -155,7 +165,7 @@ def test_exchange_brings_every_tensor_to_its_rank(num_elements: int, fast_ranks:
     def body(group: dist.ProcessGroup) -> None:
         communicator = tb.BaguaProcessGroup(group).world
         rank = communicator.rank
-        communicator.best_receive_bytes_per_s = 1e12 if rank in fast_ranks else -1e12
+        communicator.link_bytes_per_s = [1e12 if rank in fast_ranks else -1e12] * 4
         for _ in range(2):
             receives = [torch.zeros(num_elements) for _ in range(4)]
             heard: list[int] = []
@@ -175,7 +185,7 @@ def test_link_rate_is_learnt_from_long_messages() -> None:
         for num_elements in (10, 100_000):
             tensors = [torch.zeros(num_elements) for _ in range(4)]
             Exchange(communicator, "all_to_all", tensors[2:], "numbers").run(tensors.__getitem__)
-            rates.append(communicator.best_receive_bytes_per_s)
+            rates.append(communicator.link_bytes_per_s[1 - communicator.rank])
         return rates[0], rates[1]
 
     for after_short, after_long in run_ranks(2, body):

@@ -44,8 +44,8 @@ class Communicator:
         observers: hear of every exchange.
 
     Attributes:
-        best_receive_bytes_per_s: of all receives longer than SMALL_MESSAGE_BYTES, 0 before the first. The data of one
-            is sent when it is posted and not before, so the link is at least as fast.
+        link_bytes_per_s: for each rank, the best rate of a receive from it longer than SMALL_MESSAGE_BYTES, 0 before
+            the first. Data are sent when their receive is posted and not before, so the link is at least as fast.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Communicator:
         self.rank = rank
         self.ranks = tuple(ranks)
         self.scope = scope
-        self.best_receive_bytes_per_s = 0.0
+        self.link_bytes_per_s = [0.0] * len(ranks)
         self._observers = tuple(observers)
         # A work holds the connections open, so what is posted and not waited for is kept where `close` ends it.
         self._pending: dict[tuple[int, Direction, int], _Pending] = {}
@@ -145,7 +145,7 @@ class Communicator:
         else:
             if direction == "receiving from" and pending.num_bytes > SMALL_MESSAGE_BYTES:
                 rate = pending.num_bytes / (time.perf_counter() - pending.posted_s)
-                self.best_receive_bytes_per_s = max(self.best_receive_bytes_per_s, rate)
+                self.link_bytes_per_s[peer] = max(self.link_bytes_per_s[peer], rate)
             return
         del pending
         self._fail(direction, peer, purpose, failure)

@@ -19,7 +19,7 @@ class Exchange:
     """Receives that are posted ahead, and sends that `run` makes.
 
     In round d a rank sends to the rank d places after it and receives from the one d places before it. Where messages
-    are long and the link is not known to be fast, ranks take turns: the receive of a round is posted when the data of
+    are long and not every link is known to be fast, ranks take turns: the receive of a round is posted when the data of
     the round before is there. gloo holds a send back until its receive is posted, so every link carries one stream in
     each direction; more streams at a time took up to twice as long over a slow network. Otherwise what costs is how
     often ranks wait for each other, and all receives are posted when the exchange is made.
@@ -43,9 +43,10 @@ class Exchange:
         self._operation = operation
         self._receives = receives
         self._bucket = bucket
+        link_rates = [rate for rank, rate in enumerate(communicator.link_bytes_per_s) if rank != communicator.rank]
         self._takes_turns = (
             max(tensor.nbytes for tensor in receives) > SMALL_MESSAGE_BYTES
-            and communicator.best_receive_bytes_per_s < _FAST_LINK_BYTES_PER_S
+            and min(link_rates, default=0.0) < _FAST_LINK_BYTES_PER_S
         )
         self._num_posted = 0
         if not self._takes_turns:
