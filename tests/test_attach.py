@@ -136,7 +136,7 @@ def test_group_of_other_ranks_is_refused() -> None:
 
 def test_a_failure_on_one_rank_can_be_tried_again() -> None:
     """The others wait for the rank that failed and say so; then all attach, as if nothing had been."""
-    arrived = threading.Barrier(2)
+    arrived = threading.Barrier(3)
 
     def body(group: dist.ProcessGroup) -> None:
         ddp, optimizer = wrapped(group)
@@ -144,13 +144,13 @@ def test_a_failure_on_one_rank_can_be_tried_again() -> None:
             with pytest.raises(TypeError, match="got 'sgd'"):
                 tb.attach(ddp, ["sgd"], "bytegrad")
         else:
-            with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 did not reach reify or attach within 1 s"):
+            with pytest.raises(TimeoutError, match=r"ranks \[1\] of 3 did not reach reify or attach within 1 s"):
                 tb.attach(ddp, optimizer, "bytegrad", timeout=timedelta(seconds=1))
         arrived.wait()
         with tb.attach(ddp, optimizer, "bytegrad"):
             ddp(torch.ones(1, 4)).sum().backward()
 
-    run_ranks(2, body)
+    run_ranks(3, body)
 
 
 def test_a_library_that_fails_on_one_rank_fails_before_groups_are_open(monkeypatch: pytest.MonkeyPatch) -> None:

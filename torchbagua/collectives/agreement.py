@@ -1,10 +1,14 @@
 """What ranks tell each other before they communicate: small facts, exchanged over the store of their group."""
 
 import json
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
+
+# In place of the facts of a rank that waited in vain, and may come again.
+_WITHDRAWN = ""
 
 Facts = Mapping[str, bool | int | float | str | list[int] | None]
 
@@ -15,13 +19,19 @@ def exchange_facts(store: dist.Store, rank: int, size: int, facts: Facts, timeou
     Raises:
         TimeoutError: a rank published nothing within `timeout`; names the missing ranks.
     """
-    store.set(f"facts/{rank}", json.dumps(facts))
     keys = [f"facts/{other}" for other in range(size)]
+    store.set(keys[rank], json.dumps(facts))
+    deadline_s = time.monotonic() + timeout.total_seconds()
     try:
         store.wait(keys, timeout)
-    except RuntimeError as error:  # DistStoreError
+        while any(store.get(key).decode() == _WITHDRAWN for key in keys):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError
+            time.sleep(0.01)
+    except (RuntimeError, TimeoutError) as error:  # from the store it is a DistStoreError
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        store.delete_key(keys[rank])
+        missing = missing or [other for other, key in enumerate(keys) if store.get(key).decode() == _WITHDRAWN]
+        store.set(keys[rank], _WITHDRAWN)
         raise TimeoutError(
             f"torchbagua: ranks {missing} of {size} did not reach reify or attach within {timeout.total_seconds():g} s "
             f"(every rank of the group must call it, in the same order)"
