@@ -13,7 +13,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import setuptools
 from setuptools import find_packages, setup
+
+# pyproject.toml asks for it too, but without isolation pip does not look, and an older one fails with a riddle.
+if int(setuptools.__version__.split(".")[0]) < 77:
+    raise SystemExit(
+        f"torchbagua needs setuptools 77 or newer to be built, here is {setuptools.__version__}: "
+        "pip install --upgrade setuptools"
+    )
 
 ROOT = Path(__file__).resolve().parent
 RECIPE = runpy.run_path(str(ROOT / "torchbagua" / "native" / "recipe.py"))
