@@ -6,6 +6,7 @@ import io
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
@@ -87,6 +88,14 @@ def attach_with_group_of_other_ranks(group: dist.ProcessGroup) -> None:
     tb.attach(ddp, optimizer, "bytegrad", process_group=tb.BaguaProcessGroup(group))
 
 
+def attach_with_a_class_as_observer(group: dist.ProcessGroup) -> None:
+    tb.attach(*wrapped(group), "bytegrad", observers=[tb.traces.Recorder])
+
+
+def attach_with_one_observer(group: dist.ProcessGroup) -> None:
+    tb.attach(*wrapped(group), "bytegrad", observers=tb.traces.Recorder())
+
+
 def hook_with_wrong_state(group: dist.ProcessGroup) -> None:
     ddp, _ = wrapped(group)
     ddp.register_comm_hook(tb.ByteGradAlgorithm(), tb.comm_hook)
@@ -119,6 +128,8 @@ def hook_with_sparse_gradients(group: dist.ProcessGroup) -> None:
         (attach_sparse, ValueError, "attach: 0 has sparse=True; sparse gradients are not supported"),
         (attach_complex, ValueError, "parameter weight must be float32.*got torch.complex64"),
         (attach_double, ValueError, "parameter weight must be float32.*got torch.float64"),
+        (attach_with_a_class_as_observer, TypeError, "an observer must be an object with .* on_comm.*got <class"),
+        (attach_with_one_observer, TypeError, "observers must be a list of objects .* got <torchbagua.traces"),
         (hook_with_wrong_state, TypeError, "comm_hook: state must be what .* reify returned, got Byte"),
         (hook_with_complex_gradients, ValueError, "comm_hook: parameters must be real, got complex ones"),
         (hook_with_sparse_gradients, ValueError, "gradients must be dense, got a torch.sparse_coo tensor"),
@@ -236,7 +247,7 @@ def test_state_dict_is_safe_to_load_and_bound_to_its_algorithm() -> None:
             torch.save(attachment.state_dict(), file)
             file.seek(0)
             attachment.load_state_dict(torch.load(file, weights_only=True))
-            with pytest.raises(ValueError, match=r"must be what Attachment.state_dict returned.*got the keys \[\]"):
+            with pytest.raises(ValueError, match=r"must be what Attachment.state_dict returned.*got \[\]"):
                 attachment.load_state_dict({})
         with (
             tb.attach(ddp, optimizer, "gradient_allreduce") as other,
@@ -247,6 +258,35 @@ def test_state_dict_is_safe_to_load_and_bound_to_its_algorithm() -> None:
             other.load_state_dict(attachment.state_dict())
 
     run_ranks(1, body)
+
+
+def test_a_copy_of_an_attached_module_is_a_module_of_its_own() -> None:
+    """As averaged models (EMA, SWA) make them; DDP copies only over the default group."""
+
+    @dataclass(frozen=True)
+    class Counting(tb.Algorithm):
+        def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
+            return CountingImpl(process_group)
+
+    class CountingImpl(tb.AlgorithmImpl):
+        num_buckets = 0
+
+        def init_operations(self, module: nn.Module | None, bucket: tb.BaguaBucket) -> None:
+            bucket.append_python_op(self.count)
+
+        def count(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+            self.num_buckets += 1
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = DistributedDataParallel(nn.Linear(4, 2))
+        with tb.attach(ddp, torch.optim.SGD(ddp.parameters()), Counting()) as attachment:
+            twin = copy.deepcopy(ddp)
+            with tb.attach(twin, torch.optim.SGD(twin.parameters()), Counting()) as twin_attachment:
+                twin(torch.ones(1, 4)).sum().backward()
+        assert (attachment.impl.num_buckets, twin_attachment.impl.num_buckets) == (0, 1)
+    finally:
+        dist.destroy_process_group()
 
 
 def lanes() -> list[threading.Thread]:

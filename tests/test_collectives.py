@@ -118,20 +118,21 @@ def test_missing_rank_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"nodes": [0]}, "nodes must have one entry for each of 1 ranks"),
+        ({"nodes": [0, 1]}, "nodes must have one entry for each of 1 ranks, got 2"),
+        ({"nodes": torch.tensor([0])}, r"nodes must be a list of strings or integers, got tensor\(\[0\]\)"),
+        ({"nodes": 1}, "nodes must be a list of strings or integers, got 1"),
+        ({"nodes": [[0]]}, r"nodes must be a list of strings or integers, got \[\[0\]\]"),
         ({"timeout": 3}, "timeout must be a positive datetime.timedelta, got 3"),
         ({"timeout": timedelta(0)}, "timeout must be a positive datetime.timedelta"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, object], message: str) -> None:
-    if "nodes" in arguments:
-        arguments = {"nodes": [0, 1]}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         run_ranks(1, lambda group: tb.BaguaProcessGroup(group, **arguments))
 
 
 def test_not_a_group() -> None:
-    with pytest.raises(TypeError, match=r"process_group must be a torch.distributed.ProcessGroup, got None"):
+    with pytest.raises(TypeError, match=r"process_group must be a torch.distributed.ProcessGroup, got None; was init_"):
         tb.BaguaProcessGroup(None)
 
 
@@ -253,11 +254,29 @@ def test_a_rank_that_fails_between_the_phases_tells_the_others_at_once() -> None
     assert max(seconds.values()) < 10, seconds
 
 
+def test_receive_that_close_has_dropped_is_no_success() -> None:
+    """Nothing is pending then, as after an empty tensor."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        bagua_group = tb.BaguaProcessGroup(group)
+        receives = [torch.zeros(3) for _ in range(2)]
+        exchange = Exchange(bagua_group.world, "all_gather", receives, "x")
+
+        def close(target: int) -> torch.Tensor:
+            bagua_group.close()
+            return torch.zeros(0)
+
+        exchange.run(close)
+
+    with pytest.raises(tb.CommunicationError, match=r"all_gather of x .* the group is closed"):
+        run_ranks(2, body)
+
+
 def test_closed_group_raises() -> None:
     def body(group: dist.ProcessGroup) -> None:
         bagua_group = tb.BaguaProcessGroup(group)
         bagua_group.close()
         Exchange(bagua_group.world, "all_to_all", [torch.ones(1)] * 2, "x")
 
-    with pytest.raises(tb.CommunicationError, match=r"the world group of ranks \[0, 1\] is closed"):
+    with pytest.raises(tb.CommunicationError, match=r"all_to_all of x over the world group of ranks \[0, 1\]: the gr"):
         run_ranks(2, body)

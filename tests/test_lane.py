@@ -83,6 +83,24 @@ def test_nothing_is_queued_behind_the_stop(attempt: int) -> None:
     assert not threads_named("racing")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_failure_reaches_the_job_whatever_else_fails() -> None:
+    """An error that is its own cause, and an on_failure that raises."""
+
+    def fail_to_close() -> None:
+        raise OSError("cannot close")
+
+    def fail() -> None:
+        error = ValueError("a circle")
+        raise error from error
+
+    lane = Lane("unlucky", on_failure=fail_to_close)
+    with pytest.raises(RuntimeError, match="ValueError: a circle"):
+        lane.submit(fail).wait()
+    wait_until_gone("unlucky")
+    lane.close()
+
+
 def test_close_finishes_queued_jobs_and_may_be_repeated() -> None:
     lane = Lane("closing", on_failure=lambda: None)
     ran: list[int] = []

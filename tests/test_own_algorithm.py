@@ -300,6 +300,47 @@ def test_half_a_weight_algorithm_is_refused() -> None:
         run_ranks(1, lambda group: HalfAlgorithm().reify(group))
 
 
+def test_impl_and_registered_algorithm_are_checked() -> None:
+    class Forgetful(tb.Algorithm):
+        def make_impl(self, process_group: tb.BaguaProcessGroup) -> None:
+            AveragingImpl(process_group)
+
+    with pytest.raises(TypeError, match=r"Forgetful.make_impl must return an AlgorithmImpl, got None"):
+        run_ranks(1, lambda group: Forgetful().reify(group))
+    with pytest.raises(TypeError, match="register: algorithm must be a class, or a function that makes one, got 5"):
+        tb.register("five", 5)
+
+
+@pytest.mark.parametrize("algorithm", [tb.ByteGradAlgorithm, tb.GradientAllReduceAlgorithm])
+def test_flags_are_flags(algorithm: type[tb.Algorithm]) -> None:
+    with pytest.raises(TypeError, match=f"{algorithm.__name__}: average must be True or False, got 'no'"):
+        algorithm(average="no")
+    with pytest.raises(TypeError, match=f"{algorithm.__name__}: hierarchical must be True or False, got None"):
+        algorithm(hierarchical=None)
+
+
+def test_flat_tensor_of_another_length_is_refused() -> None:
+    tensors = [tb.BaguaTensor("weight", torch.zeros(5))]
+    for flat, got in ((torch.zeros(8), r"\[8\]"), (torch.zeros(10)[::2], r"non-contiguous \[5\]")):
+        with pytest.raises(ValueError, match=rf"flat must be contiguous, \[5\] as its tensors together, got {got}"):
+            run_ranks(1, lambda group, flat=flat: tb.BaguaBucket("b", tensors, tb.BaguaProcessGroup(group), flat))
+
+
+def test_second_attachment_is_refused_beside_a_weight_algorithm() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 1), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters())
+        for first, second in ((AveragingAlgorithm(), "bytegrad"), ("bytegrad", AveragingAlgorithm())):
+            with (
+                tb.attach(ddp, optimizer, first),
+                pytest.raises(ValueError, match="Impl is attached to the module already; detach it first"),
+            ):
+                tb.attach(ddp, optimizer, second)
+        assert ddp.require_backward_grad_sync
+
+    run_ranks(1, body)
+
+
 def test_python_op_that_raises_fails_the_step() -> None:
     class FailingImpl(SignSGDImpl):
         def vote(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:

@@ -14,7 +14,8 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(), 
 
 # A rank that ends at once after a backward can abort in torch itself (2.13: a gloo thread that frees the all-reduce's
 # context asks for the interpreter's lock while the interpreter ends), with or without torchbagua.
-ENDING = "\nimport time\ntime.sleep(1)\ndist.destroy_process_group()\n"
+LAST_LINE = "dist.destroy_process_group()\n"
+ENDING = f"\nimport time\ntime.sleep(1)\n{LAST_LINE}"
 
 
 def side_of_diff(diff: str, marker: str) -> str:
@@ -35,15 +36,17 @@ def test_python_blocks(tmp_path: Path) -> None:
     assert len(diffs) == 1
     assert len(python) == 3
     script = tmp_path / "train.py"
-    script.write_text("\n".join(diffs + python) + ENDING)
+    setting = diffs[0].replace(LAST_LINE, "")  # the blocks go on where the script ends
+    script.write_text("\n".join([setting, *python]) + ENDING)
     assert len(re.findall(r"\d+ bytes sent by this rank in 2 exchanges", run_on_two_ranks(script))) == 2
 
 
-def test_the_diff_starts_from_a_script_that_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("marker", ["-", "+"])
+def test_both_sides_of_the_diff_run(tmp_path: Path, marker: str) -> None:
     script = tmp_path / "train.py"
-    before = side_of_diff(dict(BLOCKS)["diff"], "-")
-    assert "torchbagua" not in before
-    script.write_text(before + ENDING)
+    side = side_of_diff(dict(BLOCKS)["diff"], marker)
+    assert ("torchbagua" in side) == (marker == "+")
+    script.write_text(side.replace(LAST_LINE, ENDING))
     run_on_two_ranks(script)
 
 

@@ -17,6 +17,9 @@ from torchbagua.comm_hook import check_gradients, comm_hook
 from torchbagua.events import Observer
 from torchbagua.step_hooks import install_step_hooks
 
+# On a module with an algorithm attached: its id, which a copy of it has not, and the name of the impl.
+_MARK = "_torchbagua_attached"
+
 
 def attach(
     module: DistributedDataParallel,
@@ -38,13 +41,16 @@ def attach(
         process_group: the ranks and their nodes, where nodes are given explicitly; default: the module's group, with
             nodes told by host names.
         observers: hear of every exchange.
-        timeout: bound on every wait for another rank; default: that of the group.
+        timeout: bound on every wait of the algorithm for another rank; default: that of the group, which bounds what
+            DDP itself sends, buffers for instance.
 
     Raises:
         TypeError, ValueError: an argument does not fit; ranks disagree in algorithm, arguments, the version of the
             package or the number of parameters.
         KeyError: no algorithm has that name.
         TimeoutError: a rank did not call it in time.
+        CommunicationError: a private group could not be opened.
+        RuntimeError: the native library is there and does not load.
     """
     if not isinstance(module, DistributedDataParallel):
         raise TypeError(
@@ -90,8 +96,15 @@ class Attachment:
         self.impl = impl
         with ExitStack() as undo:  # closed here only where one of these steps raises
             undo.callback(impl.close)
+            undo.callback(delattr, module, _MARK)
+            setattr(module, _MARK, (id(module), type(impl).__name__))
             impl.set_module(module.module)
-            undo.enter_context(install_step_hooks(module, optimizers[0], impl))
+            trained = {
+                name: parameter
+                for name, parameter in module.module.named_parameters()
+                if parameter.requires_grad and name not in module.parameters_to_ignore
+            }
+            undo.enter_context(install_step_hooks(module, module.module, trained, optimizers[0], impl))
             if impl.owns_buckets:
                 undo.enter_context(_silenced(module, optimizers[0]))
             else:
@@ -114,10 +127,10 @@ class Attachment:
         Raises:
             ValueError: it is the state of another algorithm, or of other arguments.
         """
-        if state.keys() != {"algorithm", "impl"}:
+        if not isinstance(state, Mapping) or state.keys() != {"algorithm", "impl"}:
             raise ValueError(
                 "Attachment.load_state_dict: state must be what Attachment.state_dict returned, with the keys "
-                f"algorithm and impl, got the keys {sorted(state)}"
+                f"algorithm and impl, got {sorted(state) if isinstance(state, Mapping) else state!r}"
             )
         if state["algorithm"] != repr(self.algorithm):
             raise ValueError(
@@ -174,18 +187,30 @@ def _silenced(module: DistributedDataParallel, optimizer: torch.optim.Optimizer)
 class _Trampoline:
     """What DDP holds as its one hook's state for ever: the algorithm that is attached now, or none."""
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self.process_group = process_group
-        self.impl: AlgorithmImpl | None = None
+    module_id: int | None = None
+    process_group: dist.ProcessGroup | None = None
+    impl: AlgorithmImpl | None = None
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self.module_id = id(module)
+        self.process_group = module.process_group
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: a copy of the module lists this hook, but its reducer does not have it (torch 2.13)."""
+        return {}
 
 
 def _trampoline_hook(state: _Trampoline, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     if state.impl is None:
+        assert state.process_group is not None  # only a copy has none, and no reducer calls that
         return allreduce_hook(state.process_group, bucket)
     return comm_hook(state.impl, bucket)
 
 
 def _check_detached(module: DistributedDataParallel) -> None:
+    attached_id, attached = getattr(module, _MARK, (None, None))
+    if attached_id == id(module):
+        raise ValueError(f"attach: {attached} is attached to the module already; detach it first")
     # DDP's own list of its hooks; there is no public way to ask whether one is registered.
     for hook, state in module._comm_hooks:
         if not isinstance(state, _Trampoline):
@@ -193,16 +218,16 @@ def _check_detached(module: DistributedDataParallel) -> None:
                 f"attach: the module has the communication hook {hook.__qualname__} already, and DDP takes only one; "
                 "wrap the model again without it"
             )
-        if state.impl is not None:
-            raise ValueError(f"attach: {type(state.impl).__name__} is attached to the module already; detach it first")
 
 
 def _trampoline_of(module: DistributedDataParallel) -> _Trampoline:
     """Return the module's trampoline, which the first attach registers."""
     for _, state in module._comm_hooks:
         assert isinstance(state, _Trampoline)  # _check_detached has refused any other
-        return state
-    trampoline = _Trampoline(module.process_group)
+        if state.module_id == id(module):
+            return state
+    module._comm_hooks.clear()
+    trampoline = _Trampoline(module)
     try:
         module.register_comm_hook(trampoline, _trampoline_hook)
     except RuntimeError as error:

@@ -32,7 +32,11 @@ class BaguaBucket:
         name: for errors and events.
         tensors: the parameters whose values (gradients, say) lie one after the other in the flat tensor.
         group: the group that operations use unless they are given another.
-        flat: the flat tensor; where it is another one in each step (DDP's), it is set before `run`.
+        flat: the flat tensor, contiguous, as long as the tensors together; where it is another one in each step
+            (DDP's), it is set before `run`, and is alike.
+
+    Raises:
+        ValueError: `flat` is not such a tensor.
     """
 
     def __init__(
@@ -42,6 +46,12 @@ class BaguaBucket:
         group: BaguaProcessGroup,
         flat: torch.Tensor,
     ) -> None:
+        num_elements = sum(tensor.parameter.numel() for tensor in tensors)
+        if flat.shape != (num_elements,) or not flat.is_contiguous():
+            raise ValueError(
+                f"BaguaBucket: flat must be contiguous, [{num_elements}] as its tensors together, got "
+                f"{'' if flat.is_contiguous() else 'non-contiguous '}{list(flat.shape)}"
+            )
         self.name = name
         self.tensors = tuple(tensors)
         self.group = group

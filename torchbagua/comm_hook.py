@@ -23,6 +23,7 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
 
     Raises:
         TypeError: `state` is not the impl of a gradient algorithm.
+        RuntimeError: `state` is closed.
         ValueError: the gradients are not real floating-point numbers, sparse, or not on the CPU.
     """
     if not isinstance(state, AlgorithmImpl) or state.owns_buckets:

@@ -25,6 +25,15 @@ class CommEvent:
     end_ns: int
 
 
+def check_observers(owner: str, observers: object) -> None:
+    """Raise TypeError unless `observers` is a list of observers; `owner` is what the error names."""
+    if not isinstance(observers, list | tuple):
+        raise TypeError(f"{owner}: observers must be a list of objects with a method on_comm(event), got {observers!r}")
+    for observer in observers:
+        if isinstance(observer, type) or not callable(getattr(observer, "on_comm", None)):
+            raise TypeError(f"{owner}: an observer must be an object with a method on_comm(event), got {observer!r}")
+
+
 class Observer(Protocol):
     """Hears of every exchange. Called on the thread that communicates, so it should return quickly."""
 

@@ -54,11 +54,16 @@ class Lane:
             self._thread.join()
 
 
-def _clear_frames(error: BaseException | None) -> None:
+def _clear_frames(error: BaseException) -> None:
     """Let go of what the finished functions in the tracebacks of `error` and its causes held: connections, say."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    seen: list[BaseException] = []
+    todo = [error]
+    while todo:
+        error = todo.pop()
+        if error not in seen:
+            seen.append(error)
+            traceback.clear_frames(error.__traceback__)
+            todo += [cause for cause in (error.__cause__, error.__context__) if cause is not None]
 
 
 class _Job(Generic[T]):
@@ -118,11 +123,13 @@ class _Worker:
         except BaseException as error:  # whatever it is, the training thread must not wait for ever
             with self._lock:
                 self._failure = error
-            _clear_frames(error)
-            self._on_failure()
-            job.fail(error)
-            while not self._jobs.empty():
-                if (queued := self._jobs.get()) is not None:
-                    queued.fail(error)
+            try:
+                _clear_frames(error)
+                self._on_failure()
+            finally:
+                job.fail(error)
+                while not self._jobs.empty():
+                    if (queued := self._jobs.get()) is not None:
+                        queued.fail(error)
             return False
         return True

@@ -1,6 +1,6 @@
 """Where an impl's hooks enter the training step: module, gradients, end of backward, optimizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -11,17 +11,29 @@ from torch.utils._pytree import tree_leaves
 from torchbagua.algorithms.base import AlgorithmImpl
 
 
-def install_step_hooks(module: torch.nn.Module, optimizer: torch.optim.Optimizer, impl: AlgorithmImpl) -> ExitStack:
-    """Install the hooks that `impl` asks for on `module` and `optimizer`; closing what is returned removes them."""
-    inner = getattr(module, "module", module)
-    ignored = getattr(module, "parameters_to_ignore", ())
-    on_forward = impl.init_forward_pre_hook(inner)
-    on_gradient = impl.init_backward_hook(inner)
-    on_backward_end = impl.init_post_backward_hook(inner)
-    on_step = impl.init_post_optimizer_step_hook(inner)
+def install_step_hooks(
+    wrapper: torch.nn.Module,
+    module: torch.nn.Module,
+    trained: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    impl: AlgorithmImpl,
+) -> ExitStack:
+    """Install the hooks that `impl` asks for; closing what is returned removes them.
+
+    Args:
+        wrapper: whose forward the user calls.
+        module: what `impl` knows as its module, inside the wrapper or the wrapper itself.
+        trained: the parameters to hear of, by name.
+        optimizer: whose steps are the clock.
+        impl: asked for its hooks.
+    """
+    on_forward = impl.init_forward_pre_hook(module)
+    on_gradient = impl.init_backward_hook(module)
+    on_backward_end = impl.init_post_backward_hook(module)
+    on_step = impl.init_post_optimizer_step_hook(module)
 
     def before_forward(_: torch.nn.Module, inputs: Any) -> None:
-        if on_forward is not None and module.training and torch.is_grad_enabled():
+        if on_forward is not None and wrapper.training and torch.is_grad_enabled():
             on_forward(inputs)
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -32,13 +44,14 @@ def install_step_hooks(module: torch.nn.Module, optimizer: torch.optim.Optimizer
 
     with ExitStack() as handles:  # closed here only where an installation raises
         if on_forward is not None:
-            handles.callback(module.register_forward_pre_hook(before_forward).remove)
+            handles.callback(wrapper.register_forward_pre_hook(before_forward).remove)
         if on_backward_end is not None:
-            handles.callback(module.register_forward_hook(_BackwardEnd(on_backward_end).watch).remove)
+            backward_end = _BackwardEnd(on_backward_end)
+            handles.callback(backward_end.close)
+            handles.callback(wrapper.register_forward_hook(backward_end.watch).remove)
         if on_gradient is not None:
-            for name, parameter in inner.named_parameters():
-                if parameter.requires_grad and name not in ignored:
-                    handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
+            for name, parameter in trained.items():
+                handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
         if on_step is not None or impl.owns_buckets:
             handles.callback(optimizer.register_step_post_hook(after_step).remove)
         return handles.pop_all()
@@ -54,16 +67,22 @@ class _BackwardEnd:
     def __init__(self, callback: Callable[[], None]) -> None:
         self._callback = callback
         self._is_queued = False
+        self._is_closed = False
 
     def watch(self, _: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         """Hear of the backward that will start at these outputs; a forward hook."""
         self._is_queued = False  # it still is where the last backward raised
         for output in tree_leaves(outputs):
-            if isinstance(output, torch.Tensor) and output.requires_grad:
+            # Not a parameter that the module returns, on which hooks would pile up.
+            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                 output.register_hook(self._queue)
 
+    def close(self) -> None:
+        """Call no more, whatever backward is still to come."""
+        self._is_closed = True
+
     def _queue(self, _: torch.Tensor) -> None:
-        if not self._is_queued:
+        if not self._is_queued and not self._is_closed:
             self._is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._run)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchbagua import native
 from torchbagua.bucket import BaguaBucket, BaguaTensor
 from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.events import Observer
@@ -30,7 +31,11 @@ class Algorithm:
         return get(name)(**kwargs)
 
     def prepare(self) -> None:
-        """Do what may fail on this rank alone, loading a library, say; called before any group is opened."""
+        """Do what may fail on this rank alone; called before any group is opened. Loads the native kernels.
+
+        Overridden by an algorithm that uses none, or that has more to do.
+        """
+        native.load()
 
     def make_impl(self, process_group: BaguaProcessGroup) -> "AlgorithmImpl":
         """Return the object that runs this algorithm over `process_group`, whose private groups it owns."""
@@ -53,8 +58,11 @@ class Algorithm:
             facts: further numbers that must be the same on all ranks, by the name that an error gives them.
 
         Raises:
+            TypeError: `process_group` is no process group.
             ValueError: ranks disagree in algorithm, arguments or the package's version.
             TimeoutError: a rank did not call it in time.
+            CommunicationError: a private group could not be opened.
+            RuntimeError: the native library is there and does not load.
         """
         self.prepare()
         own: dict[str, Any] = {"the algorithm": type(self).__qualname__}
@@ -67,10 +75,20 @@ class Algorithm:
         else:
             group = BaguaProcessGroup(process_group, timeout=timeout, observers=observers, facts=own)
         try:
-            return self.make_impl(group)
+            impl = self.make_impl(group)
+            if not isinstance(impl, AlgorithmImpl):
+                raise TypeError(f"{type(self).__name__}.make_impl must return an AlgorithmImpl, got {impl!r}")
+            return impl
         except BaseException:
             group.close()
             raise
+
+
+def check_flags(algorithm: Algorithm, *names: str) -> None:
+    """Raise TypeError unless these arguments of `algorithm` are True or False."""
+    for name in names:
+        if not isinstance(value := getattr(algorithm, name), bool):
+            raise TypeError(f"{type(algorithm).__name__}: {name} must be True or False, got {value!r}")
 
 
 class AlgorithmImpl:
@@ -221,11 +239,13 @@ def register(name: str, algorithm: Callable[..., Algorithm], description: str | 
     """Make `algorithm` known as `name` to `Algorithm.init` and `attach`.
 
     Raises:
-        TypeError: `name` is not a string.
+        TypeError: `name` is not a string, or `algorithm` cannot be called.
         ValueError: `name` is taken.
     """
     if not isinstance(name, str):
         raise TypeError(f"register: name must be a string, got {name!r}")
+    if not callable(algorithm):
+        raise TypeError(f"register: algorithm must be a class, or a function that makes one, got {algorithm!r}")
     if name in _REGISTRY:
         raise ValueError(f"register: an algorithm named {name!r} is registered already")
     _REGISTRY[name] = _Entry(algorithm, description)

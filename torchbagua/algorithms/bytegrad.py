@@ -4,8 +4,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
-from torchbagua import native
-from torchbagua.algorithms.base import Algorithm, AlgorithmImpl, register
+from torchbagua.algorithms.base import Algorithm, AlgorithmImpl, check_flags, register
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.compressors import DEFAULT_BLOCK, MinMaxUInt8, check_block
@@ -24,7 +23,7 @@ class ByteGradAlgorithm(Algorithm):
             gives Bagua's one range per chunk.
 
     Raises:
-        TypeError, ValueError: `block` is no such number.
+        TypeError, ValueError: an argument is none of these.
     """
 
     hierarchical: bool = True
@@ -33,11 +32,8 @@ class ByteGradAlgorithm(Algorithm):
     block: int | None = DEFAULT_BLOCK
 
     def __post_init__(self) -> None:
+        check_flags(self, "hierarchical", "average")
         check_block("ByteGradAlgorithm", self.block)
-
-    def prepare(self) -> None:
-        """Load the native kernels, compiling them where that has not been done yet."""
-        native.load()
 
     def make_impl(self, process_group: BaguaProcessGroup) -> "ByteGradAlgorithmImpl":
         """Return the impl over `process_group`."""

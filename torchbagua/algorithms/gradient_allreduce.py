@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchbagua.algorithms.base import Algorithm, AlgorithmImpl, register
+from torchbagua.algorithms.base import Algorithm, AlgorithmImpl, check_flags, register
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup
 
@@ -20,10 +20,19 @@ class GradientAllReduceAlgorithm(Algorithm):
         hierarchical: add up within nodes first, so that each shard crosses between nodes once per node. The result is
             the mean of all ranks, also where nodes have different numbers of ranks.
         average: divide by the number of ranks; False gives the sum.
+
+    Raises:
+        TypeError: an argument is not True or False.
     """
 
     hierarchical: bool = False
     average: bool = True
+
+    def __post_init__(self) -> None:
+        check_flags(self, "hierarchical", "average")
+
+    def prepare(self) -> None:
+        """Nothing: full precision needs no native kernel."""
 
     def make_impl(self, process_group: BaguaProcessGroup) -> "GradientAllReduceAlgorithmImpl":
         """Return the impl over `process_group`."""

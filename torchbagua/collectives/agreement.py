@@ -1,5 +1,6 @@
 """What ranks tell each other before they communicate: small facts, exchanged over the store of their group."""
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -22,21 +23,22 @@ def exchange_facts(store: dist.Store, rank: int, size: int, facts: Facts, timeou
     keys = [f"facts/{other}" for other in range(size)]
     store.set(keys[rank], json.dumps(facts))
     deadline_s = time.monotonic() + timeout.total_seconds()
-    try:
+    with contextlib.suppress(RuntimeError):  # DistStoreError: not all came in time
         store.wait(keys, timeout)
-        while any(store.get(key).decode() == _WITHDRAWN for key in keys):
-            if time.monotonic() > deadline_s:
-                raise TimeoutError
-            time.sleep(0.01)
-    except (RuntimeError, TimeoutError) as error:  # from the store it is a DistStoreError
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        missing = missing or [other for other, key in enumerate(keys) if store.get(key).decode() == _WITHDRAWN]
-        store.set(keys[rank], _WITHDRAWN)
-        raise TimeoutError(
-            f"torchbagua: ranks {missing} of {size} did not reach reify or attach within {timeout.total_seconds():g} s "
-            f"(every rank of the group must call it, in the same order)"
-        ) from error
-    return [json.loads(store.get(key)) for key in keys]
+    while True:
+        found = [store.get(key).decode() if store.check([key]) else None for key in keys]
+        if all(found):
+            return [json.loads(text) for text in found if text]
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(0.01)
+    store.set(keys[rank], _WITHDRAWN)
+    missing = [other for other, text in enumerate(found) if text is None]
+    missing = missing or [other for other, text in enumerate(found) if text == _WITHDRAWN]
+    raise TimeoutError(
+        f"torchbagua: ranks {missing} of {size} did not reach reify or attach within {timeout.total_seconds():g} s "
+        f"(every rank of the group must call it, in the same order)"
+    )
 
 
 def check_agreement(all_facts: list[Facts], fields: Mapping[str, str]) -> None:

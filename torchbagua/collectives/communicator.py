@@ -43,6 +43,9 @@ class Communicator:
         timeout: bound on every wait.
         observers: hear of every exchange.
 
+    Raises:
+        CommunicationError: the ranks could not be connected within `timeout`.
+
     Attributes:
         link_bytes_per_s: for each rank, the best rate of a receive from it longer than SMALL_MESSAGE_BYTES, 0 before
             the first. Data are sent when their receive is posted and not before, so the link is at least as fast.
@@ -67,9 +70,14 @@ class Communicator:
         # A work holds the connections open, so what is posted and not waited for is kept where `close` ends it.
         self._pending: dict[tuple[int, Direction, int], _Pending] = {}
         self._scratch: dict[str, torch.Tensor] = {}
-        self._process_group: dist.ProcessGroup | None = _gloo_group(
-            dist.PrefixStore(name, store), rank, len(ranks), timeout
-        )
+        self._process_group: dist.ProcessGroup | None = None
+        try:
+            self._process_group = _gloo_group(dist.PrefixStore(name, store), rank, len(ranks), timeout)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"torchbagua: the {scope} group of ranks {list(ranks)} could not be opened on rank {ranks[rank]} "
+                f"within {timeout.total_seconds():g} s; the ranks have to be started again: {error}"
+            ) from error
 
     @property
     def size(self) -> int:
@@ -79,9 +87,7 @@ class Communicator:
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The torch group, for operations of one's own. Raises CommunicationError once it is closed."""
-        if self._process_group is None:
-            raise CommunicationError(f"torchbagua: the {self.scope} group of ranks {list(self.ranks)} is closed")
-        return self._process_group
+        return self._open_group("an operation")
 
     def rank_before(self, distance: int) -> int:
         """Return the rank `distance` places before own, around the ring."""
@@ -112,17 +118,18 @@ class Communicator:
             purpose: what for, in errors.
 
         Raises:
-            CommunicationError: `peer` is gone.
+            CommunicationError: `peer` is gone, or the group is closed.
         """
         if not tensor.numel():
             return
         # The backend itself: the torch group's methods take a detour through the dispatcher. Torch's stubs (2.13) do
         # not know that it has send and recv.
-        backend = self.process_group._get_backend(_CPU)
+        backend = self._open_group(purpose)._get_backend(_CPU)
         post = backend.recv if direction == "receiving from" else backend.send  # type: ignore[attr-defined]
+        assert (tag, direction, peer) not in self._pending
+        posted_s = time.perf_counter()  # before data can flow
         try:
-            work = post([tensor], peer, tag)
-            self._pending[tag, direction, peer] = _Pending(work, tensor.nbytes, time.perf_counter())
+            self._pending[tag, direction, peer] = _Pending(post([tensor], peer, tag), tensor.nbytes, posted_s)
             return
         except RuntimeError as error:
             failure = str(error)
@@ -133,8 +140,9 @@ class Communicator:
         """Wait until what was posted with these arguments is done; nothing where there is none.
 
         Raises:
-            CommunicationError: `peer` is gone, or did not take part within the group's timeout.
+            CommunicationError: `peer` is gone, or did not take part within the group's timeout, or the group is closed.
         """
+        self._open_group(purpose)
         pending = self._pending.pop((tag, direction, peer), None)
         if pending is None:
             return
@@ -156,9 +164,19 @@ class Communicator:
             observer.on_comm(event)
 
     def close(self) -> None:
-        """Close the connections; peers that still wait for this rank get an error at once."""
+        """Close the connections; peers that still wait for this rank get an error at once.
+
+        A wait that is under way on another thread keeps them open until it ends.
+        """
         self._process_group = None
         self._pending.clear()
+
+    def _open_group(self, purpose: str) -> dist.ProcessGroup:
+        if self._process_group is None:
+            raise CommunicationError(
+                f"torchbagua: {purpose} over the {self.scope} group of ranks {list(self.ranks)}: the group is closed"
+            )
+        return self._process_group
 
     def _fail(self, direction: Direction, peer: int, purpose: str, failure: str) -> NoReturn:
         # Closing the connections is what tells the other ranks. The frames that the error's traceback keeps must not

@@ -1,14 +1,14 @@
 """BaguaProcessGroup: a torch process group, the nodes its ranks are on, and private groups for a lane."""
 
 import socket
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from torchbagua.collectives.agreement import Facts, check_agreement, exchange_facts
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.events import Observer
+from torchbagua.events import Observer, check_observers
 from torchbagua.version import __version__
 
 
@@ -19,8 +19,8 @@ class BaguaProcessGroup:
 
     Args:
         process_group: any torch ProcessGroup that has a store: the world, one from `new_group`, a hand-made one.
-        nodes: which node each rank is on, one label a rank; default: the ranks' host names, exchanged over the store.
-            Give it where host names mislead (containers and network namespaces on one host share or invent them).
+        nodes: which node each rank is on, a list with one label a rank; default: the ranks' host names, exchanged over
+            the store. Give it where host names mislead: containers and network namespaces share or invent them.
         timeout: bound on every wait, in construction and after; default: that of `process_group`.
         observers: hear of every exchange over the private groups.
         facts: further values that all ranks must have in common.
@@ -43,7 +43,7 @@ class BaguaProcessGroup:
         self,
         process_group: dist.ProcessGroup,
         *,
-        nodes: Sequence[Hashable] | None = None,
+        nodes: Sequence[str | int] | None = None,
         timeout: timedelta | None = None,
         observers: Sequence[Observer] = (),
         facts: Facts | None = None,
@@ -51,14 +51,16 @@ class BaguaProcessGroup:
         if not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(
                 f"BaguaProcessGroup: process_group must be a torch.distributed.ProcessGroup, got {process_group!r}"
+                f"{'; was init_process_group called?' if process_group is None else ''}"
             )
+        check_observers("BaguaProcessGroup", observers)
         if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
             raise ValueError(f"BaguaProcessGroup: timeout must be a positive datetime.timedelta, got {timeout!r}")
         self.process_group = process_group
         self.rank = process_group.rank()
         self.size = process_group.size()
         self.timeout = timeout or _timeout_of(process_group)
-        node_indices = None if nodes is None else _number_by_first_appearance(nodes)
+        node_indices = None if nodes is None else _number_nodes(nodes)
         if node_indices is not None and len(node_indices) != self.size:
             raise ValueError(
                 f"BaguaProcessGroup: nodes must have one entry for each of {self.size} ranks, got {len(node_indices)}"
@@ -143,6 +145,13 @@ def _timeout_of(process_group: dist.ProcessGroup) -> timedelta:
     return backend.options._timeout
 
 
-def _number_by_first_appearance(labels: Sequence[Hashable]) -> list[int]:
-    numbers: dict[Hashable, int] = {}
+def _number_nodes(nodes: Sequence[str | int]) -> list[int]:
+    is_list = isinstance(nodes, list | tuple)
+    if not is_list or not all(isinstance(label, str | int) for label in nodes):
+        raise TypeError(f"BaguaProcessGroup: nodes must be a list of strings or integers, got {nodes!r}")
+    return _number_by_first_appearance(nodes)
+
+
+def _number_by_first_appearance(labels: Sequence[str | int]) -> list[int]:
+    numbers: dict[str | int, int] = {}
     return [numbers.setdefault(label, len(numbers)) for label in labels]

@@ -11,8 +11,9 @@ from torchbagua.compressors.blocks import WireLayout
 class Compressor(Protocol):
     """Turns a flat tensor into wire bytes and back. Deterministic, without state, group or hidden randomness.
 
-    A *wire* is a contiguous uint8 tensor, laid out by `layout`; its content does not depend on how blocks are dealt to
-    chunks. All methods write into memory that is handed to them.
+    A *wire* is a contiguous uint8 tensor, laid out by `layout`; what it decodes to does not depend on how blocks are
+    dealt to chunks. All methods write into memory that is handed to them and may hold anything: what a codec does not
+    write it must not read.
     """
 
     @property
