@@ -11,8 +11,8 @@ from torchbagua.events import CommEvent
 # Exchanges of different operations may be under way at the same time.
 _TAGS = {"all_to_all": 0, "all_gather": 1}
 
-# 10 Gbit/s. What is faster, as between ranks of one machine, waits for processors and not for links.
-_FAST_LINK_BYTES_PER_S = 1.25e9
+# 5 Gbit/s. What is faster, as between ranks of one machine, waits for processors and not for links.
+_FAST_LINK_BYTES_PER_S = 0.625e9
 
 
 class Exchange:
