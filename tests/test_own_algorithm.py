@@ -386,6 +386,40 @@ def test_python_op_that_fails_after_communicating_tells_the_others_at_once() -> 
     assert max(seconds.values()) < 10, seconds
 
 
+def test_failure_closes_the_group_of_every_operation() -> None:
+    """Also one that the impl does not own: peers that wait on it hear at once."""
+
+    class TwoGroupsImpl(SignSGDImpl):
+        def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
+            bucket.append_python_op(self.fail_on_one_rank)
+            bucket.append_centralized_synchronous_op(group=self.other)
+
+        def fail_on_one_rank(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+            if group.rank == 1:
+                raise ZeroDivisionError("on one rank")
+
+    class TwoGroupsAlgorithm(tb.Algorithm):
+        def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
+            impl = TwoGroupsImpl(process_group, 1.0)
+            impl.other = process_group.duplicate()
+            return impl
+
+    seconds: dict[int, float] = {}
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 1), process_group=group)
+        ddp.register_comm_hook(TwoGroupsAlgorithm().reify(group, timeout=timedelta(seconds=40)), tb.comm_hook)
+        start = time.monotonic()
+        with pytest.raises(
+            RuntimeError, match=r"ZeroDivisionError: on one rank|of gradient bucket 0 over the world group"
+        ):
+            ddp(torch.ones(1, 3)).sum().backward()
+        seconds[group.rank()] = time.monotonic() - start
+
+    run_ranks(2, body)
+    assert max(seconds.values()) < 10, seconds
+
+
 def test_registry() -> None:
     names = tb.available_algorithms()
     assert {"bytegrad", "gradient_allreduce"} <= set(names)

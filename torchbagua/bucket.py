@@ -57,11 +57,21 @@ class BaguaBucket:
         self.group = group
         self.flat = flat
         self._operations: list[Operation] = []
+        self._groups = [group]
 
     def run(self) -> torch.Tensor:
-        """Run the operations in order, in place on `flat`, and return it; one that raises fails the step."""
-        for operation in self._operations:
-            operation(self)
+        """Run the operations in order, in place on `flat`, and return it; one that raises fails the step.
+
+        It then closes the groups of all operations, since no later message on them would be matched, and so that peers
+        hear of it at once.
+        """
+        try:
+            for operation in self._operations:
+                operation(self)
+        except BaseException:
+            for group in self._groups:
+                group.close()
+            raise
         return self.flat
 
     def clear_ops(self) -> "BaguaBucket":
@@ -79,7 +89,7 @@ class BaguaBucket:
         It runs on the lane's thread and may communicate over `group.world.process_group` with torch.distributed. Where
         it raises, the training step raises a RuntimeError that names the function, the bucket and the error.
         """
-        group = group or self.group
+        group = self._using(group)
         name = getattr(python_function, "__qualname__", repr(python_function))
 
         def operation(bucket: "BaguaBucket") -> None:
@@ -114,7 +124,7 @@ class BaguaBucket:
             ValueError: no compression has that name.
         """
         mean = centralized_mean(
-            group or self.group,
+            self._using(group),
             by_name(compression),
             [tensor.parameter.numel() for tensor in self.tensors],
             self.flat.dtype,
@@ -125,3 +135,8 @@ class BaguaBucket:
         )
         self._operations.append(lambda bucket: mean(bucket.flat))
         return self
+
+    def _using(self, group: BaguaProcessGroup | None) -> BaguaProcessGroup:
+        if group is not None and group not in self._groups:
+            self._groups.append(group)
+        return group or self.group
