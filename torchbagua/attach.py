@@ -150,17 +150,6 @@ class Attachment:
         self.detach()
 
 
-def _check_same_ranks(own: dist.ProcessGroup, given: dist.ProcessGroup) -> None:
-    places = [f"rank {group.rank()} of {group.size()}" for group in (own, given)]
-    if places[0] == places[1]:
-        try:
-            places = [f"ranks {dist.get_process_group_ranks(group)}" for group in (own, given)]
-        except KeyError:  # a group made by hand does not know its global ranks
-            return
-    if places[0] != places[1]:
-        raise ValueError(f"attach: process_group must have the module's ranks: {places[0]}, got {places[1]}")
-
-
 def _silenced(module: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> ExitStack:
     """Keep DDP from sending gradients and buffers until what is returned is closed."""
 
@@ -268,3 +257,14 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch
                 f"attach: {type(optimizer).__name__} has {len(foreign)} parameters that are not the module's, the "
                 f"first of shape {foreign[0]}; was it made before the model was moved or copied?"
             )
+
+
+def _check_same_ranks(own: dist.ProcessGroup, given: dist.ProcessGroup) -> None:
+    places = [f"rank {group.rank()} of {group.size()}" for group in (own, given)]
+    if places[0] == places[1]:
+        try:
+            places = [f"ranks {dist.get_process_group_ranks(group)}" for group in (own, given)]
+        except KeyError:  # a group made by hand does not know its global ranks
+            return
+    if places[0] != places[1]:
+        raise ValueError(f"attach: process_group must have the module's ranks: {places[0]}, got {places[1]}")

@@ -23,7 +23,7 @@ def exchange_facts(store: dist.Store, rank: int, size: int, facts: Facts, timeou
     keys = [f"facts/{other}" for other in range(size)]
     store.set(keys[rank], json.dumps(facts))
     deadline_s = time.monotonic() + timeout.total_seconds()
-    with contextlib.suppress(RuntimeError):  # DistStoreError: not all came in time
+    with contextlib.suppress(dist.DistStoreError):  # not all came in time
         store.wait(keys, timeout)
     while True:
         found = [store.get(key).decode() if store.check([key]) else None for key in keys]

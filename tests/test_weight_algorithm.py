@@ -1,0 +1,124 @@
+"""A weight algorithm of a user's own: what attach does for it, and what it refuses beside it."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import run_ranks
+from training import build
+
+
+@dataclass(frozen=True)
+class AveragingAlgorithm(tb.Algorithm):
+    """A weight algorithm: every rank takes its own steps, and weights are averaged after each."""
+
+    def make_impl(self, process_group: tb.BaguaProcessGroup) -> "AveragingImpl":
+        return AveragingImpl(process_group)
+
+
+class AveragingImpl(tb.AlgorithmImpl):
+    def init_tensors(self, module: torch.nn.Module) -> list[tb.BaguaTensor]:
+        return [tb.BaguaTensor(name, parameter) for name, parameter in module.named_parameters()]
+
+    def tensors_to_buckets(self, tensors: list[tb.BaguaTensor], do_flatten: bool) -> list[tb.BaguaBucket]:
+        flat = torch.empty(sum(tensor.parameter.numel() for tensor in tensors))
+        return [tb.BaguaBucket("weights", tensors, self.process_group, flat)]
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
+        bucket.append_centralized_synchronous_op()
+
+    def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
+        def average(optimizer: torch.optim.Optimizer) -> None:
+            with torch.no_grad():
+                for bucket in self.buckets:
+                    parameters = [tensor.parameter for tensor in bucket.tensors]
+                    bucket.flat.copy_(torch.nn.utils.parameters_to_vector(parameters))
+                    self.lane.submit(bucket.run).wait()
+                    torch.nn.utils.vector_to_parameters(bucket.flat, parameters)
+
+        return average
+
+
+def test_weight_algorithm() -> None:
+    """While it is attached DDP reduces nothing; one step from equal weights is then one step of the mean gradient."""
+    model = build(lambda: torch.nn.Linear(10, 1, bias=False))
+
+    def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        x = torch.randn(4, 10, generator=torch.Generator().manual_seed(group.rank()))
+        with tb.attach(ddp, optimizer, AveragingAlgorithm()):
+            ddp(x).sum().backward()
+            local = ddp.module.weight.grad.clone()
+            optimizer.step()
+            averaged = ddp.module.weight.detach().clone()
+        optimizer.zero_grad()
+        ddp(x).sum().backward()
+        return x.sum(0, keepdim=True), local, averaged, ddp.module.weight.grad.clone()
+
+    results = run_ranks(2, body)
+    for expected_local, local, averaged, reduced in results:
+        torch.testing.assert_close(local, expected_local)  # not averaged: DDP sent nothing
+        assert torch.equal(averaged, results[0][2])
+        assert torch.equal(reduced, results[0][3])  # detached: DDP averages again
+    mean = (results[0][1] + results[1][1]) / 2
+    torch.testing.assert_close(results[0][2], model.weight - 0.1 * mean)
+
+
+def test_weight_algorithm_with_static_graph() -> None:
+    """DDP averages the first gradient, from which it learns the graph, and no other."""
+    model = build(lambda: torch.nn.Linear(10, 1, bias=False))
+
+    def body(group: dist.ProcessGroup) -> list[bool]:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, static_graph=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        x = torch.randn(4, 10, generator=torch.Generator().manual_seed(group.rank()))
+        is_local = []
+
+        def step() -> None:
+            optimizer.zero_grad()
+            ddp(x).sum().backward()
+            is_local.append(torch.allclose(ddp.module.weight.grad, x.sum(0)))
+            optimizer.step()
+
+        for _ in range(2):
+            with tb.attach(ddp, optimizer, AveragingAlgorithm()):
+                step()
+                step()
+            step()
+        return is_local
+
+    assert run_ranks(2, body) == [[False, True, False, True, True, False]] * 2
+
+
+def test_half_a_weight_algorithm_is_refused() -> None:
+    class HalfImpl(AveragingImpl):
+        init_tensors = tb.AlgorithmImpl.init_tensors
+
+    class HalfAlgorithm(tb.Algorithm):
+        def make_impl(self, process_group: tb.BaguaProcessGroup) -> HalfImpl:
+            return HalfImpl(process_group)
+
+    with pytest.raises(TypeError, match="HalfImpl overrides tensors_to_buckets without init_tensors"):
+        run_ranks(1, lambda group: HalfAlgorithm().reify(group))
+
+
+def test_second_attachment_is_refused_beside_a_weight_algorithm() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 1), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters())
+        for first, second in ((AveragingAlgorithm(), "bytegrad"), ("bytegrad", AveragingAlgorithm())):
+            with (
+                tb.attach(ddp, optimizer, first),
+                pytest.raises(ValueError, match="Impl is attached to the module already; detach it first"),
+            ):
+                tb.attach(ddp, optimizer, second)
+        assert ddp.require_backward_grad_sync
+
+    run_ranks(1, body)
