@@ -68,3 +68,45 @@ def node_sums(rows: Sequence[Array], nodes: Sequence[int] | None) -> list[Array]
     return [
         ordered_sum([row for row, on in zip(rows, nodes, strict=True) if on == node]) for node in dict.fromkeys(nodes)
     ]
+
+
+def peers_mean(rows: Sequence[Array], nodes: Sequence[int] | None, num_before: int) -> list[Array]:
+    """Mean with the peer of round `num_before` in shift_one; with `nodes`, of the nodes' means."""
+    means = node_means(rows, nodes)
+    half = len(means) // 2
+    peers = [(num_before + r) % half + half if r < half else (r - half - num_before) % half for r in range(len(means))]
+    return to_ranks([(mean + means[peer]) / F32(2) for mean, peer in zip(means, peers, strict=True)], nodes)
+
+
+class LowPrecisionRing:
+    """Low-precision decentralized training on stacked arrays: replicas w of all members of the ring."""
+
+    def __init__(self, rows: Sequence[Array], segments: Sequence[int], nodes: Sequence[int] | None = None) -> None:
+        self.segments, self.nodes = segments, nodes
+        self.w = node_means(rows, nodes)
+
+    def round(self, rows: Sequence[Array]) -> list[Array]:
+        """Return the new weights of all ranks, given their weights after the optimizer's step."""
+        n, w = len(self.w), self.w
+        differences = [
+            x + w[r - 1] / F32(3) + w[(r + 1) % n] / F32(3) - (F32(5) / F32(3)) * w[r]
+            for r, x in enumerate(node_means(rows, self.nodes))
+        ]
+        self.w = [old + quantise(d, self.segments) for old, d in zip(w, differences, strict=True)]
+        return to_ranks(self.w, self.nodes)
+
+
+def node_means(rows: Sequence[Array], nodes: Sequence[int] | None) -> list[Array]:
+    """Return the mean of each node, in node order; without nodes, the rows themselves."""
+    if nodes is None:
+        return list(rows)
+    sizes = [list(nodes).count(node) for node in dict.fromkeys(nodes)]
+    return [total / F32(size) for total, size in zip(node_sums(rows, nodes), sizes, strict=True)]
+
+
+def to_ranks(results: Sequence[Array], nodes: Sequence[int] | None) -> list[Array]:
+    """Return each rank's node's result; without nodes, the results themselves."""
+    if nodes is None:
+        return list(results)
+    order = list(dict.fromkeys(nodes))
+    return [results[order.index(node)] for node in nodes]

@@ -187,9 +187,7 @@ def test_registry() -> None:
     names = tb.available_algorithms()
     assert {"bytegrad", "gradient_allreduce"} <= set(names)
     assert tb.Algorithm.init("bytegrad", hierarchical=False) == tb.ByteGradAlgorithm(hierarchical=False)
-    with pytest.raises(
-        KeyError, match=r"no algorithm is named 'bytegrade'; there are \['bytegrad', 'gradient_allreduce'"
-    ):
+    with pytest.raises(KeyError, match=r"no algorithm is named 'bytegrade'; there are \[.*'bytegrad', 'decentralized'"):
         tb.Algorithm.init("bytegrade")
     with pytest.raises(ValueError, match="an algorithm named 'bytegrad' is registered already"):
         tb.register("bytegrad", SignSGDAlgorithm)

@@ -1,4 +1,4 @@
-"""attach: put an algorithm to work on a DistributedDataParallel module and its optimizer, and take it off again."""
+"""attach: put an algorithm to work on a module and its optimizer, and take it off again."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -8,25 +8,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua.algorithms.base import Algorithm, AlgorithmImpl
-from torchbagua.collectives import BaguaProcessGroup
-from torchbagua.comm_hook import check_gradients, comm_hook
+from torchbagua.bucket import check_elements
+from torchbagua.collectives import BaguaProcessGroup, broadcast_state, broadcast_tensors
+from torchbagua.ddp import check_no_foreign_hook, silenced, trampoline_of
 from torchbagua.events import Observer
-from torchbagua.step_hooks import install_step_hooks
+from torchbagua.step_hooks import agree_on_overflow, install_step_hooks
 
 # On a module with an algorithm attached: its id, which a copy of it has not, and the name of the impl.
 _MARK = "_torchbagua_attached"
 
 
 def attach(
-    module: DistributedDataParallel,
+    module: torch.nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     algorithm: Algorithm | str,
     *,
     process_group: BaguaProcessGroup | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
     observers: Sequence[Observer] = (),
     timeout: timedelta | None = None,
 ) -> "Attachment":
@@ -35,11 +36,14 @@ def attach(
     The training loop stays as it is. Works as a context manager; leaving it detaches.
 
     Args:
-        module: wrapped in DistributedDataParallel, with no communication hook of its own.
+        module: wrapped in DistributedDataParallel, with no communication hook of its own. An algorithm that averages
+            weights takes any module, and first gives all ranks rank 0's parameters, buffers and optimizer state, as DDP
+            did for weights and buffers when it wrapped the module.
         optimizer: the optimizer of its parameters, or several; the steps of the first are the clock.
         algorithm: an Algorithm, or a registered name.
-        process_group: the ranks and their nodes, where nodes are given explicitly; default: the module's group, with
-            nodes told by host names.
+        process_group: the ranks and their nodes, where nodes are given explicitly; default: the module's group, or the
+            world where there is no DDP, with nodes told by host names.
+        grad_scaler: the loop's GradScaler, where an algorithm averages weights: all ranks then skip a step together.
         observers: hear of every exchange.
         timeout: bound on every wait of the algorithm for another rank; default: that of the group, which bounds what
             DDP itself sends, buffers for instance.
@@ -52,10 +56,8 @@ def attach(
         CommunicationError: a private group could not be opened.
         RuntimeError: the native library is there and does not load.
     """
-    if not isinstance(module, DistributedDataParallel):
-        raise TypeError(
-            f"attach: module must be a torch.nn.parallel.DistributedDataParallel, got {type(module).__name__}"
-        )
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"attach: module must be a torch.nn.Module, got {type(module).__name__}")
     if isinstance(algorithm, str):
         algorithm = Algorithm.init(algorithm)
     if not isinstance(algorithm, Algorithm):
@@ -65,16 +67,18 @@ def attach(
     _check_optimizers(optimizers, module)
     if process_group is not None and not isinstance(process_group, BaguaProcessGroup):
         raise TypeError(f"attach: process_group must be a BaguaProcessGroup, got {type(process_group).__name__}")
-    if process_group is not None:
+    if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
+        raise TypeError(f"attach: grad_scaler must be a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
+    if process_group is not None and isinstance(module, DistributedDataParallel):
         _check_same_ranks(module.process_group, process_group.process_group)
     _check_detached(module)
     impl = algorithm.reify(
-        process_group or module.process_group,
+        process_group or _group_of(module),
         observers=observers,
         timeout=timeout,
         facts={"the number of parameters": sum(1 for _ in module.parameters())},
     )
-    return Attachment(module, optimizers, algorithm, impl)
+    return Attachment(module, optimizers, algorithm, impl, grad_scaler)
 
 
 class Attachment:
@@ -87,35 +91,75 @@ class Attachment:
 
     def __init__(
         self,
-        module: DistributedDataParallel,
+        module: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         algorithm: Algorithm,
         impl: AlgorithmImpl,
+        grad_scaler: torch.amp.GradScaler | None,
     ) -> None:
         self.algorithm = algorithm
         self.impl = impl
+        self._optimizers = optimizers
+        self._is_detached = False
         with ExitStack() as undo:  # closed here only where one of these steps raises
             undo.callback(impl.close)
             undo.callback(delattr, module, _MARK)
             setattr(module, _MARK, (id(module), type(impl).__name__))
-            impl.set_module(module.module)
+            ddp = module if isinstance(module, DistributedDataParallel) else None
+            inner = module if ddp is None else ddp.module
+            ignored_names = frozenset(() if ddp is None else ddp.parameters_to_ignore)
+            if ddp is None:
+                if not impl.owns_buckets:
+                    raise TypeError(
+                        f"attach: module must be a torch.nn.parallel.DistributedDataParallel for {algorithm!r}, which "
+                        f"averages gradients; got {type(module).__name__}"
+                    )
+                broadcast_tensors(impl.process_group.world, [*module.parameters(), *module.buffers()], "the module")
+                self._broadcast_optimizer_state()
+            impl.set_module(inner, ignored_names)
             trained = {
                 name: parameter
-                for name, parameter in module.module.named_parameters()
-                if parameter.requires_grad and name not in module.parameters_to_ignore
+                for name, parameter in inner.named_parameters()
+                if parameter.requires_grad and name not in ignored_names
             }
-            undo.enter_context(install_step_hooks(module, module.module, trained, optimizers[0], impl))
+            undo.enter_context(install_step_hooks(module, inner, trained, optimizers[0], impl))
             if impl.owns_buckets:
-                undo.enter_context(_silenced(module, optimizers[0]))
+                if ddp is not None:
+                    undo.enter_context(silenced(ddp, optimizers[0]))
+                if grad_scaler is not None:
+                    undo.enter_context(agree_on_overflow(grad_scaler, optimizers, impl))
             else:
-                trampoline = _trampoline_of(module)
+                assert ddp is not None
+                trampoline = trampoline_of(ddp)
                 undo.callback(setattr, trampoline, "impl", None)
                 trampoline.impl = impl
             self._undo = undo.pop_all()
 
     def detach(self) -> None:
-        """Finish what is in flight and give the module back to plain DDP. May be called again."""
-        self._undo.close()
+        """Finish what is in flight and give the module back to plain DDP. Collective; may be called again.
+
+        Where the algorithm averages weights, all ranks then hold the same weights and rank 0's optimizer state, unless
+        it was constructed with `final_average=False`.
+
+        Raises:
+            RuntimeError: what was in flight failed. The module is given back all the same.
+        """
+        self._end(failed=False)
+
+    def _end(self, *, failed: bool) -> None:
+        if self._is_detached:
+            return
+        self._is_detached = True
+        with self._undo:
+            if self.impl.finish(failed=failed):
+                self._broadcast_optimizer_state()
+
+    def _broadcast_optimizer_state(self) -> None:
+        world = self.impl.process_group.world
+        for optimizer in self._optimizers:
+            state = broadcast_state(world, optimizer.state_dict(), "the optimizer's state")
+            if world.rank != 0:
+                optimizer.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the algorithm: plain tensors and numbers, loadable with `weights_only=True`."""
@@ -147,96 +191,49 @@ class Attachment:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.detach()
+        self._end(failed=exception_type is not None)
 
 
-def _silenced(module: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> ExitStack:
-    """Keep DDP from sending gradients and buffers until what is returned is closed."""
-
-    def silence() -> None:
-        # What no_sync sets, and what it leads to a forward later.
-        for attribute in ("require_backward_grad_sync", "require_forward_param_sync"):
-            restore.callback(setattr, module, attribute, getattr(module, attribute))
-            setattr(module, attribute, False)
-
-    def silence_after_step(*_: Any) -> None:
-        first_step.remove()
-        silence()
-
-    restore = ExitStack()
-    # With static_graph DDP learns the graph in its first backward, and fails (torch 2.13) where that one sends nothing.
-    if module.static_graph and not module._static_graph_delay_allreduce_enqueued:
-        first_step = optimizer.register_step_post_hook(silence_after_step)
-        restore.callback(first_step.remove)
-    else:
-        silence()
-    return restore
+def _group_of(module: torch.nn.Module) -> dist.ProcessGroup:
+    if isinstance(module, DistributedDataParallel):
+        return module.process_group
+    if not dist.is_initialized():
+        raise ValueError(
+            "attach: without DistributedDataParallel, process_group must be given or "
+            "torch.distributed.init_process_group called first"
+        )
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
-class _Trampoline:
-    """What DDP holds as its one hook's state for ever: the algorithm that is attached now, or none."""
-
-    module_id: int | None = None
-    process_group: dist.ProcessGroup | None = None
-    impl: AlgorithmImpl | None = None
-
-    def __init__(self, module: DistributedDataParallel) -> None:
-        self.module_id = id(module)
-        self.process_group = module.process_group
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Nothing: a copy of the module lists this hook, but its reducer does not have it (torch 2.13)."""
-        return {}
-
-
-def _trampoline_hook(state: _Trampoline, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    if state.impl is None:
-        assert state.process_group is not None  # only a copy has none, and no reducer calls that
-        return allreduce_hook(state.process_group, bucket)
-    return comm_hook(state.impl, bucket)
-
-
-def _check_detached(module: DistributedDataParallel) -> None:
+def _check_detached(module: torch.nn.Module) -> None:
     attached_id, attached = getattr(module, _MARK, (None, None))
     if attached_id == id(module):
         raise ValueError(f"attach: {attached} is attached to the module already; detach it first")
-    # DDP's own list of its hooks; there is no public way to ask whether one is registered.
-    for hook, state in module._comm_hooks:
-        if not isinstance(state, _Trampoline):
+    if isinstance(module, DistributedDataParallel):
+        check_no_foreign_hook(module)
+
+
+def _check_module(module: torch.nn.Module) -> None:
+    inner, ignored_names = module, set[str]()
+    if isinstance(module, DistributedDataParallel):
+        inner, ignored_names = module.module, module.parameters_to_ignore
+        if module._delay_all_reduce_params:
             raise ValueError(
-                f"attach: the module has the communication hook {hook.__qualname__} already, and DDP takes only one; "
-                "wrap the model again without it"
+                "attach: the module was made with delay_all_reduce_named_params, whose gradients bypass communication "
+                "hooks; wrap the model without it"
             )
-
-
-def _trampoline_of(module: DistributedDataParallel) -> _Trampoline:
-    """Return the module's trampoline, which the first attach registers."""
-    for _, state in module._comm_hooks:
-        assert isinstance(state, _Trampoline)  # _check_detached has refused any other
-        if state.module_id == id(module):
-            return state
-    module._comm_hooks.clear()
-    trampoline = _Trampoline(module)
-    try:
-        module.register_comm_hook(trampoline, _trampoline_hook)
-    except RuntimeError as error:
-        module._comm_hooks.clear()  # where DDP has entered the hook before it refused it
-        raise ValueError(f"attach: DDP takes no communication hook for this module: {error}") from error
-    return trampoline
-
-
-def _check_module(module: DistributedDataParallel) -> None:
-    if module._delay_all_reduce_params:
-        raise ValueError(
-            "attach: the module was made with delay_all_reduce_named_params, whose gradients bypass communication "
-            "hooks; wrap the model without it"
-        )
-    for name, submodule in module.module.named_modules():
+    for name, submodule in inner.named_modules():
+        if isinstance(submodule, DistributedDataParallel):
+            raise TypeError(
+                f"attach: module must be the DistributedDataParallel itself, got {type(module).__name__} with one in "
+                f"it ({name}); with torch.compile, attach to it and then call ddp.compile()"
+            )
         if getattr(submodule, "sparse", False) and isinstance(submodule, torch.nn.Embedding | torch.nn.EmbeddingBag):
             raise ValueError(f"attach: {name or 'the module'} has sparse=True; sparse gradients are not supported")
-    for name, parameter in module.module.named_parameters():
-        if parameter.requires_grad and name not in module.parameters_to_ignore:
-            check_gradients(f"attach: parameter {name}", parameter)
+    for name, parameter in inner.named_parameters():
+        if parameter.requires_grad and name not in ignored_names:
+            check_elements(f"attach: parameter {name}", parameter)
 
 
 def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module) -> None:

@@ -1,12 +1,20 @@
 """Buckets: a flat tensor of several parameters' values and the operations that a lane runs on it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from torchbagua.collectives import BaguaProcessGroup, centralized_mean
+from torchbagua.collectives import (
+    BaguaProcessGroup,
+    Replicas,
+    centralized_mean,
+    decentralized_mean,
+    low_precision_ring,
+)
 from torchbagua.compressors import Compressor, by_name
+from torchbagua.native.schema import ELEMENT_TYPES
 
 
 @dataclass(frozen=True)
@@ -15,14 +23,26 @@ class BaguaTensor:
 
     Attributes:
         name: the parameter's name in its module; behind the plain hook, which knows no module, its place in the bucket.
-        parameter: the parameter itself, for its shape and identity.
+        parameter: the parameter itself, or the buffer.
     """
 
     name: str
     parameter: torch.Tensor
 
 
-Operation = Callable[["BaguaBucket"], None]
+Finish = Callable[[], None]
+Operation = Callable[["BaguaBucket"], Finish | None]
+"""Changes a bucket's flat tensor in place. What it has to do once that is final, and may do later, it returns."""
+
+
+def check_elements(what: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError, with `what` as its subject, where tensors like `tensor` cannot be communicated."""
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{what} must be dense, got a {tensor.layout} tensor")
+    if tensor.dtype not in ELEMENT_TYPES:
+        raise ValueError(f"{what} must be float32, bfloat16 or float16, got {tensor.dtype}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{what} must be on the CPU in this release, got {tensor.device}")
 
 
 class BaguaBucket:
@@ -34,6 +54,9 @@ class BaguaBucket:
         group: the group that operations use unless they are given another.
         flat: the flat tensor, contiguous, as long as the tensors together; where it is another one in each step
             (DDP's), it is set before `run`, and is alike.
+
+    Attributes:
+        num_runs: how often it has run; the same on all ranks.
 
     Raises:
         ValueError: `flat` is not such a tensor.
@@ -56,23 +79,45 @@ class BaguaBucket:
         self.tensors = tuple(tensors)
         self.group = group
         self.flat = flat
+        self.num_runs = 0
         self._operations: list[Operation] = []
         self._groups = [group]
 
-    def run(self) -> torch.Tensor:
-        """Run the operations in order, in place on `flat`, and return it; one that raises fails the step.
+    def views(self, flat: torch.Tensor) -> list[tuple[BaguaTensor, torch.Tensor]]:
+        """Return each tensor with its part of `flat`, in its shape."""
+        parts = zip(self.tensors, flat.split(self._segment_lengths), strict=True)
+        return [(tensor, part.view(tensor.parameter.shape)) for tensor, part in parts]
 
-        It then closes the groups of all operations, since no later message on them would be matched, and so that peers
-        hear of it at once.
+    def run(self) -> torch.Tensor:
+        """Run the operations in order, in place on `flat`, and return it; one that raises fails the step."""
+        self.start()()
+        return self.flat
+
+    def start(self) -> Finish:
+        """Run the operations up to where `flat` is final; what is returned does the rest.
+
+        An operation that raises fails the step, and closes the groups of all operations, since no later message on them
+        would be matched, and so that peers hear of it at once.
         """
+        with self._closed_on_failure():
+            rest = [finish for operation in self._operations if (finish := operation(self)) is not None]
+        self.num_runs += 1
+
+        def finish_all() -> None:
+            with self._closed_on_failure():
+                for finish in rest:
+                    finish()
+
+        return finish_all
+
+    @contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
         try:
-            for operation in self._operations:
-                operation(self)
+            yield
         except BaseException:
             for group in self._groups:
                 group.close()
             raise
-        return self.flat
 
     def clear_ops(self) -> "BaguaBucket":
         """Remove all operations."""
@@ -126,7 +171,7 @@ class BaguaBucket:
         mean = centralized_mean(
             self._using(group),
             by_name(compression),
-            [tensor.parameter.numel() for tensor in self.tensors],
+            self._segment_lengths,
             self.flat.dtype,
             self.flat.device,
             hierarchical=hierarchical,
@@ -135,6 +180,116 @@ class BaguaBucket:
         )
         self._operations.append(lambda bucket: mean(bucket.flat))
         return self
+
+    def append_decentralized_synchronous_op(
+        self,
+        peer_weight: torch.Tensor,
+        hierarchical: bool = True,
+        peer_selection_mode: str = "all",
+        group: BaguaProcessGroup | None = None,
+    ) -> "BaguaBucket":
+        """Append the mean of the flat tensor with this rank's peers, which is written to `peer_weight`.
+
+        Args:
+            peer_weight: like the flat tensor, which is left as it is.
+            hierarchical: where there are several nodes with several ranks: the mean of the node, averaged with the
+                node's peers.
+            peer_selection_mode: "all" ranks, or "shift_one" for one of them, another one each time.
+            group: default the bucket's.
+
+        Raises:
+            ValueError: `peer_weight` is not such a tensor, no mode has that name, or ranks cannot be paired.
+        """
+        self._check_like_flat("peer_weight", peer_weight, self.flat.dtype)
+        mean = decentralized_mean(
+            self._using(group),
+            self._segment_lengths,
+            self.flat.dtype,
+            self.flat.device,
+            hierarchical=hierarchical,
+            peer_selection_mode=peer_selection_mode,
+            bucket=self.name,
+        )
+
+        def operation(bucket: "BaguaBucket") -> None:
+            peer_weight.copy_(bucket.flat)
+            mean(peer_weight, bucket.num_runs)
+
+        self._operations.append(operation)
+        return self
+
+    def append_low_precision_decentralized_synchronous_op(
+        self,
+        weight: torch.Tensor,
+        left_peer_weight: torch.Tensor,
+        right_peer_weight: torch.Tensor,
+        hierarchical: bool = True,
+        compression: str | Compressor | None = "MinMaxUInt8",
+        group: BaguaProcessGroup | None = None,
+    ) -> "BaguaBucket":
+        """Append one round of the ring of compressed differences (see `LowPrecisionRing`).
+
+        The flat tensor becomes what this rank has agreed on with its neighbours; what they have to hear of it is sent
+        by what `start` returns.
+
+        Args:
+            weight, left_peer_weight, right_peer_weight: own and the neighbours' replicas, float32, as long as the flat
+                tensor, changed in place.
+            hierarchical: where there are several nodes with several ranks: a ring of nodes.
+            compression: of the differences: "MinMaxUInt8", None for full precision, or a Compressor.
+            group: default the bucket's.
+
+        Raises:
+            ValueError: a replica is not such a tensor, or no compression has that name.
+        """
+        replicas = Replicas(weight, left_peer_weight, right_peer_weight)
+        for name, replica in vars(replicas).items():
+            self._check_like_flat(f"the replica {name}", replica, torch.float32)
+        update, exchange = low_precision_ring(
+            self._using(group),
+            by_name(compression),
+            self._segment_lengths,
+            self.flat.dtype,
+            replicas,
+            hierarchical=hierarchical,
+            bucket=self.name,
+        )
+
+        def operation(bucket: "BaguaBucket") -> Finish:
+            update(bucket.flat)
+            return exchange
+
+        self._operations.append(operation)
+        return self
+
+    def append_asynchronous_model_average_op(
+        self, peer_selection_mode: str = "all", group: BaguaProcessGroup | None = None
+    ) -> "BaguaBucket":
+        """Append the mean of the flat tensor over all ranks, in full precision, for a thread that runs beside training.
+
+        Args:
+            peer_selection_mode: "all"; there is no other.
+            group: default the bucket's.
+
+        Raises:
+            ValueError: another mode.
+        """
+        if peer_selection_mode != "all":
+            raise ValueError(
+                f"append_asynchronous_model_average_op: peer_selection_mode must be 'all', got {peer_selection_mode!r}"
+            )
+        return self.append_centralized_synchronous_op(group=group)
+
+    @property
+    def _segment_lengths(self) -> list[int]:
+        return [tensor.parameter.numel() for tensor in self.tensors]
+
+    def _check_like_flat(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        if tensor.shape != self.flat.shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"BaguaBucket: {name} must be contiguous, {dtype}, {list(self.flat.shape)}, got "
+                f"{'' if tensor.is_contiguous() else 'non-contiguous, '}{tensor.dtype}, {list(tensor.shape)}"
+            )
 
     def _using(self, group: BaguaProcessGroup | None) -> BaguaProcessGroup:
         if group is not None and group not in self._groups:

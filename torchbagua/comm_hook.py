@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from torchbagua.algorithms.base import AlgorithmImpl
-from torchbagua.native.schema import ELEMENT_TYPES
+from torchbagua.bucket import check_elements
 
 
 def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -31,18 +31,8 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
             f"comm_hook: state must be what a gradient algorithm's reify returned, got {type(state).__name__}"
         )
     flat = bucket.buffer()
-    check_gradients("comm_hook: a bucket's gradients", flat)
+    check_elements("comm_hook: a bucket's gradients", flat)
     if any(parameter.is_complex() for parameter in bucket.parameters()):
         raise ValueError("comm_hook: parameters must be real, got complex ones, whose gradients DDP flattens as real")
     own_bucket = state.gradient_bucket(bucket.parameters(), flat, index=bucket.index())
     return state.lane.submit(own_bucket.run)
-
-
-def check_gradients(what: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError, with `what` as its subject, where gradients like `tensor` cannot be averaged."""
-    if tensor.layout is not torch.strided:
-        raise ValueError(f"{what} must be dense, got a {tensor.layout} tensor")
-    if tensor.dtype not in ELEMENT_TYPES:
-        raise ValueError(f"{what} must be float32, bfloat16 or float16, got {tensor.dtype}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{what} must be on the CPU in this release, got {tensor.device}")

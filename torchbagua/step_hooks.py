@@ -1,6 +1,6 @@
-"""Where an impl's hooks enter the training step: module, gradients, end of backward, optimizer."""
+"""Where an impl's hooks enter the training step: module, gradients, end of backward, GradScaler, optimizer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -32,8 +32,9 @@ def install_step_hooks(
     on_backward_end = impl.init_post_backward_hook(module)
     on_step = impl.init_post_optimizer_step_hook(module)
 
-    def before_forward(_: torch.nn.Module, inputs: Any) -> None:
-        if on_forward is not None and wrapper.training and torch.is_grad_enabled():
+    # A copy of the wrapper has the same hooks, and they are not meant for it.
+    def before_forward(module: torch.nn.Module, inputs: Any) -> None:
+        if on_forward is not None and module is wrapper and wrapper.training and torch.is_grad_enabled():
             on_forward(inputs)
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -48,13 +49,45 @@ def install_step_hooks(
         if on_backward_end is not None:
             backward_end = _BackwardEnd(on_backward_end)
             handles.callback(backward_end.close)
-            handles.callback(wrapper.register_forward_hook(backward_end.watch).remove)
+
+            def after_forward(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+                if module is wrapper:
+                    backward_end.watch(outputs)
+
+            handles.callback(wrapper.register_forward_hook(after_forward).remove)
         if on_gradient is not None:
             for name, parameter in trained.items():
                 handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
         if on_step is not None or impl.owns_buckets:
             handles.callback(optimizer.register_step_post_hook(after_step).remove)
         return handles.pop_all()
+
+
+def agree_on_overflow(
+    scaler: torch.amp.GradScaler, optimizers: Sequence[torch.optim.Optimizer], impl: AlgorithmImpl
+) -> ExitStack:
+    """Let `impl` decide what `scaler` takes for an overflow of `optimizers`, until what is returned is closed.
+
+    Every way on which GradScaler looks for Inf leads through its `_unscale_grads_` (torch 2.11 to 2.13), which has no
+    public hook.
+    """
+    find_inf = scaler._unscale_grads_
+    attached = {id(optimizer) for optimizer in optimizers}
+
+    def find_inf_on_all_ranks(
+        optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> dict[torch.device, torch.Tensor]:
+        found = find_inf(optimizer, *args, **kwargs)
+        if id(optimizer) in attached:
+            overflow = impl.agree_on_overflow(any(bool(one) for one in found.values()))
+            for one in found.values():
+                one.fill_(float(overflow))
+        return found
+
+    stack = ExitStack()
+    stack.callback(delattr, scaler, "_unscale_grads_")
+    scaler._unscale_grads_ = find_inf_on_all_ranks  # type: ignore[method-assign]
+    return stack
 
 
 class _BackwardEnd:
@@ -69,8 +102,8 @@ class _BackwardEnd:
         self._is_queued = False
         self._is_closed = False
 
-    def watch(self, _: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        """Hear of the backward that will start at these outputs; a forward hook."""
+    def watch(self, outputs: Any) -> None:
+        """Hear of the backward that will start at these outputs of a forward."""
         self._is_queued = False  # it still is where the last backward raised
         for output in tree_leaves(outputs):
             # Not a parameter that the module returns, on which hooks would pile up.

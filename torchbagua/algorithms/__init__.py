@@ -2,6 +2,12 @@
 
 from torchbagua.algorithms.base import Algorithm, AlgorithmImpl, available_algorithms, get, register
 from torchbagua.algorithms.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
+from torchbagua.algorithms.decentralized import (
+    DecentralizedAlgorithm,
+    DecentralizedAlgorithmImpl,
+    LowPrecisionDecentralizedAlgorithm,
+    LowPrecisionDecentralizedAlgorithmImpl,
+)
 from torchbagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
 
 __all__ = [
@@ -9,8 +15,12 @@ __all__ = [
     "AlgorithmImpl",
     "ByteGradAlgorithm",
     "ByteGradAlgorithmImpl",
+    "DecentralizedAlgorithm",
+    "DecentralizedAlgorithmImpl",
     "GradientAllReduceAlgorithm",
     "GradientAllReduceAlgorithmImpl",
+    "LowPrecisionDecentralizedAlgorithm",
+    "LowPrecisionDecentralizedAlgorithmImpl",
     "available_algorithms",
     "get",
     "register",

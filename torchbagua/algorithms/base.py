@@ -104,6 +104,7 @@ class AlgorithmImpl:
         process_group: the group, with private communicators for the lane.
         lane: runs what the impl communicates.
         buckets: a weight algorithm's buckets; empty for a gradient algorithm, which runs in DDP's.
+        ignored_names: the module's parameters and buffers that DDP was told to ignore.
 
     Raises:
         TypeError: the class overrides `tensors_to_buckets` but not `init_tensors`.
@@ -120,6 +121,7 @@ class AlgorithmImpl:
         self.process_group = process_group
         self.lane = Lane(f"torchbagua lane of {cls.__name__}", on_failure=process_group.close)
         self.buckets: list[BaguaBucket] = []
+        self.ignored_names: frozenset[str] = frozenset()
         self._gradient_buckets: dict[int, BaguaBucket] = {}
         self._names: Mapping[int, str] = {}
         self._module: torch.nn.Module | None = None
@@ -174,14 +176,30 @@ class AlgorithmImpl:
         if state:
             raise ValueError(f"{type(self).__name__} has no state to load, got the keys {sorted(state)}")
 
+    def agree_on_overflow(self, found_inf: bool) -> bool:
+        """Return whether GradScaler has to skip the step, where `found_inf` says it of this rank's gradients.
+
+        Overridden where all ranks must skip together although their gradients are not averaged.
+        """
+        return found_inf
+
+    def finish(self, *, failed: bool) -> bool:
+        """End the work on the module, before `close`; return whether this made weights equal on all ranks.
+
+        Args:
+            failed: an exception ends it, and other ranks may not be at this point.
+        """
+        return False
+
     def close(self) -> None:
         """Finish what is queued, end the lane's thread and close the private groups. May be called again."""
         self.lane.close()
         self.process_group.close()
 
-    def set_module(self, module: torch.nn.Module) -> None:
+    def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
         """Make the module and its parameters' names known; called by `attach` before anything else."""
         self._module = module
+        self.ignored_names = ignored_names
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self.reset()
 

@@ -1,15 +1,38 @@
 """Collectives over explicit groups: the only place that exchanges tensors between ranks."""
 
+from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 from torchbagua.collectives.communicator import CommunicationError, Communicator
+from torchbagua.collectives.decentralized_mean import (
+    PEER_SELECTION_MODES,
+    PeerMean,
+    check_peers,
+    decentralized_mean,
+    shift_one_peer,
+)
+from torchbagua.collectives.hierarchical import Hierarchical
+from torchbagua.collectives.lockstep import check_in_step, maximum
+from torchbagua.collectives.low_precision_ring import LowPrecisionRing, Replicas, low_precision_ring
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.collectives.two_phase_mean import HierarchicalMean, Mean, TwoPhaseMean, centralized_mean
+from torchbagua.collectives.two_phase_mean import Mean, TwoPhaseMean, centralized_mean
 
 __all__ = [
+    "PEER_SELECTION_MODES",
     "BaguaProcessGroup",
     "CommunicationError",
     "Communicator",
-    "HierarchicalMean",
+    "Hierarchical",
+    "LowPrecisionRing",
     "Mean",
+    "PeerMean",
+    "Replicas",
     "TwoPhaseMean",
+    "broadcast_state",
+    "broadcast_tensors",
     "centralized_mean",
+    "check_in_step",
+    "check_peers",
+    "decentralized_mean",
+    "low_precision_ring",
+    "maximum",
+    "shift_one_peer",
 ]

@@ -1,7 +1,7 @@
-"""An exchange: every rank of a group sends one tensor to each other rank, and receives one from it."""
+"""An exchange: every rank of a group sends one tensor to each of its peers, and receives one from each."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -9,7 +9,7 @@ from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, Communicato
 from torchbagua.events import CommEvent
 
 # Exchanges of different operations may be under way at the same time.
-_TAGS = {"all_to_all": 0, "all_gather": 1}
+_TAGS = {"all_to_all": 0, "all_gather": 1, "peer_exchange": 2, "agreement": 3}
 
 # 5 Gbit/s. What is faster, as between ranks of one machine, waits for processors and not for links.
 _FAST_LINK_BYTES_PER_S = 0.625e9
@@ -18,39 +18,51 @@ _FAST_LINK_BYTES_PER_S = 0.625e9
 class Exchange:
     """Receives that are posted ahead, and sends that `run` makes.
 
-    In round d a rank sends to the rank d places after it and receives from the one d places before it. Where messages
-    are long and not every link is known to be fast, ranks take turns: the receive of a round is posted when the data of
-    the round before is there. gloo holds a send back until its receive is posted, so every link carries one stream in
-    each direction; more streams at a time took up to twice as long over a slow network. Otherwise what costs is how
-    often ranks wait for each other, and all receives are posted when the exchange is made.
+    In each round a rank sends to one peer and receives from one; by default, in round d, it sends to the rank d places
+    after it and receives from the one d places before it. Where messages are long and not every link is known to be
+    fast, ranks take turns: the receive of a round is posted when the data of the round before is there. gloo holds a
+    send back until its receive is posted, so every link carries one stream in each direction; more streams at a time
+    took up to twice as long over a slow network. Otherwise what costs is how often ranks wait for each other, and all
+    receives are posted when the exchange is made.
 
     Ranks need not agree on whether to take turns: it decides when data moves, and not what moves.
 
     Args:
         communicator: whose ranks exchange.
-        operation: "all_to_all", or "all_gather" where a rank sends the same tensor to all others.
-        receives: tensors to fill, one for each rank; own entry, and empty ones, are left alone.
+        operation: "all_to_all"; "all_gather" where a rank sends the same tensor to all others; "peer_exchange" between
+            some; "agreement" of small numbers.
+        receives: tensors to fill, by the rank that sends; own entry, and empty ones, are left alone.
         bucket: what it serves, in events and errors.
+        rounds: (target, source) of each round, no rank twice in either place; default: all others, around the ring.
 
     Raises:
         CommunicationError: a peer is gone.
     """
 
     def __init__(
-        self, communicator: Communicator, operation: str, receives: Sequence[torch.Tensor], bucket: str
+        self,
+        communicator: Communicator,
+        operation: str,
+        receives: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
+        bucket: str,
+        rounds: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self._communicator = communicator
         self._operation = operation
         self._receives = receives
         self._bucket = bucket
-        link_rates = [rate for rank, rate in enumerate(communicator.link_bytes_per_s) if rank != communicator.rank]
+        if rounds is None:
+            distances = range(1, communicator.size)
+            rounds = [(communicator.rank_after(distance), communicator.rank_before(distance)) for distance in distances]
+        self._rounds = rounds
+        sources = [source for _, source in rounds]
         self._takes_turns = (
-            max(tensor.nbytes for tensor in receives) > SMALL_MESSAGE_BYTES
-            and min(link_rates, default=0.0) < _FAST_LINK_BYTES_PER_S
+            max((receives[source].nbytes for source in sources), default=0) > SMALL_MESSAGE_BYTES
+            and min(communicator.link_bytes_per_s[source] for source in sources) < _FAST_LINK_BYTES_PER_S
         )
         self._num_posted = 0
         if not self._takes_turns:
-            self._post_receives(communicator.size - 1)
+            self._post_receives(len(rounds))
 
     def expect(self) -> None:
         """Let the first sender send; `run` does so too. Worth a call where the caller computes before it runs."""
@@ -59,7 +71,7 @@ class Exchange:
     def run(
         self, send: Callable[[int], torch.Tensor], on_received: Callable[[int], None] = lambda source: None
     ) -> None:
-        """Send `send(r)` to every other rank r and wait until everything is sent and received.
+        """Send `send(r)` to every peer r and wait until everything is sent and received.
 
         Both functions compute while other data is under way. Sizes agree between the two sides of a pair, and may be
         zero.
@@ -73,21 +85,18 @@ class Exchange:
         """
         communicator = self._communicator
         start_ns = time.perf_counter_ns()
-        distances = range(1, communicator.size)
         bytes_sent = 0
-        for distance in distances:
-            self._post_receives(distance)
-            target = communicator.rank_after(distance)
+        for index, (target, _) in enumerate(self._rounds):
+            self._post_receives(index + 1)
             tensor = send(target)
             bytes_sent += tensor.nbytes
             communicator.post("sending to", target, tensor, tag=self._tag, purpose=self._purpose)
             if self._takes_turns:
-                self._receive(distance, on_received)
+                self._receive(index, on_received)
         if not self._takes_turns:
-            for distance in distances:
-                self._receive(distance, on_received)
-        for distance in distances:
-            target = communicator.rank_after(distance)
+            for index in range(len(self._rounds)):
+                self._receive(index, on_received)
+        for target, _ in self._rounds:
             communicator.wait("sending to", target, tag=self._tag, purpose=self._purpose)
         communicator.tell(
             CommEvent(
@@ -96,7 +105,7 @@ class Exchange:
                 bucket=self._bucket,
                 group_size=communicator.size,
                 bytes_sent=bytes_sent,
-                bytes_received=sum(self._receives[communicator.rank_before(distance)].nbytes for distance in distances),
+                bytes_received=sum(self._receives[source].nbytes for _, source in self._rounds),
                 start_ns=start_ns,
                 end_ns=time.perf_counter_ns(),
             )
@@ -112,16 +121,16 @@ class Exchange:
 
     def _post_receives(self, num_rounds: int) -> None:
         """Post the receives of the first rounds, where that is still to be done."""
-        while self._num_posted < min(num_rounds, self._communicator.size - 1):
+        while self._num_posted < min(num_rounds, len(self._rounds)):
+            _, source = self._rounds[self._num_posted]
             self._num_posted += 1
-            source = self._communicator.rank_before(self._num_posted)
             self._communicator.post(
                 "receiving from", source, self._receives[source], tag=self._tag, purpose=self._purpose
             )
 
-    def _receive(self, distance: int, on_received: Callable[[int], None]) -> None:
+    def _receive(self, index: int, on_received: Callable[[int], None]) -> None:
         """Finish the receive of one round; the next sender sends while `on_received` computes."""
-        source = self._communicator.rank_before(distance)
+        _, source = self._rounds[index]
         self._communicator.wait("receiving from", source, tag=self._tag, purpose=self._purpose)
-        self._post_receives(distance + 1)
+        self._post_receives(index + 2)
         on_received(source)

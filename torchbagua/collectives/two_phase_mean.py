@@ -1,4 +1,4 @@
-"""The one centralized collective: the two-phase mean, and its hierarchical combinator.
+"""The one centralized collective: the two-phase mean, flat or with respect to nodes.
 
 Shape suffixes: N elements, W wire bytes, R ranks, L elements of a chunk.
 """
@@ -9,10 +9,10 @@ import torch
 
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.exchange import Exchange
+from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.compressors import Compressor, Identity
+from torchbagua.compressors import Compressor
 from torchbagua.compressors.blocks import block_bounds, deal_blocks
-from torchbagua.compressors.cast import sum_of_rows
 
 Mean = Callable[[torch.Tensor], None]
 """Replaces a flat tensor by its mean (or sum) over the ranks, in place."""
@@ -48,7 +48,11 @@ def centralized_mean(
     if group.size == 1:
         return lambda x_N: None
     if hierarchical and group.intra_node is not None:
-        return HierarchicalMean(group, compressor, bounds, dtype, device, divisor, bucket)
+
+        def make_inner(owners: Communicator, shard: slice, shard_bounds_B: torch.Tensor) -> Mean:
+            return TwoPhaseMean(owners, compressor, shard_bounds_B, torch.float32, device, divisor, bucket)
+
+        return Hierarchical(group, bounds, dtype, device, make_inner, bucket)
     return TwoPhaseMean(group.world, compressor, bounds, dtype, device, divisor, bucket)
 
 
@@ -119,59 +123,3 @@ class TwoPhaseMean:
             compressor.decode_mean_encode(rows_RW, self._chunks[rank], self._divisor, wires[rank])
         gather.run(lambda peer: wires[rank], decode)
         decode(rank)
-
-
-class HierarchicalMean:
-    """Mean of a flat tensor that sends compressed bytes between nodes and full precision within them.
-
-    With S shards, S the smallest number of ranks on a node, so that all network cards work:
-    1. In the node, rank s < S receives shard s from all its ranks and adds them in float32 in rank order.
-    2. The owners of the same shard on all nodes form the two-phase mean of the node sums, divided by all ranks.
-    3. In the node, the owners send the results, in the tensor's dtype, to all its ranks.
-    """
-
-    def __init__(
-        self,
-        group: BaguaProcessGroup,
-        compressor: Compressor,
-        bounds_B: torch.Tensor,
-        dtype: torch.dtype,
-        device: torch.device,
-        divisor: float,
-        bucket: str,
-    ) -> None:
-        assert group.intra_node is not None
-        self._intra_node = group.intra_node
-        self._bucket = bucket
-        cuts = deal_blocks(bounds_B, group.num_shards)
-        layout = Identity().layout(bounds_B, cuts, dtype, device)
-        # Ranks of larger nodes that own no shard still send and receive.
-        nothing = slice(0, 0)
-        self._shards = [*layout.elements, *[nothing] * (self._intra_node.size - group.num_shards)]
-        self._inter_node_mean: TwoPhaseMean | None = None
-        own = self._shards[self._intra_node.rank]
-        if group.inter_node is not None:
-            shard = self._intra_node.rank
-            shard_bounds = bounds_B[cuts[shard] : cuts[shard + 1] + 1] - own.start
-            self._inter_node_mean = TwoPhaseMean(
-                group.inter_node, compressor, shard_bounds, torch.float32, device, divisor, bucket
-            )
-
-    def __call__(self, x_N: torch.Tensor) -> None:
-        """Replace `x_N` by the mean over all ranks, in place. Raises as `TwoPhaseMean`."""
-        intra_node = self._intra_node
-        shards = [x_N[shard] for shard in self._shards]
-        own = shards[intra_node.rank]
-        rows = intra_node.scratch("rows", intra_node.size * own.nbytes, x_N.device)
-        rows_RL = rows.view(x_N.dtype).view(intra_node.size, own.numel())
-        scatter = Exchange(intra_node, "all_to_all", list(rows_RL), self._bucket)
-        gather = Exchange(intra_node, "all_gather", shards, self._bucket)  # as early as in TwoPhaseMean
-        scatter.expect()
-        rows_RL[intra_node.rank].copy_(own)
-        scatter.run(lambda peer: shards[peer])
-        gather.expect()
-        if self._inter_node_mean is not None:
-            sum_L = sum_of_rows(rows_RL)
-            self._inter_node_mean(sum_L)
-            own.copy_(sum_L)
-        gather.run(lambda peer: own)

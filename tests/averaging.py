@@ -1,0 +1,107 @@
+"""One small training run with a weight algorithm on every rank, and what the weights went through."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import oracle
+import torchbagua as tb
+
+Weights = dict[str, torch.Tensor]
+
+
+class Normed(nn.Module):
+    """Layers of odd sizes with a BatchNorm between them, a frozen one and a cache of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 301)
+        self.norm = nn.BatchNorm1d(301)
+        self.frozen = nn.Linear(301, 47)
+        self.frozen.requires_grad_(False)
+        self.last = nn.Linear(47, 1)
+        self.register_buffer("cache", torch.rand(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.frozen(self.norm(self.first(x)).tanh()).tanh())
+
+
+@dataclass
+class Trace:
+    """What one rank saw: weights and floating-point buffers, averaged ones only, by name.
+
+    Attributes:
+        start: at the start of each step, and after the last.
+        updated: in each step after forward, backward and the optimizer's own update.
+        final: after detach.
+    """
+
+    start: list[Weights] = field(default_factory=list)
+    updated: list[Weights] = field(default_factory=list)
+    final: Weights = field(default_factory=dict)
+
+
+def weights_of(module: nn.Module) -> Weights:
+    """A copy of the trained parameters and the persistent floating-point buffers."""
+    kept = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    kept |= {name: b for name, b in module.named_buffers() if b.is_floating_point() and name in module.state_dict()}
+    return {name: tensor.detach().clone() for name, tensor in kept.items()}
+
+
+class Trainer:
+    """A copy of a model on one rank, wrapped in DDP or not, with an optimizer and batches of its own."""
+
+    def __init__(self, group: dist.ProcessGroup, model: nn.Module, *, lr: float = 0.1, **ddp_options: Any) -> None:
+        self.module = copy.deepcopy(model)
+        self.ddp = DistributedDataParallel(self.module, process_group=group, **ddp_options)
+        self.optimizer = torch.optim.SGD([p for p in self.module.parameters() if p.requires_grad], lr=lr, momentum=0.9)
+        self.data = torch.Generator().manual_seed(1000 + group.rank())
+        self.trace = Trace()
+        self.optimizer.register_step_post_hook(lambda *_: self.trace.updated.append(weights_of(self.module)))
+
+    def step(self) -> None:
+        """One step of the user's loop."""
+        self.trace.start.append(weights_of(self.module))
+        self.optimizer.zero_grad()
+        self.ddp(torch.randn(6, 10, generator=self.data)).square().sum().backward()
+        self.optimizer.step()
+
+
+def train(
+    group: dist.ProcessGroup,
+    model: nn.Module,
+    algorithm: tb.Algorithm,
+    *,
+    nodes: Sequence[int] | None = None,
+    num_steps: int = 7,
+    after_step: Callable[[Trainer, tb.Attachment], None] = lambda trainer, attachment: None,
+    **trainer_options: Any,
+) -> Trace:
+    """Train a copy of `model` under `algorithm`."""
+    trainer = Trainer(group, model, **trainer_options)
+    bagua_group = None if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes)
+    with tb.attach(trainer.ddp, trainer.optimizer, algorithm, process_group=bagua_group) as attachment:
+        for _ in range(num_steps):
+            trainer.step()
+            after_step(trainer, attachment)
+        trainer.trace.start.append(weights_of(trainer.module))
+    trainer.trace.final = weights_of(trainer.module)
+    return trainer.trace
+
+
+def stacked(weights: Sequence[Weights], name: str) -> list[oracle.Array]:
+    """One tensor of all ranks, flat, in numpy."""
+    return [one[name].flatten().numpy() for one in weights]
+
+
+def assert_same_weights(weights: Sequence[Weights]) -> None:
+    """All ranks hold the same bits."""
+    for other in weights[1:]:
+        for name, tensor in weights[0].items():
+            assert torch.equal(tensor, other[name]), name

@@ -1,0 +1,147 @@
+"""Decentralized algorithms: every step equals the one-process oracle's bit for bit, and replicas their originals."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+import oracle
+import torchbagua as tb
+from averaging import Normed, Trace, Trainer, assert_same_weights, stacked, train
+from ranks import run_ranks
+from training import build
+
+F32 = np.float32
+NODES = {"2 x 2": [0, 0, 1, 1], "2 x 4": [0, 0, 0, 0, 1, 1, 1, 1], "uneven": [0, 1, 1, 0, 1]}
+BUCKET_CAPS_MB = pytest.mark.parametrize("bucket_cap_mb", [8.0, 0.001], ids=["one bucket", "several"])
+INTERVALS = pytest.mark.parametrize("interval", [1, 3])
+
+
+def check_decentralized(traces: Sequence[Trace], mode: str, interval: int, nodes: Sequence[int] | None) -> None:
+    """After step t: x += mean(x_t) - x_t, where a round was due, from what the ranks recorded."""
+    num_rounds = 0
+    for step in range(len(traces[0].updated)):
+        for name in traces[0].start[0]:
+            before = stacked([trace.start[step] for trace in traces], name)
+            updated = stacked([trace.updated[step] for trace in traces], name)
+            if step % interval:
+                expected = updated
+            else:
+                if mode == "all":
+                    means = [oracle.gradient_allreduce(before, nodes)] * len(traces)
+                else:
+                    means = oracle.peers_mean(before, nodes, num_rounds)
+                expected = [new + (mean - old) for new, mean, old in zip(updated, means, before, strict=True)]
+            after = stacked([trace.start[step + 1] for trace in traces], name)
+            np.testing.assert_array_equal(after, expected, f"step {step}, {name}")
+        num_rounds += step % interval == 0
+    assert_same_weights([trace.final for trace in traces])
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("mode", ["all", "shift_one"])
+@INTERVALS
+@BUCKET_CAPS_MB
+def test_decentralized(size: int, mode: str, interval: int, bucket_cap_mb: float) -> None:
+    algorithm = tb.DecentralizedAlgorithm(True, mode, interval, bucket_cap_mb=bucket_cap_mb)
+    model = build(Normed)
+    check_decentralized(run_ranks(size, lambda group: train(group, model, algorithm)), mode, interval, None)
+
+
+@pytest.mark.parametrize("nodes", NODES)
+@pytest.mark.parametrize("mode", ["all", "shift_one"])
+@INTERVALS
+@BUCKET_CAPS_MB
+def test_decentralized_over_nodes(nodes: str, mode: str, interval: int, bucket_cap_mb: float) -> None:
+    algorithm = tb.DecentralizedAlgorithm(True, mode, interval, bucket_cap_mb=bucket_cap_mb)
+    model, on = build(Normed), NODES[nodes]
+    traces = run_ranks(len(on), lambda group: train(group, model, algorithm, nodes=on))
+    check_decentralized(traces, mode, interval, on)
+
+
+def test_shift_one_pairs() -> None:
+    """The pairing is mutual, between the halves, and every such pair meets once in n / 2 rounds."""
+    for size in (2, 4, 6, 8):
+        met = set()
+        for num_before in range(size // 2):
+            peers = [tb.collectives.shift_one_peer(rank, size, num_before) for rank in range(size)]
+            assert [peers[peer] for peer in peers] == list(range(size))
+            met |= {(rank, peer) for rank, peer in enumerate(peers[: size // 2])}
+        assert met == set(itertools.product(range(size // 2), range(size // 2, size)))
+    # Bagua's formula at s = 1 of 4 ranks, by hand.
+    assert [tb.collectives.shift_one_peer(rank, 4, 1) for rank in range(4)] == [3, 2, 1, 0]
+
+
+def check_low_precision(traces: Sequence[Trace], interval: int, nodes: Sequence[int] | None) -> None:
+    for name, start in traces[0].start[0].items():
+        ring = oracle.LowPrecisionRing(stacked([trace.start[0] for trace in traces], name), [start.numel()], nodes)
+        for step in range(len(traces[0].updated)):
+            updated = stacked([trace.updated[step] for trace in traces], name)
+            expected = updated if step % interval else ring.round(updated)
+            after = stacked([trace.start[step + 1] for trace in traces], name)
+            np.testing.assert_array_equal(after, expected, f"step {step}, {name}")
+    assert_same_weights([trace.final for trace in traces])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@INTERVALS
+@BUCKET_CAPS_MB
+def test_low_precision(size: int, interval: int, bucket_cap_mb: float) -> None:
+    algorithm = tb.LowPrecisionDecentralizedAlgorithm(True, interval, bucket_cap_mb=bucket_cap_mb)
+    model = build(Normed)
+    check_low_precision(run_ranks(size, lambda group: train(group, model, algorithm)), interval, None)
+
+
+@pytest.mark.parametrize("nodes", NODES)
+@INTERVALS
+@BUCKET_CAPS_MB
+def test_low_precision_over_nodes(nodes: str, interval: int, bucket_cap_mb: float) -> None:
+    algorithm = tb.LowPrecisionDecentralizedAlgorithm(True, interval, bucket_cap_mb=bucket_cap_mb)
+    model, on = build(Normed), NODES[nodes]
+    traces = run_ranks(len(on), lambda group: train(group, model, algorithm, nodes=on))
+    check_low_precision(traces, interval, on)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_replicas_equal_their_originals_at_every_step(size: int) -> None:
+    model = build(Normed)
+
+    def body(group: torch.distributed.ProcessGroup) -> list[list[dict[str, torch.Tensor]]]:
+        seen = []
+
+        def keep(trainer: Trainer, attachment: tb.Attachment) -> None:
+            state = attachment.impl.state_dict()
+            seen.append([state["weight"], state["left"], state["right"]])
+
+        train(group, model, tb.LowPrecisionDecentralizedAlgorithm(), num_steps=500, after_step=keep, lr=1e-3)
+        return seen
+
+    by_rank = run_ranks(size, body)
+    for step in range(500):
+        for rank in range(size):
+            weight = by_rank[rank][step][0]
+            for name in weight:
+                assert torch.equal(weight[name], by_rank[(rank + 1) % size][step][1][name]), (step, name)
+                assert torch.equal(weight[name], by_rank[rank - 1][step][2][name]), (step, name)
+    last = by_rank[0][499][0]["last.weight"]
+    assert last.isfinite().all()
+    assert not torch.equal(last, by_rank[0][0][0]["last.weight"])
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        tb.DecentralizedAlgorithm(),
+        tb.DecentralizedAlgorithm(True, "shift_one"),
+        tb.LowPrecisionDecentralizedAlgorithm(),
+    ],
+    ids=["all", "shift_one", "low precision"],
+)
+def test_a_group_of_one_changes_nothing(algorithm: tb.Algorithm) -> None:
+    model = build(Normed)
+    (trace,) = run_ranks(1, lambda group: train(group, model, algorithm))
+    for step, updated in enumerate(trace.updated):
+        assert_same_weights([updated, trace.start[step + 1]])
+    assert_same_weights([trace.start[-1], trace.final])

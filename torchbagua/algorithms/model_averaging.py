@@ -1,0 +1,258 @@
+"""What the algorithms that average weights share: weights in buckets, read and changed between two steps."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from torchbagua.algorithms.base import Algorithm, AlgorithmImpl, check_flags
+from torchbagua.bucket import BaguaBucket, BaguaTensor, check_elements
+from torchbagua.collectives import BaguaProcessGroup, check_in_step, maximum
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelAveragingAlgorithm(Algorithm):
+    """Options of all algorithms that average weights.
+
+    Args:
+        average_buffers: average floating-point buffers too (BatchNorm's, say), those that `state_dict` holds. Integer
+            buffers are left alone.
+        final_average: when the attachment ends in order, give all ranks the mean of their weights, and rank 0's
+            optimizer state: plain DDP, or another algorithm, can go on from there.
+        bucket_cap_mb: size of the buckets that are sent one after the other, in MiB.
+
+    Raises:
+        TypeError, ValueError: an argument is none of these.
+    """
+
+    average_buffers: bool = True
+    final_average: bool = True
+    bucket_cap_mb: float = 8.0
+
+    def __post_init__(self) -> None:
+        check_flags(self, "average_buffers", "final_average")
+        check_at_least(self, "bucket_cap_mb", 0, float | int)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments above, by name."""
+        return {name: getattr(self, name) for name in ("average_buffers", "final_average", "bucket_cap_mb")}
+
+
+def check_at_least(algorithm: Algorithm, name: str, least: int, kind: Any = int) -> None:
+    """Raise TypeError or ValueError unless this argument of `algorithm` is a number of `kind`, at least `least`."""
+    value = getattr(algorithm, name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        what = "an integer" if kind is int else "a number"
+        raise TypeError(f"{type(algorithm).__name__}: {name} must be {what}, got {value!r}")
+    if not value >= least:  # NaN compares false
+        raise ValueError(f"{type(algorithm).__name__}: {name} must be at least {least}, got {value!r}")
+
+
+class ModelAveragingImpl(AlgorithmImpl):
+    """Weights in buckets by dtype. Arguments: see `ModelAveragingAlgorithm`."""
+
+    def __init__(
+        self,
+        process_group: BaguaProcessGroup,
+        *,
+        average_buffers: bool = True,
+        final_average: bool = True,
+        bucket_cap_mb: float = 8.0,
+    ) -> None:
+        super().__init__(process_group)
+        self.average_buffers = average_buffers
+        self.final_average = final_average
+        self.bucket_cap_bytes = int(bucket_cap_mb * 2**20)
+        self._trainable: list[bool] = []
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is a group of one, which communicates nothing and changes nothing."""
+        return self.process_group.size == 1
+
+    @property
+    def flats(self) -> list[torch.Tensor]:
+        """The flat tensors of the buckets."""
+        return [bucket.flat for bucket in self.buckets]
+
+    def need_reset(self) -> bool:
+        """Return True where parameters have been frozen or set free since the buckets were made."""
+        return self._trainable != self._find_trainable()
+
+    def init_tensors(self, module: torch.nn.Module) -> list[BaguaTensor]:
+        """Return the parameters that are trained, and the buffers that are averaged.
+
+        Raises:
+            ValueError: one of them is not of a dtype that can be averaged.
+        """
+        self._trainable = self._find_trainable()
+        tensors = [
+            BaguaTensor(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad
+        ]
+        if self.average_buffers:
+            in_state = module.state_dict().keys()  # what is not in there is a cache, the same on all ranks
+            buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in in_state]
+            tensors += [BaguaTensor(name, buffer) for name, buffer in buffers if buffer.is_floating_point()]
+        tensors = [tensor for tensor in tensors if tensor.name not in self.ignored_names]
+        for tensor in tensors:
+            kind = "parameter" if tensor.parameter.requires_grad else "buffer"
+            check_elements(f"{type(self).__name__}: {kind} {tensor.name}", tensor.parameter)
+        return tensors
+
+    def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
+        """Group tensors of one dtype into buckets of at most `bucket_cap_bytes`; buffers stand apart."""
+        kinds: dict[tuple[torch.dtype, bool], list[list[BaguaTensor]]] = {}
+        for tensor in tensors:
+            parts = kinds.setdefault((tensor.parameter.dtype, tensor.parameter.requires_grad), [[]])
+            if parts[-1] and sum(one.parameter.nbytes for one in [*parts[-1], tensor]) > self.bucket_cap_bytes:
+                parts.append([])
+            parts[-1].append(tensor)
+        buckets: list[BaguaBucket] = []
+        for (dtype, is_trained), parts in kinds.items():
+            for members in parts:
+                name = f"{'weight' if is_trained else 'buffer'} bucket {len(buckets)}"
+                flat = torch.zeros(sum(one.parameter.numel() for one in members), dtype=dtype)
+                buckets.append(BaguaBucket(name, members, self.process_group, flat))
+        return buckets
+
+    @torch.no_grad()
+    def read_weights(self, flats: Sequence[torch.Tensor]) -> None:
+        """Copy the weights into flat tensors, one for each bucket."""
+        for bucket, flat in zip(self.buckets, flats, strict=True):
+            for tensor, part in bucket.views(flat):
+                part.copy_(tensor.parameter)
+
+    @torch.no_grad()
+    def write_weights(self, flats: Sequence[torch.Tensor]) -> None:
+        """Replace the weights, in place, by flat tensors, one for each bucket."""
+        for bucket, flat in zip(self.buckets, flats, strict=True):
+            for tensor, part in bucket.views(flat):
+                tensor.parameter.copy_(part)
+
+    @torch.no_grad()
+    def add_to_weights(self, differences: Sequence[torch.Tensor]) -> None:
+        """Add flat tensors, one for each bucket, to the weights: what the weights have gone through since is kept."""
+        for bucket, difference in zip(self.buckets, differences, strict=True):
+            for tensor, part in bucket.views(difference):
+                tensor.parameter.add_(part)
+
+    def by_name(self, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a copy of flat tensors, one for each bucket, as tensors by parameter name."""
+        return {
+            tensor.name: part.clone()
+            for bucket, flat in zip(self.buckets, flats, strict=True)
+            for tensor, part in bucket.views(flat)
+        }
+
+    def load_by_name(self, flats: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+        """Copy what `by_name` returned into `flats`.
+
+        Raises:
+            ValueError: the names or shapes are not those of this module's weights.
+        """
+        views = {
+            tensor.name: part
+            for bucket, flat in zip(self.buckets, flats, strict=True)
+            for tensor, part in bucket.views(flat)
+        }
+        if state.keys() != views.keys() or any(state[name].shape != part.shape for name, part in views.items()):
+            raise ValueError(
+                f"{type(self).__name__}.load_state_dict: the state must hold the weights of this module, "
+                f"{len(views)} tensors, got {len(state)}; they differ in "
+                f"{sorted(state.keys() ^ views.keys())[:5] or 'shapes'}"
+            )
+        for name, part in views.items():
+            part.copy_(state[name])
+
+    def check_keys(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Raise ValueError where `state` has other keys than `own`."""
+        if state.keys() != own.keys():
+            raise ValueError(
+                f"{type(self).__name__}.load_state_dict: state must have the keys {sorted(own)}, got {sorted(state)}"
+            )
+
+    def _find_trainable(self) -> list[bool]:
+        assert self._module is not None
+        return [parameter.requires_grad for parameter in self._module.parameters()]
+
+
+class SynchronousAveragingImpl(ModelAveragingImpl):
+    """Averaging in rounds that all ranks make at the same step; a step counter that every round compares.
+
+    Attributes:
+        step: optimizer steps so far.
+        num_backwards: backward passes so far. A step that a GradScaler skips on one rank alone shows here: that rank
+            makes its next step after one more of them.
+    """
+
+    def __init__(self, process_group: BaguaProcessGroup, communication_interval: int, **options: Any) -> None:
+        super().__init__(process_group, **options)
+        self.communication_interval = communication_interval
+        self.step = 0
+        self.num_backwards = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this step communicates."""
+        return not self.is_alone and self.step % self.communication_interval == 0
+
+    def after_step(self) -> None:
+        """Do what comes after an optimizer step; counts it."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Wait for what is in flight and bring it into the weights."""
+        raise NotImplementedError
+
+    def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
+        """Count backward passes."""
+
+        def count() -> None:
+            self.num_backwards += 1
+
+        return count
+
+    def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
+        """Communicate where it is due."""
+        return lambda optimizer: self.after_step()
+
+    def submit_round(self, run: Callable[[], T], *, is_last: bool = False) -> "torch.futures.Future[T]":
+        """Have the lane run `run` when all ranks have come to the same step; where they have not, all ranks raise."""
+        facts = {
+            "optimizer steps": self.step,
+            "backward passes": self.num_backwards,
+            "ended attachments": int(is_last),
+            "elements to average": sum(bucket.flat.numel() for bucket in self.buckets),
+        }
+        purpose = f"the {'last ' if is_last else ''}round after {self.step} steps"
+
+        def job() -> T:
+            check_in_step(self.process_group.world, facts, purpose)
+            return run()
+
+        return self.lane.submit(job)
+
+    def agree_on_overflow(self, found_inf: bool) -> bool:
+        """Return whether any rank has found an Inf or NaN in its gradients. Collective."""
+        if self.is_alone:
+            return found_inf
+        world, purpose = self.process_group.world, f"the overflow of step {self.step}"
+        return self.lane.submit(lambda: maximum(world, [int(found_inf)], purpose)).wait() == [1]
+
+    def finish(self, *, failed: bool) -> bool:
+        """Bring what is in flight into the weights and, where it is asked for, make them equal on all ranks."""
+        if failed:
+            return False
+        self.settle()
+        if self.is_alone or not self.final_average:
+            return False
+        for bucket in self.buckets:
+            bucket.clear_ops().append_centralized_synchronous_op()
+        self.read_weights(self.flats)
+        self.submit_round(lambda: [bucket.run() for bucket in self.buckets], is_last=True).wait()
+        self.write_weights(self.flats)
+        return True

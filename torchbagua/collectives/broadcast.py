@@ -1,0 +1,48 @@
+"""What one rank gives to all others: the state that they start from."""
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchbagua.collectives.communicator import CommunicationError, Communicator
+
+
+def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor], purpose: str) -> None:
+    """Replace `tensors`, alike on every rank, by rank 0's, in place.
+
+    Raises:
+        CommunicationError: a peer is gone or did not take part within the group's timeout.
+    """
+    group = communicator.process_group
+    with torch.no_grad():
+        for tensor in tensors:
+            # As bytes, since gloo does not know every dtype; a copy, since weights need not be contiguous.
+            values = tensor.detach().contiguous().clone()
+            try:
+                dist.broadcast(values.view(-1).view(torch.uint8), group_src=0, group=group)
+            except RuntimeError as error:
+                rank = communicator.ranks[communicator.rank]
+                raise CommunicationError(
+                    f"torchbagua: broadcast of {purpose} by rank {communicator.ranks[0]} failed on rank {rank}: {error}"
+                ) from error
+            tensor.copy_(values)
+
+
+def broadcast_state(communicator: Communicator, state: dict[str, Any], purpose: str) -> dict[str, Any]:
+    """Return rank 0's `state`, of plain tensors and numbers.
+
+    Raises:
+        CommunicationError: a peer is gone or did not take part within the group's timeout.
+    """
+    buffer = io.BytesIO()
+    if communicator.rank == 0:
+        torch.save(state, buffer)
+    num_bytes = torch.tensor([buffer.tell()])
+    broadcast_tensors(communicator, [num_bytes], purpose)
+    blob = bytearray(buffer.getvalue() or int(num_bytes))
+    broadcast_tensors(communicator, [torch.frombuffer(blob, dtype=torch.uint8)], purpose)
+    received: dict[str, Any] = torch.load(io.BytesIO(blob), weights_only=True)
+    return received

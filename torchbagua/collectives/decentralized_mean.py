@@ -1,0 +1,117 @@
+"""Means of weights in decentralized training: over all ranks, or with one peer at a time.
+
+Shape suffixes: N elements, L elements of a shard.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.exchange import Exchange
+from torchbagua.collectives.hierarchical import Hierarchical
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.collectives.two_phase_mean import centralized_mean
+from torchbagua.compressors import Identity
+from torchbagua.compressors.blocks import block_bounds
+
+PEER_SELECTION_MODES = ("all", "shift_one")
+
+PeerMean = Callable[[torch.Tensor, int], None]
+"""Replaces a flat tensor by its mean with this rank's peers, in place; the number says how many such means there were
+before, of which all ranks have had as many."""
+
+
+def check_peers(owner: str, group: BaguaProcessGroup, hierarchical: bool, peer_selection_mode: str) -> None:
+    """Raise ValueError where `peer_selection_mode` is none or does not fit `group`; `owner` is what the error names."""
+    if peer_selection_mode not in PEER_SELECTION_MODES:
+        raise ValueError(
+            f"{owner}: peer_selection_mode must be one of {PEER_SELECTION_MODES}, got {peer_selection_mode!r}"
+        )
+    between_nodes = hierarchical and group.intra_node is not None
+    number, what = (len(group.node_ranks), "nodes") if between_nodes else (group.size, "ranks")
+    if peer_selection_mode == "shift_one" and number > 1 and number % 2:
+        raise ValueError(
+            f"{owner}: peer_selection_mode='shift_one' pairs {what} and needs an even number, got {number}"
+        )
+
+
+def decentralized_mean(
+    group: BaguaProcessGroup,
+    segment_lengths: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    hierarchical: bool,
+    peer_selection_mode: str,
+    bucket: str,
+) -> PeerMean:
+    """Return the function that averages a flat tensor with this rank's peers, in full precision.
+
+    Args:
+        group: whose ranks take part.
+        segment_lengths: elements of the parameters that lie one after the other in the tensor.
+        dtype, device: of the tensor.
+        hierarchical: where there are several nodes with several ranks: form the mean of each node, average it with the
+            peers of the node, and give the result to all ranks of the node.
+        peer_selection_mode: "all", or "shift_one" for another peer each time (see `shift_one_peer`).
+        bucket: the tensor's name, for events and errors.
+
+    Returns:
+        A function of the tensor and the number of means before. A group of one changes nothing.
+
+    Raises:
+        ValueError: no mode has that name, or the ranks or nodes cannot be paired.
+    """
+    check_peers("decentralized_mean", group, hierarchical, peer_selection_mode)
+    if peer_selection_mode == "all":
+        mean = centralized_mean(
+            group, Identity(), segment_lengths, dtype, device, hierarchical=hierarchical, average=True, bucket=bucket
+        )
+        return lambda x_N, num_before: mean(x_N)
+    if group.size == 1:
+        return lambda x_N, num_before: None
+    if hierarchical and group.intra_node is not None:
+        node_size = torch.full((1,), float(group.intra_node.size), device=device)
+
+        def make_inner(owners: Communicator, shard: slice, shard_bounds_B: torch.Tensor) -> PeerMean:
+            pair_mean = PairMean(owners, bucket)
+            return lambda sum_L, num_before: pair_mean(sum_L.div_(node_size), num_before)
+
+        bounds = block_bounds(segment_lengths, Identity().granularity)
+        return Hierarchical(group, bounds, dtype, device, make_inner, bucket)
+    return PairMean(group.world, bucket)
+
+
+def shift_one_peer(rank: int, size: int, num_before: int) -> int:
+    """Return the peer of `rank` among `size` ranks, an even number, after `num_before` rounds.
+
+    Ranks of the lower half meet ranks of the upper half; the pairing is mutual, and every such pair meets once in
+    size / 2 rounds. Source: Bagua (arXiv 2107.01499), DecentralizedAlgorithm.
+    """
+    half = size // 2
+    if rank < half:
+        return (num_before + rank) % half + half
+    return (rank - half - num_before) % half
+
+
+class PairMean:
+    """Mean with one peer, in full precision: (mine + theirs) / 2, the same bits on both."""
+
+    def __init__(self, communicator: Communicator, bucket: str) -> None:
+        self._communicator = communicator
+        self._bucket = bucket
+
+    def __call__(self, x_N: torch.Tensor, num_before: int) -> None:
+        """Replace `x_N` by the mean with the peer, in place.
+
+        Raises:
+            CommunicationError: the peer is gone or did not take part within the group's timeout.
+        """
+        communicator = self._communicator
+        peer = shift_one_peer(communicator.rank, communicator.size, num_before)
+        theirs_N = communicator.scratch("rows", x_N.nbytes, x_N.device).view(x_N.dtype)
+        Exchange(communicator, "peer_exchange", {peer: theirs_N}, self._bucket, [(peer, peer)]).run(lambda _: x_N)
+        mean_N = x_N.float()  # x_N itself where it is float32
+        mean_N.add_(theirs_N).div_(2)
+        x_N.copy_(mean_N)

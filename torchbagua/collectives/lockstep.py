@@ -1,0 +1,69 @@
+"""Small numbers that ranks agree on while they train, over a group and not its store."""
+
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import torch
+
+from torchbagua.collectives.communicator import CommunicationError, Communicator
+from torchbagua.collectives.exchange import Exchange
+
+
+def maximum(communicator: Communicator, values: Sequence[int], purpose: str) -> list[int]:
+    """Return the largest of every value over the ranks, the same on all of them, in log2(n) exchanges.
+
+    Args:
+        communicator: whose ranks agree.
+        values: as many on every rank.
+        purpose: what for, in events and errors.
+
+    Raises:
+        CommunicationError: a peer is gone or did not take part within the group's timeout.
+    """
+    largest = torch.tensor(values, dtype=torch.int64)
+    distance = 1
+    while distance < communicator.size:
+        source = communicator.rank_before(distance)
+        theirs = torch.empty_like(largest)
+        exchange = Exchange(
+            communicator, "agreement", {source: theirs}, purpose, [(communicator.rank_after(distance), source)]
+        )
+        exchange.run(lambda target: largest)
+        torch.maximum(largest, theirs, out=largest)
+        distance *= 2
+    return largest.tolist()
+
+
+def check_in_step(communicator: Communicator, facts: Mapping[str, int], purpose: str) -> None:
+    """Raise the same error on all ranks unless `facts` are equal on all of them.
+
+    Args:
+        communicator: whose ranks compare.
+        facts: numbers below 2^40 by what the error calls them.
+        purpose: what is about to be done.
+
+    Raises:
+        CommunicationError: two ranks differ; names both, the fact and both numbers. Or a peer is gone.
+    """
+    size, rank = communicator.size, communicator.rank
+    # A rank rides along, so that the largest value also says whose it is; the largest of -v is the smallest v.
+    signed = [value * size + rank for fact in facts.values() for value in (fact, -fact)]
+    extremes = [divmod(value, size) for value in maximum(communicator, signed, purpose)]
+    for name, (highest, holder), (lowest_negated, lowest_holder) in zip(
+        facts, extremes[::2], extremes[1::2], strict=True
+    ):
+        if highest != -lowest_negated:
+            _fail_out_of_step(communicator, purpose, name, (lowest_holder, -lowest_negated), (holder, highest))
+
+
+def _fail_out_of_step(
+    communicator: Communicator, purpose: str, name: str, low: tuple[int, int], high: tuple[int, int]
+) -> NoReturn:
+    (low_rank, low_value), (high_rank, high_value) = sorted(
+        (communicator.ranks[rank], value) for rank, value in (low, high)
+    )
+    raise CommunicationError(
+        f"torchbagua: ranks are out of step in {purpose}: rank {low_rank} has {low_value} {name}, rank {high_rank} has "
+        f"{high_value}. Every rank must make the same backward passes and optimizer steps. Has a rank run out of data, "
+        "or left early? Has a GradScaler skipped a step on one rank alone? Then attach(..., grad_scaler=scaler)."
+    )
