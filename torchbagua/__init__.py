@@ -4,6 +4,7 @@ from torchbagua import traces
 from torchbagua.algorithms import (
     Algorithm,
     AlgorithmImpl,
+    AsyncModelAverageAlgorithm,
     ByteGradAlgorithm,
     DecentralizedAlgorithm,
     GradientAllReduceAlgorithm,
@@ -21,6 +22,7 @@ from torchbagua.version import __version__
 __all__ = [
     "Algorithm",
     "AlgorithmImpl",
+    "AsyncModelAverageAlgorithm",
     "Attachment",
     "BaguaBucket",
     "BaguaProcessGroup",

@@ -1,5 +1,6 @@
 """The algorithms, one module each under Bagua's names, and the registry of names."""
 
+from torchbagua.algorithms.async_model_average import AsyncModelAverageAlgorithm, AsyncModelAverageAlgorithmImpl
 from torchbagua.algorithms.base import Algorithm, AlgorithmImpl, available_algorithms, get, register
 from torchbagua.algorithms.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
 from torchbagua.algorithms.decentralized import (
@@ -13,6 +14,8 @@ from torchbagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm,
 __all__ = [
     "Algorithm",
     "AlgorithmImpl",
+    "AsyncModelAverageAlgorithm",
+    "AsyncModelAverageAlgorithmImpl",
     "ByteGradAlgorithm",
     "ByteGradAlgorithmImpl",
     "DecentralizedAlgorithm",

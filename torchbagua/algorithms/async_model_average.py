@@ -1,0 +1,315 @@
+"""Asynchronous model averaging: training waits for nobody, and weights are averaged in the background."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from torchbagua.algorithms.background_rounds import BackgroundRounds, Clock, Ending, MonotonicClock
+from torchbagua.algorithms.base import register
+from torchbagua.algorithms.model_averaging import ModelAveragingAlgorithm, ModelAveragingImpl, check_at_least
+from torchbagua.bucket import BaguaBucket
+from torchbagua.collectives import BaguaProcessGroup, check_in_step, maximum
+
+State = Literal["warm-up", "running", "stopped", "ended"]
+
+
+@dataclass(frozen=True)
+class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
+    """Every rank trains alone, at its own speed; a background thread averages the weights of all ranks.
+
+    A round averages snapshots that the ranks took between two steps; then, between two steps, x += mean - snapshot, so
+    that no rank loses what it has learnt meanwhile. Training waits for no network operation, and ranks may take
+    different numbers of steps (AD-PSGD, Lian et al., arXiv 1710.06952; Bagua, arXiv 2107.01499). A rank sends
+    8 (n-1)/n bytes a float32 parameter and round.
+
+    Args:
+        peer_selection_mode: "all"; there is no other.
+        sync_interval_ms: pause between two rounds, in milliseconds.
+        warmup_steps: optimizer steps with gradients averaged over all ranks in full precision, before the first round.
+        average_buffers, final_average, bucket_cap_mb: see `ModelAveragingAlgorithm`.
+
+    Raises:
+        TypeError, ValueError: an argument is none of these.
+    """
+
+    peer_selection_mode: str = "all"
+    sync_interval_ms: int = 500
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.peer_selection_mode != "all":
+            raise ValueError(
+                f"AsyncModelAverageAlgorithm: peer_selection_mode must be 'all', got {self.peer_selection_mode!r}"
+            )
+        check_at_least(self, "sync_interval_ms", 0)
+        check_at_least(self, "warmup_steps", 0)
+
+    def prepare(self) -> None:
+        """Nothing: full precision needs no native kernel."""
+
+    def make_impl(self, process_group: BaguaProcessGroup) -> "AsyncModelAverageAlgorithmImpl":
+        """Return the impl over `process_group`.
+
+        Raises:
+            ValueError: ranks would wait for each other's next round longer than half the group's timeout.
+        """
+        timeout_s = process_group.timeout.total_seconds()
+        if self.sync_interval_ms > 500 * timeout_s:
+            raise ValueError(
+                f"AsyncModelAverageAlgorithm: sync_interval_ms must be at most half the timeout of attach or of the "
+                f"group, {timeout_s:g} s, got {self.sync_interval_ms}"
+            )
+        return AsyncModelAverageAlgorithmImpl(
+            process_group, self.peer_selection_mode, self.sync_interval_ms, self.warmup_steps, **self.options
+        )
+
+
+class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
+    """See `AsyncModelAverageAlgorithm`.
+
+    Attributes:
+        step: optimizer steps so far.
+        clock: measures the interval.
+    """
+
+    def __init__(
+        self,
+        process_group: BaguaProcessGroup,
+        peer_selection_mode: str = "all",
+        sync_interval_ms: int = 500,
+        warmup_steps: int = 0,
+        *,
+        clock: Clock | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(process_group, **options)
+        self.peer_selection_mode = peer_selection_mode
+        self.interval_s = sync_interval_ms / 1000
+        self.warmup_steps = warmup_steps
+        self.clock = clock or MonotonicClock()
+        self.step = 0
+        self._is_enabled = True
+        self._leaver: int | None = None
+        self._rounds: BackgroundRounds | None = None
+        self._num_rounds_before = 0
+        self._num_calls = 0
+        self._has_averaged_gradients = False
+
+    @property
+    def state(self) -> State:
+        """What the lane does: "warm-up" averages gradients, "running" weights; "stopped" and "ended" do nothing.
+
+        `abort` leads to "stopped" and `resume` back from there; in warm-up they decide what follows it. "ended" is for
+        good: a rank has left.
+        """
+        if self._leaver is not None:
+            return "ended"
+        if self.step < self.warmup_steps:
+            return "warm-up"
+        return "running" if self._is_enabled else "stopped"
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds finished so far, since attach."""
+        return self._num_rounds_before + (0 if self._rounds is None else self._rounds.num_rounds)
+
+    def abort(self, module: torch.nn.Module, final_average: bool | None = None) -> None:
+        """Stop averaging; every rank trains alone then. Collective, does nothing where it is stopped already.
+
+        Rounds go on until all ranks have called it.
+
+        Args:
+            module: the attached one.
+            final_average: give all ranks the mean of their weights; default: the algorithm's.
+
+        Raises:
+            ValueError: the algorithm is not attached to `module`.
+            RuntimeError: communication failed.
+        """
+        self._check_attached("abort", module)
+        if not self._is_enabled or self._leaver is not None:
+            return
+        self._is_enabled = False
+        self._num_calls += 1
+        if self._rounds is not None:
+            self._stop(self.final_average if final_average is None else final_average)
+        else:
+            self._meet("abort")
+
+    def resume(self, module: torch.nn.Module) -> None:
+        """Go on after `abort`. Collective, does nothing where averaging is not stopped.
+
+        Raises:
+            ValueError: the algorithm is not attached to `module`.
+            RuntimeError: a rank has left, or communication failed.
+        """
+        self._check_attached("resume", module)
+        if self._leaver is not None:
+            raise RuntimeError(f"torchbagua: averaging cannot be resumed: rank {self._leaver} has left")
+        if self._is_enabled:
+            return
+        self._num_calls += 1
+        self._meet("resume")
+        self._is_enabled = True
+        self._start()
+
+    def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
+        """Make buckets, and start averaging where there is no warm-up."""
+        super().set_module(module, ignored_names)
+        self._start()
+
+    def reset(self) -> None:
+        """Make buckets again; rounds that are running stop for it, on all ranks."""
+        was_running = self._rounds is not None
+        if was_running:
+            self._stop(with_mean=False)
+        super().reset()
+        if was_running:
+            self._start()
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
+        """Append the mean over all ranks."""
+        bucket.append_asynchronous_model_average_op(self.peer_selection_mode)
+
+    def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
+        """Average gradients during warm-up."""
+        return self._average_gradients
+
+    def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
+        """Meet the background rounds between two steps."""
+        return lambda optimizer: self._after_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return steps so far, whether averaging goes on, and what is still to be added to the weights."""
+        pending = None if self._rounds is None else self._rounds.pending()
+        return {
+            "step": self.step,
+            "is_enabled": self._is_enabled,
+            "has_differences": pending is not None,
+            "differences": self.by_name(pending or [torch.zeros_like(flat) for flat in self.flats]),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned. Collective: rounds that are running stop, and start again from it."""
+        self.check_keys(state, self.state_dict())
+        differences = [torch.zeros_like(flat) for flat in self.flats]
+        self.load_by_name(differences, state["differences"])
+        if self._rounds is not None:
+            self._stop(with_mean=False)
+        self.step = state["step"]
+        self._is_enabled = state["is_enabled"]
+        if state["has_differences"]:
+            self.add_to_weights(differences)
+        self._start()
+
+    def finish(self, *, failed: bool) -> bool:
+        """Stop averaging, with all ranks, as `abort` does."""
+        if failed or self._leaver is not None or self.is_alone:
+            return False
+        if self._rounds is not None:
+            return self._stop(self.final_average).has_mean
+        if self.final_average:
+            self.read_weights(self.flats)
+            self._meet("the last mean", lambda: [bucket.run() for bucket in self.buckets], is_last=True)
+            self.write_weights(self.flats)
+        return self.final_average
+
+    def close(self) -> None:
+        """End the rounds of all ranks, where they are still running, and the lane."""
+        if self._rounds is not None:
+            self._rounds.leave()
+        super().close()
+        self._module = None
+
+    def _after_step(self) -> None:
+        if self.state == "warm-up" and not self.is_alone and not self._has_averaged_gradients:
+            raise RuntimeError(
+                "torchbagua: a step of the warm-up without averaged gradients: no backward pass came from what the "
+                "attached module returned"
+            )
+        self._has_averaged_gradients = False
+        self.step += 1
+        if self._rounds is None:
+            self._start()
+            return
+        self._rounds.after_step()
+        if (ending := self._rounds.ending) is not None:
+            self._take_leave(ending)
+
+    def _start(self) -> None:
+        if self.state == "running" and self._rounds is None and not self.is_alone:
+            self._rounds = BackgroundRounds(self, self.interval_s, self.clock)
+
+    def _stop(self, with_mean: bool) -> Ending:
+        assert self._rounds is not None
+        ending = self._rounds.stop(with_mean=with_mean)
+        self._take_leave(ending)
+        return ending
+
+    def _take_leave(self, ending: Ending) -> None:
+        assert self._rounds is not None
+        self._num_rounds_before += self._rounds.num_rounds
+        self._rounds = None
+        self._leaver = ending.leaver
+        if ending.leaver is not None:
+            warnings.warn(
+                f"torchbagua: rank {ending.leaver} has left the training: asynchronous averaging has ended, and this "
+                "rank trains alone from here on",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _meet(self, purpose: str, run: Callable[[], Any] = lambda: None, *, is_last: bool = False) -> Any:
+        """Return what `run` returns, once all ranks are here; while no rounds are running."""
+        if self.is_alone:
+            return run()
+        facts = {
+            "optimizer steps of the warm-up": min(self.step, self.warmup_steps),
+            "calls of abort and resume": self._num_calls,
+            "ended attachments": int(is_last),
+        }
+
+        def job() -> Any:
+            check_in_step(self.process_group.world, facts, purpose)
+            return run()
+
+        return self.lane.submit(job).wait()
+
+    def _average_gradients(self) -> None:
+        if self.is_alone or self.state != "warm-up":
+            return
+        buckets = [bucket for bucket in self.buckets if bucket.tensors[0].parameter.requires_grad]
+        members = [member for bucket in buckets for member in bucket.views(bucket.flat)]
+        for tensor, part in members:
+            gradient = tensor.parameter.grad
+            part.zero_() if gradient is None else part.copy_(gradient)
+        has_gradient = [int(tensor.parameter.grad is not None) for tensor, _ in members]
+
+        def average() -> list[int]:
+            used = maximum(self.process_group.world, has_gradient, "the gradients")
+            for bucket in buckets:
+                bucket.run()
+            return used
+
+        for (tensor, part), is_used in zip(members, self._meet("the gradients", average), strict=True):
+            if not is_used:
+                continue  # by no rank: as under DDP, there is no gradient then
+            if tensor.parameter.grad is None:
+                tensor.parameter.grad = part.clone()
+            else:
+                tensor.parameter.grad.copy_(part)
+        self._has_averaged_gradients = True
+
+    def _check_attached(self, method: str, module: torch.nn.Module) -> None:
+        if self._module is None or self._module not in (module, getattr(module, "module", None)):
+            raise ValueError(
+                f"AsyncModelAverageAlgorithmImpl.{method}: module must be the one that the algorithm is attached to, "
+                f"got {type(module).__name__}, to which it is not"
+            )
+
+
+register("async", AsyncModelAverageAlgorithm, "weights averaged in the background; training waits for nobody")

@@ -1,0 +1,198 @@
+"""Rounds of model averaging that a lane makes beside training, which never waits for them."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from torchbagua.algorithms.model_averaging import ModelAveragingImpl
+from torchbagua.collectives import maximum
+
+
+class Clock(Protocol):
+    """Tells the time and waits for it, in seconds."""
+
+    def now(self) -> float:
+        """Return the seconds since some moment."""
+        ...
+
+    def wait(self, turn: threading.Condition, timeout_s: float) -> None:
+        """Wait until `turn` is notified, at most `timeout_s`."""
+        ...
+
+
+class MonotonicClock:
+    """The machine's clock."""
+
+    def now(self) -> float:
+        """Return `time.monotonic()`."""
+        return time.monotonic()
+
+    def wait(self, turn: threading.Condition, timeout_s: float) -> None:
+        """Wait until `turn` is notified, at most `timeout_s`."""
+        turn.wait(timeout_s)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How rounds came to an end.
+
+    Attributes:
+        leaver: the rank that left; None where all ranks have stopped.
+        has_mean: whether the buckets hold one last mean, the same on all ranks.
+    """
+
+    leaver: int | None
+    has_mean: bool
+
+
+class BackgroundRounds:
+    """Averages snapshots of the weights, round after round, until all ranks have stopped or one leaves.
+
+    In each round:
+    1. The lane waits for the interval, and then for a snapshot from the training thread, which gives it between two
+       steps. Where none comes, because the rank evaluates, say, the last one serves again.
+    2. Ranks tell each other whether they stop or leave.
+    3. The lane averages the snapshots over the ranks.
+    4. Mean minus snapshot waits for the training thread, which adds it to the weights between two steps, so that what
+       they have gone through meanwhile is kept. A snapshot that serves again includes it.
+
+    Args:
+        impl: whose buckets are averaged, on whose lane.
+        interval_s: pause between two rounds.
+        clock: measures it.
+    """
+
+    def __init__(self, impl: ModelAveragingImpl, interval_s: float, clock: Clock) -> None:
+        self.num_rounds = 0
+        self._impl = impl
+        self._world = impl.process_group.world
+        self._interval_s = interval_s
+        # The others wait for this rank meanwhile, on the network.
+        self._longest_patience_s = impl.process_group.timeout.total_seconds() / 4
+        self._clock = clock
+        # Guards everything below. Snapshots are the training thread's while one is wanted, and the lane's otherwise.
+        self._turn = threading.Condition()
+        self._snapshots = [torch.empty_like(flat) for flat in impl.flats]
+        self._differences = [torch.zeros_like(flat) for flat in impl.flats]
+        self._has_differences = False
+        self._wants_snapshot = False
+        self._stops = False
+        self._wants_mean = False
+        self._is_last_snapshot = False
+        self._leaves = False
+        self._is_over = False
+        self._step_s = 0.0
+        self._last_step_at = clock.now()
+        impl.read_weights(self._snapshots)
+        self._ending = impl.lane.submit(self._run)
+
+    @property
+    def ending(self) -> Ending | None:
+        """How the rounds ended, or None while they go on. Raises RuntimeError where communication failed."""
+        return self._ending.wait() if self._ending.done() else None
+
+    def after_step(self) -> None:
+        """Between two steps, on the training thread: add what was averaged, give a snapshot where one is wanted."""
+        with self._turn:
+            now = self._clock.now()
+            self._step_s, self._last_step_at = now - self._last_step_at, now
+            self._serve()
+
+    def stop(self, *, with_mean: bool) -> Ending:
+        """Go on, on the training thread, until all ranks have called this.
+
+        Where one of them wants it, there is a last mean then, and all ranks take it for their weights.
+
+        Raises:
+            RuntimeError: communication failed.
+        """
+        with self._turn:
+            self._stops, self._wants_mean = True, with_mean
+            self._turn.notify_all()
+            while not self._is_over and not self._ending.done():  # which it is at once on a lane that has failed
+                self._turn.wait_for(lambda: self._wants_snapshot or self._is_over)
+                self._serve()
+            self._serve()
+        ending = self._ending.wait()
+        if ending.has_mean:
+            self._impl.write_weights(self._impl.flats)
+        return ending
+
+    def leave(self) -> None:
+        """End the rounds of all ranks, without waiting for it."""
+        with self._turn:
+            self._leaves = True
+            self._turn.notify_all()
+
+    def pending(self) -> list[torch.Tensor] | None:
+        """Return a copy of what is still to be added to the weights, on the training thread; None where nothing is."""
+        with self._turn:
+            return [difference.clone() for difference in self._differences] if self._has_differences else None
+
+    def _serve(self) -> None:
+        if self._has_differences:
+            self._impl.add_to_weights(self._differences)
+            self._has_differences = False
+        if self._wants_snapshot:
+            self._impl.read_weights(self._snapshots)
+            self._wants_snapshot = False
+            self._is_last_snapshot = self._stops
+            self._turn.notify_all()
+
+    def _run(self) -> Ending:
+        try:
+            while True:
+                self._await_snapshot()
+                if (ending := self._agree_on_ending()) is not None and not ending.has_mean:
+                    return ending
+                for bucket, snapshot in zip(self._impl.buckets, self._snapshots, strict=True):
+                    bucket.flat.copy_(snapshot)
+                    bucket.run()
+                self.num_rounds += 1
+                if ending is not None:
+                    return ending
+                self._hand_over()
+        finally:
+            with self._turn:
+                self._is_over = True
+                self._turn.notify_all()
+
+    def _await_snapshot(self) -> None:
+        with self._turn:
+            self._wait(self._interval_s, lambda: self._stops or self._leaves)
+            self._wants_snapshot = True
+            self._turn.notify_all()
+            # A rank that trains gives one within a step.
+            patience_s = min(max(self._interval_s, 2 * self._step_s), self._longest_patience_s)
+            self._wait(patience_s, lambda: not self._wants_snapshot or self._leaves)
+            self._wants_snapshot = False
+
+    def _agree_on_ending(self) -> Ending | None:
+        leaver = self._world.rank + 1 if self._leaves else 0
+        values = [leaver, -int(self._is_last_snapshot), int(self._wants_mean)]
+        leaver, minus_all_stop, wants_mean = maximum(self._world, values, f"averaging round {self.num_rounds}")
+        if leaver:
+            return Ending(leaver=leaver - 1, has_mean=False)
+        return Ending(leaver=None, has_mean=bool(wants_mean)) if minus_all_stop else None
+
+    def _hand_over(self) -> None:
+        for bucket, snapshot in zip(self._impl.buckets, self._snapshots, strict=True):
+            bucket.flat.sub_(snapshot)
+            snapshot.add_(bucket.flat)
+        with self._turn:
+            if self._has_differences:  # the training thread has not come since the last round
+                for difference, bucket in zip(self._differences, self._impl.buckets, strict=True):
+                    difference.add_(bucket.flat)
+                return
+            for index, bucket in enumerate(self._impl.buckets):
+                self._differences[index], bucket.flat = bucket.flat, self._differences[index]
+            self._has_differences = True
+
+    def _wait(self, timeout_s: float, is_done: Callable[[], bool]) -> None:
+        deadline_s = self._clock.now() + timeout_s
+        while not is_done() and (left_s := deadline_s - self._clock.now()) > 0:
+            self._clock.wait(self._turn, left_s)
