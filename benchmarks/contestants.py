@@ -16,6 +16,8 @@ BATCH_SIZE = 32
 POWERSGD_RANK = 2
 # Larger than any model here: torch's PowerSGD hook hangs on gloo where there are two buckets (torch 2.13).
 ONE_BUCKET_MB = 1 << 20
+# A pause of half a second and a round, which at 200 Mbit/s takes three.
+ASYNC_BLOCK_S = 4.0
 
 
 def build_model(num_parameters: int) -> nn.Module:
@@ -36,11 +38,18 @@ def build_batch(model: nn.Module, rank: int) -> torch.Tensor:
 
 @dataclass
 class Entry:
-    """One contestant at work: the module to train, the bytes it says it has sent so far, and how to end it."""
+    """One contestant at work: the module to train, the bytes it says it has sent so far, and how to end it.
+
+    A block of steps is over when `settle` has returned, which its time includes: nothing is in flight then. Where
+    communication is not tied to steps, `resume` and `pause` stand around a block.
+    """
 
     module: nn.Module
     sent_bytes: Callable[[], int] | None = None
     close: Callable[[], None] = lambda: None
+    settle: Callable[[], None] = lambda: None
+    resume: Callable[[], None] = lambda: None
+    pause: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-3)
@@ -60,11 +69,13 @@ class Contestant:
 
     `wire_bytes(numel)` is what one parameter tensor of `numel` elements takes on the wire; a ring or a two-phase mean
     over c ranks sends it 2 (c-1)/c times. None where no such rule holds: then the floor comes from the counters.
+    `block_s` is how long a block has to be at least where communication is not tied to steps.
     """
 
     label: str
     wrap: Wrap
     wire_bytes: Callable[[int], int] | None
+    block_s: float = 0.0
 
 
 def _ddp(model: nn.Module, bucket_cap_mb: float) -> DistributedDataParallel:
@@ -126,6 +137,29 @@ def _wrap_torchbagua(algorithm_name: str, **arguments: Any) -> Wrap:
     return wrap
 
 
+def _wrap_averaging(algorithm_name: str, **arguments: Any) -> Wrap:
+    def wrap(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
+        import torchbagua as tb
+
+        recorder = tb.traces.Recorder()
+        assert dist.group.WORLD is not None
+        entry = Entry(_ddp(model, bucket_cap_mb), sent_bytes=lambda: int(recorder.bytes_sent))
+        algorithm = getattr(tb, algorithm_name)(bucket_cap_mb=bucket_cap_mb, final_average=False, **arguments)
+        group = tb.BaguaProcessGroup(dist.group.WORLD, nodes=nodes)
+        attachment = tb.attach(entry.module, entry.optimizer, algorithm, process_group=group, observers=[recorder])
+        entry.close = attachment.detach
+        if algorithm_name == "AsyncModelAverageAlgorithm":
+            entry.resume = lambda: attachment.impl.resume(entry.module)
+            entry.pause = lambda: attachment.impl.abort(entry.module)
+            entry.pause()
+        else:
+            entry.settle = attachment.impl.settle
+            entry.settle()
+        return entry
+
+    return wrap
+
+
 def _uint8_wire_bytes(numel: int) -> int:
     """One byte an element and a header of two float32 for every block of 2048; blocks end with their parameter."""
     return numel + 8 * -(-numel // 2048)
@@ -144,6 +178,18 @@ CONTESTANTS: dict[str, Contestant] = {
     "fp16": Contestant("DDP fp16 hook", _wrap_cast(torch.float16), lambda numel: 2 * numel),
     "powersgd": Contestant(f"DDP PowerSGD rank {POWERSGD_RANK}, one bucket", _wrap_powersgd, None),
     "bytegrad": Contestant("ByteGrad", _wrap_torchbagua("ByteGradAlgorithm"), _uint8_wire_bytes),
+    "decentralized": Contestant(
+        "Decentralized, all", _wrap_averaging("DecentralizedAlgorithm"), lambda numel: 4 * numel
+    ),
+    "shift_one": Contestant(
+        "Decentralized, shift_one", _wrap_averaging("DecentralizedAlgorithm", peer_selection_mode="shift_one"), None
+    ),
+    "low_precision": Contestant(
+        "LowPrecisionDecentralized", _wrap_averaging("LowPrecisionDecentralizedAlgorithm"), None
+    ),
+    "async": Contestant(
+        "AsyncModelAverage", _wrap_averaging("AsyncModelAverageAlgorithm"), lambda numel: 0, ASYNC_BLOCK_S
+    ),
     "bytegrad_flat": Contestant(
         "ByteGrad flat", _wrap_torchbagua("ByteGradAlgorithm", hierarchical=False), _uint8_wire_bytes
     ),
@@ -152,6 +198,7 @@ CONTESTANTS: dict[str, Contestant] = {
     ),
 }
 FLAT_CONTESTANTS = [name for name in CONTESTANTS if not name.startswith("bytegrad_")]
+STRAGGLER_CONTESTANTS = [COMPUTE_ONLY, BASELINE, "async"]
 HIERARCHICAL_CONTESTANTS = [COMPUTE_ONLY, BASELINE, "bf16", "bytegrad_flat", "bytegrad_hierarchical"]
 
 

@@ -1,6 +1,6 @@
 """Data-parallel training over an emulated slow network: every rank in a network namespace, links shaped by `tc`.
 
-    python benchmarks/network.py            # about 7 minutes, root, Linux; `--quick` takes about one
+    python benchmarks/network.py            # about 12 minutes, root, Linux; `--quick` takes about one
     python benchmarks/network.py --show benchmarks/results/network-....json
 
 Without root (or `ip`, or `tc`) it says so and runs unshaped over the loopback device. How speed is judged: README.md.
@@ -18,18 +18,31 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from tqdm import tqdm
 
-from contestants import COMPUTE_ONLY, CONTESTANTS, FLAT_CONTESTANTS, HIERARCHICAL_CONTESTANTS
+from contestants import (
+    COMPUTE_ONLY,
+    CONTESTANTS,
+    FLAT_CONTESTANTS,
+    HIERARCHICAL_CONTESTANTS,
+    STRAGGLER_CONTESTANTS,
+)
 from environment import REPOSITORY, environment_record
 from namespaces import EmulatedNetwork, NetworkError, remove_stale_namespaces, why_unavailable
-from rank import Settings
-from report import Section, bits_per_second, byte_disagreements, markdown_table, summarise
+from rank import SLOWDOWN, Settings
+from report import (
+    Section,
+    bits_per_second,
+    byte_disagreements,
+    summarise,
+    summarise_straggler,
+    table_of,
+)
 
 POLL_S = 0.1
 RANK_ENVIRONMENT = {
@@ -135,10 +148,19 @@ def _log_tail(scratch: Path, rank: int) -> str:
     return (scratch / f"rank{rank}.log").read_text(errors="replace")[-2000:]
 
 
-def run_network(
-    arguments: argparse.Namespace, limits: Limits, title: str, network: EmulatedNetwork | None, names: list[str]
-) -> Section:
-    """Run the contestants `names` over `network` (None: loopback). Raises RankFailure, NetworkError or Stopped."""
+@dataclass(frozen=True)
+class Plan:
+    """One table: who runs over which network (None: loopback), and which rank is slow."""
+
+    title: str
+    network: EmulatedNetwork | None
+    contestants: list[str]
+    slow_rank: int | None = None
+
+
+def run_plan(arguments: argparse.Namespace, limits: Limits, plan: Plan) -> Section:
+    """Measure one table. Raises RankFailure, NetworkError or Stopped."""
+    network = plan.network
     nodes = network.nodes if network and network.link_rate else list(range(arguments.ranks))
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchbagua-network-")))
@@ -150,24 +172,27 @@ def run_network(
             init_method=f"tcp://{network.address(0)}:29500" if network else f"tcp://127.0.0.1:{_free_port()}",
             switch=network.switch if network else None,
             nodes=nodes,
-            contestants=names,
+            contestants=plan.contestants,
             num_parameters=round(arguments.params * 1e6),
             bucket_cap_mb=arguments.bucket_cap_mb,
             block_steps=arguments.steps,
+            slow_rank=plan.slow_rank,
             min_rounds=arguments.rounds,
             seconds=arguments.seconds,
         )
         ranks = stack.enter_context(running_ranks(settings, network))
-        wait_for_ranks(ranks, scratch, limits, title)
+        wait_for_ranks(ranks, scratch, limits, plan.title)
         results = [json.loads((scratch / f"result{rank}.json").read_text()) for rank in range(arguments.ranks)]
     about: dict[str, Any] = {
-        "title": title,
+        "title": plan.title,
         "rank_rate": network.rank_rate if network else None,
         "link_rate": network.link_rate if network else None,
         "congestion_control": network.congestion_control if network else None,
         "nodes": nodes,
         "bucket_cap_mb": arguments.bucket_cap_mb,
     }
+    if plan.slow_rank is not None:
+        return summarise_straggler(about, results, plan.slow_rank)
     return summarise(about, results, arguments.steps)
 
 
@@ -176,8 +201,8 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def planned_networks(arguments: argparse.Namespace) -> list[tuple[str, EmulatedNetwork | None, list[str]]]:
-    """(title, network, contestants) of every table that this machine can measure; says which it cannot."""
+def make_plans(arguments: argparse.Namespace) -> list[Plan]:
+    """Plan every table that this machine can measure; says which it cannot."""
     flat = [name for name in FLAT_CONTESTANTS if name in (arguments.only or FLAT_CONTESTANTS)]
     hierarchical = [name for name in HIERARCHICAL_CONTESTANTS if name in (arguments.only or HIERARCHICAL_CONTESTANTS)]
     reason = why_unavailable()
@@ -186,20 +211,24 @@ def planned_networks(arguments: argparse.Namespace) -> list[tuple[str, EmulatedN
         shaped += [f"{rate} between two nodes" for rate in arguments.link_rates]
         print(f"No emulated network: {reason}. Not measured: {', '.join(shaped) or 'nothing'}.")
         print("Instead: unshaped over the loopback device, whose byte counter all processes of this machine share.\n")
-        return [("loopback, unshaped", None, [COMPUTE_ONLY, *flat])]
+        return [Plan("loopback, unshaped", None, [COMPUTE_ONLY, *flat])]
     for name in remove_stale_namespaces():
         print(f"Removed {name}, left behind by a run that was killed.")
-    networks: list[tuple[str, EmulatedNetwork | None, list[str]]] = []
+    plans = []
     control = arguments.congestion_control
     for rate in arguments.rates:
         shape = None if rate == "unshaped" else rate
         network = EmulatedNetwork([0] * arguments.ranks, rank_rate=shape, congestion_control=control)
-        networks.append((rate, network, [COMPUTE_ONLY, *flat]))
+        plans.append(Plan(rate, network, [COMPUTE_ONLY, *flat]))
     nodes = [2 * rank // arguments.ranks for rank in range(arguments.ranks)]
     for rate in arguments.link_rates:
         network = EmulatedNetwork(nodes, link_rate=rate, congestion_control=control)
-        networks.append((f"{rate} between two nodes", network, [COMPUTE_ONLY, *hierarchical]))
-    return networks
+        plans.append(Plan(f"{rate} between two nodes", network, [COMPUTE_ONLY, *hierarchical]))
+    if arguments.straggler and not arguments.only:
+        network = EmulatedNetwork([0] * arguments.ranks, congestion_control=control)
+        title = f"the last rank takes {SLOWDOWN} times as long, unshaped"
+        plans.append(Plan(title, network, STRAGGLER_CONTESTANTS, slow_rank=arguments.ranks - 1))
+    return plans
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -221,8 +250,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="blocks of each contestant, at least (default 5)")
     parser.add_argument("--seconds", type=float, default=60.0, help="aim of the rounds of one network (default 60)")
     parser.add_argument("--only", nargs="+", choices=names, help="contestants; compute only always runs")
+    parser.add_argument(
+        "--straggler", action=argparse.BooleanOptionalAction, default=True, help="a table with one slow rank"
+    )
     parser.add_argument("--congestion-control", choices=["reno", "cubic"], default="reno")
-    parser.add_argument("--deadline", type=float, default=590.0, help="seconds until all ends (default 590)")
+    parser.add_argument("--deadline", type=float, default=1200.0, help="seconds until all ends (default 1200)")
     parser.add_argument("--quick", action="store_true", help="2 M parameters, 3 rounds of one step, no 1gbit")
     parser.add_argument("--json", type=Path, help="where the results go (default benchmarks/results/network-DATE.json)")
     parser.add_argument("--show", type=Path, metavar="JSON", help="only print the tables of an earlier run")
@@ -239,7 +271,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     if arguments.show is not None:
-        print("\n\n".join(map(markdown_table, json.loads(arguments.show.read_text())["networks"])))
+        print("\n\n".join(map(table_of, json.loads(arguments.show.read_text())["networks"])))
         return 0
     limits = Limits(arguments.deadline)
     now = datetime.datetime.now(datetime.timezone.utc)
@@ -247,19 +279,19 @@ def main() -> int:
     sections: list[Section] = []
     complaints: list[str] = []
     try:
-        for title, network, names in planned_networks(arguments):
+        for plan in make_plans(arguments):
             limits.check()
             try:
-                section = run_network(arguments, limits, title, network, names)
+                section = run_plan(arguments, limits, plan)
             except (RankFailure, NetworkError) as error:
-                complaints.append(f"{title}: {error}")
+                complaints.append(f"{plan.title}: {error}")
                 continue
-            print(markdown_table(section) + "\n")
+            print(table_of(section) + "\n")
             sections.append(section)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"environment": environment_record(), "networks": sections}, indent=1) + "\n")
-            if network is not None:
-                complaints += [f"{title}: {message}" for message in byte_disagreements(section)]
+            if plan.network is not None and plan.slow_rank is None:
+                complaints += [f"{plan.title}: {message}" for message in byte_disagreements(section)]
     except Stopped as stopped:
         complaints.append(f"stopped by {stopped}; networks measured until then: {len(sections)}")
     if sections:

@@ -7,6 +7,7 @@ steps. Whatever slows the machine down for a while then slows all of them.
 import ctypes
 import gc
 import json
+import math
 import os
 import signal
 import sys
@@ -17,11 +18,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from contestants import CONTESTANTS, Entry, build_batch, build_model
+from contestants import COMPUTE_ONLY, CONTESTANTS, Entry, build_batch, build_model
 from namespaces import Traffic, read_loopback_traffic, read_traffic
 
 PR_SET_PDEATHSIG = 1
 MAX_ROUNDS = 40
+SLOWDOWN = 3
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first, PowerSGD compresses from the third
 
 
@@ -38,6 +40,7 @@ class Settings:
     num_parameters: int
     bucket_cap_mb: float
     block_steps: int
+    slow_rank: int | None  # this rank waits after each step, as if it computed three times as long
     min_rounds: int
     seconds: float  # aim of the measured rounds together
 
@@ -47,6 +50,7 @@ class Block:
     """One block of steps of one contestant, as one rank saw it. The bytes are of the whole block."""
 
     contestant: str
+    num_steps: int
     seconds: float
     recorded_bytes: int | None  # what the library says this rank has sent
     traffic: Traffic | None  # read by rank 0, for all ranks
@@ -73,6 +77,7 @@ class Race:
         self.entries: dict[str, Entry] = {
             name: CONTESTANTS[name].wrap(model, settings.bucket_cap_mb, settings.nodes) for name in settings.contestants
         }
+        self.pause_s = 0.0  # after each step
         self.num_done = 0
         self.num_planned = WARM_UP_STEPS * len(self.entries)
 
@@ -80,10 +85,19 @@ class Race:
         """Warm up, then as many rounds as fit the time aimed at. Returns the blocks in the order they ran."""
         for name in self.entries:
             self._run_steps(name, WARM_UP_STEPS - 1)
-        trial_seconds = sum(self._run_steps(name, 1) for name in self.entries)
-        num_rounds = self._agree_on_rounds(trial_seconds)
-        self.num_planned += num_rounds * self.settings.block_steps * len(self.entries)
-        return [self._run_block(name) for _ in range(num_rounds) for name in self.entries]
+        trial_seconds = {name: self._run_steps(name, 1) for name in self.entries}
+        if self.rank == self.settings.slow_rank:
+            self.pause_s = (SLOWDOWN - 1) * trial_seconds[COMPUTE_ONLY]
+        block_steps = {
+            name: max(self.settings.block_steps, math.ceil(CONTESTANTS[name].block_s / trial_seconds[COMPUTE_ONLY]))
+            for name in self.entries
+        }
+        fitting = int(self.settings.seconds / sum(block_steps[name] * trial_seconds[name] for name in self.entries))
+        num_rounds = min(max(fitting, self.settings.min_rounds), MAX_ROUNDS)
+        num_rounds, *agreed_steps = self._agree([num_rounds, *block_steps.values()])
+        self.num_planned += num_rounds * sum(agreed_steps)
+        plan = list(zip(self.entries, agreed_steps, strict=True))
+        return [self._run_block(name, num_steps) for _ in range(num_rounds) for name, num_steps in plan]
 
     def close(self) -> None:
         for entry in self.entries.values():
@@ -94,34 +108,39 @@ class Race:
         gc.collect()
         dist.destroy_process_group()
 
-    def _agree_on_rounds(self, trial_seconds: float) -> int:
-        fitting = int(self.settings.seconds / (trial_seconds * self.settings.block_steps))
-        num_rounds = torch.tensor(min(max(fitting, self.settings.min_rounds), MAX_ROUNDS))
-        dist.broadcast(num_rounds, src=0)
-        return int(num_rounds)
+    def _agree(self, numbers: list[int]) -> list[int]:
+        """Return rank 0's."""
+        agreed = torch.tensor(numbers)
+        dist.broadcast(agreed, src=0)
+        return agreed.tolist()  # type: ignore[no-any-return]  # Tensor.tolist is not typed
 
-    def _run_block(self, name: str) -> Block:
-        sent_bytes = self.entries[name].sent_bytes
-        recorded_before = sent_bytes() if sent_bytes else 0
+    def _run_block(self, name: str, num_steps: int) -> Block:
+        entry = self.entries[name]
+        recorded_before = entry.sent_bytes() if entry.sent_bytes else 0
         traffic_before = self._read_traffic()
-        seconds = self._run_steps(name, self.settings.block_steps)
+        seconds = self._run_steps(name, num_steps)
         dist.barrier()  # the other ranks' last packets belong to this block
         traffic_after = self._read_traffic()
         return Block(
             name,
+            num_steps,
             seconds,
-            sent_bytes() - recorded_before if sent_bytes else None,
+            entry.sent_bytes() - recorded_before if entry.sent_bytes else None,
             traffic_after - traffic_before if traffic_after and traffic_before else None,
         )
 
     def _run_steps(self, name: str, num_steps: int) -> float:
         """Seconds that `num_steps` steps took on this rank; all ranks start together."""
         entry = self.entries[name]
+        entry.resume()
         dist.barrier()
         start = time.perf_counter()
         for _ in range(num_steps):
             entry.train_step(self.batch)
+            time.sleep(self.pause_s)
+        entry.settle()
         seconds = time.perf_counter() - start
+        entry.pause()
         self.num_done += num_steps
         self._report_progress(name)
         return seconds

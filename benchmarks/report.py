@@ -29,27 +29,29 @@ def _quartiles(values: Sequence[float]) -> list[float]:
     return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
 
 
-def _slowest_ms(results: list[dict[str, Any]], name: str, block_steps: int) -> list[float]:
-    """Per round: milliseconds a step on the slowest rank."""
-    seconds_by_rank = [
-        [block["seconds"] for block in result["blocks"] if block["contestant"] == name] for result in results
+def _slowest_ms(results: list[dict[str, Any]], name: str) -> list[float]:
+    """Per round: milliseconds a step on the slowest of these ranks."""
+    ms_by_rank = [
+        [1e3 * block["seconds"] / block["num_steps"] for block in result["blocks"] if block["contestant"] == name]
+        for result in results
     ]
-    return [1e3 * max(round_) / block_steps for round_ in zip(*seconds_by_rank, strict=True)]
+    return [max(round_) for round_ in zip(*ms_by_rank, strict=True)]
 
 
-def _bytes_a_step(results: list[dict[str, Any]], name: str, block_steps: int) -> Row:
+def _bytes_a_step(results: list[dict[str, Any]], name: str) -> Row:
     """Bytes a step: of the average rank, by the counters and as the library says; of the link's busier direction."""
     blocks = [block for result in results for block in result["blocks"] if block["contestant"] == name]
+    num_steps = blocks[0]["num_steps"]
     traffic = [block["traffic"] for block in blocks if block["traffic"] is not None]
     recorded = [block["recorded_bytes"] for block in blocks if block["recorded_bytes"] is not None]
     row: Row = {"counted_bytes": None, "recorded_bytes": None, "link_bytes": None}
     if traffic:
-        row["counted_bytes"] = statistics.mean(statistics.mean(one["sent_by_rank"]) for one in traffic) / block_steps
+        row["counted_bytes"] = statistics.mean(statistics.mean(one["sent_by_rank"]) for one in traffic) / num_steps
         directions = list(zip(*(one["over_link"] for one in traffic), strict=True))
         if directions:
-            row["link_bytes"] = max(map(statistics.mean, directions)) / block_steps
+            row["link_bytes"] = max(map(statistics.mean, directions)) / num_steps
     if recorded:
-        row["recorded_bytes"] = statistics.mean(recorded) / block_steps
+        row["recorded_bytes"] = statistics.mean(recorded) / num_steps
     return row
 
 
@@ -62,13 +64,13 @@ def summarise(network: dict[str, Any], results: list[dict[str, Any]], block_step
     """
     numels, num_ranks = results[0]["numels"], len(results)
     names = list(dict.fromkeys(block["contestant"] for block in results[0]["blocks"]))
-    step_ms = {name: _slowest_ms(results, name, block_steps) for name in names}
+    step_ms = {name: _slowest_ms(results, name) for name in names}
     compute_ms = statistics.median(step_ms[COMPUTE_ONLY])
     rows = []
     for name in names:
         row = {"contestant": name, "label": CONTESTANTS[name].label, "rounds_ms": step_ms[name]}
         row["step_ms"] = statistics.median(step_ms[name])
-        row |= _bytes_a_step(results, name, block_steps)
+        row |= _bytes_a_step(results, name)
         if network["link_rate"] is not None:
             floor_bytes, rate = row["link_bytes"], network["link_rate"]
         else:
@@ -82,6 +84,42 @@ def summarise(network: dict[str, Any], results: list[dict[str, Any]], block_step
             row["speedup_quartiles"] = _quartiles([baseline / own for baseline, own in pairs])
         rows.append(row)
     return network | {"num_ranks": num_ranks, "num_parameters": sum(numels), "block_steps": block_steps, "rows": rows}
+
+
+def summarise_straggler(network: dict[str, Any], results: list[dict[str, Any]], slow_rank: int) -> Section:
+    """Rows of the network on which one rank is slow: the steps of that rank, and of the slowest of the others."""
+    names = list(dict.fromkeys(block["contestant"] for block in results[0]["blocks"]))
+    others = [result for rank, result in enumerate(results) if rank != slow_rank]
+    rows = []
+    for name in names:
+        row: Row = {"contestant": name, "label": CONTESTANTS[name].label, "rounds_ms": _slowest_ms(others, name)}
+        row["step_ms"] = statistics.median(row["rounds_ms"])
+        row["slow_rank_ms"] = statistics.median(_slowest_ms([results[slow_rank]], name))
+        pairs = zip(rows[0]["rounds_ms"] if rows else row["rounds_ms"], row["rounds_ms"], strict=True)
+        row["speed_quartiles"] = _quartiles([alone / own for alone, own in pairs])
+        rows.append(row)
+    numbers = {"num_ranks": len(results), "num_parameters": sum(results[0]["numels"]), "slow_rank": slow_rank}
+    return network | numbers | {"rows": rows}
+
+
+def table_of(section: Section) -> str:
+    """The Markdown table of a section, whichever it is."""
+    return straggler_table(section) if "slow_rank" in section else markdown_table(section)
+
+
+def straggler_table(section: Section) -> str:
+    """The rows as a Markdown table under one line that says what was slow."""
+    lines = [["", "ms/step: the other ranks", "the slow rank", "speed of the others (quartiles)"]]
+    lines.append(["---"] + ["---:"] * 3)
+    for row in section["rows"]:
+        low, median, high = row["speed_quartiles"]
+        speed = f"{median:.2f} ({low:.2f} to {high:.2f})"
+        lines.append([row["label"], f"{row['step_ms']:.0f}", f"{row['slow_rank_ms']:.0f}", speed])
+    title = (
+        f"{section['title']}: {section['num_ranks']} ranks, {section['num_parameters'] / 1e6:.1f} M parameters, "
+        f"{len(section['rows'][0]['rounds_ms'])} rounds"
+    )
+    return "\n".join([title, ""] + ["| " + " | ".join(cells) + " |" for cells in lines])
 
 
 def byte_disagreements(section: Section) -> list[str]:

@@ -13,7 +13,20 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-SMALL = ["--ranks", "2", "--params", "0.5", "--steps", "1", "--rounds", "2", "--seconds", "0", "--link-rates"]
+SMALL = [
+    "--ranks",
+    "2",
+    "--params",
+    "0.5",
+    "--steps",
+    "1",
+    "--rounds",
+    "2",
+    "--seconds",
+    "0",
+    "--no-straggler",
+    "--link-rates",
+]
 LIMIT_S = 60
 
 
