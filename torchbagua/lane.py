@@ -33,7 +33,15 @@ class Lane:
         self._stop = weakref.finalize(self, self._worker.stop)
 
     def submit(self, run: Callable[[], T]) -> "torch.futures.Future[T]":
-        """Queue `run`; the future completes with what it returns, or raises on `wait` what it raised.
+        """Queue `run`; the future completes with what it returns, or raises a RuntimeError that names its error.
+
+        Raises:
+            RuntimeError: the lane is closed.
+        """
+        return self.start(run).future
+
+    def start(self, run: Callable[[], T]) -> "Job[T]":
+        """Queue `run`; the job gives what it returns, or raises its very error.
 
         Raises:
             RuntimeError: the lane is closed.
@@ -66,7 +74,13 @@ def _clear_frames(error: BaseException) -> None:
             todo += [cause for cause in (error.__cause__, error.__context__) if cause is not None]
 
 
-class _Job(Generic[T]):
+class Job(Generic[T]):
+    """A function that a lane runs.
+
+    Attributes:
+        future: the same for torch, which makes a RuntimeError of whatever is raised.
+    """
+
     def __init__(self, run: Callable[[], T]) -> None:
         self._run = run
         self._failure: BaseException | None = None
@@ -74,11 +88,22 @@ class _Job(Generic[T]):
         # Not Future.set_exception, which casts its value to a tensor and garbles the message.
         self.future: torch.futures.Future[T] = self._done.then(self._result)
 
+    def is_done(self) -> bool:
+        """Return whether it has returned or raised."""
+        return self._done.done()
+
+    def result(self) -> T:
+        """Wait until it is done, and return what it returned or raise what it raised."""
+        self._done.wait()
+        return self._result(self._done)
+
     def run(self) -> None:
+        """Run it; on the lane's thread."""
         self._value = self._run()
         self._done.set_result(None)
 
     def fail(self, error: BaseException) -> None:
+        """Make `error` what it raises."""
         self._failure = error
         self._done.set_result(None)
 
@@ -93,18 +118,18 @@ class _Worker:
 
     def __init__(self, on_failure: Callable[[], None]) -> None:
         self._on_failure = on_failure
-        self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # between a job that is queued and the failure after which none runs
         self._failure: BaseException | None = None
 
-    def submit(self, run: Callable[[], T]) -> "torch.futures.Future[T]":
-        job = _Job(run)
+    def submit(self, run: Callable[[], T]) -> Job[T]:
+        job = Job(run)
         with self._lock:
             if self._failure is None:
                 self._jobs.put(job)
             else:
                 job.fail(self._failure)
-        return job.future
+        return job
 
     def stop(self) -> None:
         self._jobs.put(None)

@@ -277,7 +277,7 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
             check_in_step(self.process_group.world, facts, purpose)
             return run()
 
-        return self.lane.submit(job).wait()
+        return self.lane.start(job).result()
 
     def _average_gradients(self) -> None:
         if self.is_alone or self.state != "warm-up":

@@ -88,12 +88,12 @@ class BackgroundRounds:
         self._step_s = 0.0
         self._last_step_at = clock.now()
         impl.read_weights(self._snapshots)
-        self._ending = impl.lane.submit(self._run)
+        self._ending = impl.lane.start(self._run)
 
     @property
     def ending(self) -> Ending | None:
         """How the rounds ended, or None while they go on. Raises RuntimeError where communication failed."""
-        return self._ending.wait() if self._ending.done() else None
+        return self._ending.result() if self._ending.is_done() else None
 
     def after_step(self) -> None:
         """Between two steps, on the training thread: add what was averaged, give a snapshot where one is wanted."""
@@ -113,11 +113,11 @@ class BackgroundRounds:
         with self._turn:
             self._stops, self._wants_mean = True, with_mean
             self._turn.notify_all()
-            while not self._is_over and not self._ending.done():  # which it is at once on a lane that has failed
+            while not self._is_over and not self._ending.is_done():  # which it is at once on a lane that has failed
                 self._turn.wait_for(lambda: self._wants_snapshot or self._is_over)
                 self._serve()
             self._serve()
-        ending = self._ending.wait()
+        ending = self._ending.result()
         if ending.has_mean:
             self._impl.write_weights(self._impl.flats)
         return ending

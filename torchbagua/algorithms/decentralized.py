@@ -10,6 +10,7 @@ from torchbagua.algorithms.base import check_flags, register
 from torchbagua.algorithms.model_averaging import ModelAveragingAlgorithm, SynchronousAveragingImpl, check_at_least
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import PEER_SELECTION_MODES, BaguaProcessGroup, check_peers
+from torchbagua.lane import Job
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         self.hierarchical = hierarchical
         self.peer_selection_mode = peer_selection_mode
         self._differences: list[torch.Tensor] = []
-        self._round: torch.futures.Future[None] | None = None
+        self._round: Job[None] | None = None
         self._has_differences = False
 
     def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
@@ -141,7 +142,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def _wait(self) -> None:
         if self._round is not None:
-            self._round.wait()
+            self._round.result()
             self._round = None
             self._has_differences = True
 
@@ -200,7 +201,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         super().__init__(process_group, communication_interval, **options)
         self.hierarchical = hierarchical
         self.replicas: dict[str, list[torch.Tensor]] = {}
-        self._exchange: torch.futures.Future[None] | None = None
+        self._exchange: Job[None] | None = None
 
     def reset(self) -> None:
         """Make buckets again, and exchange the weights in full precision for the replicas to start from."""
@@ -231,20 +232,20 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         self.settle()
         if self.is_due:
             self.read_weights(self.flats)
-            finishes = self.submit_round(lambda: [bucket.start() for bucket in self.buckets]).wait()
+            finishes = self.submit_round(lambda: [bucket.start() for bucket in self.buckets]).result()
             self.write_weights(self.flats)
 
             def exchange() -> None:
                 for finish in finishes:
                     finish()
 
-            self._exchange = self.lane.submit(exchange)
+            self._exchange = self.lane.start(exchange)
         self.step += 1
 
     def settle(self) -> None:
         """Wait until the neighbours' replicas are up to date."""
         if self._exchange is not None:
-            self._exchange.wait()
+            self._exchange.result()
             self._exchange = None
 
     def state_dict(self) -> dict[str, Any]:

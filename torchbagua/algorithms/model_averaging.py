@@ -9,6 +9,7 @@ import torch
 from torchbagua.algorithms.base import Algorithm, AlgorithmImpl, check_flags
 from torchbagua.bucket import BaguaBucket, BaguaTensor, check_elements
 from torchbagua.collectives import BaguaProcessGroup, check_in_step, maximum
+from torchbagua.lane import Job
 
 T = TypeVar("T")
 
@@ -220,7 +221,7 @@ class SynchronousAveragingImpl(ModelAveragingImpl):
         """Communicate where it is due."""
         return lambda optimizer: self.after_step()
 
-    def submit_round(self, run: Callable[[], T], *, is_last: bool = False) -> "torch.futures.Future[T]":
+    def submit_round(self, run: Callable[[], T], *, is_last: bool = False) -> Job[T]:
         """Have the lane run `run` when all ranks have come to the same step; where they have not, all ranks raise."""
         facts = {
             "optimizer steps": self.step,
@@ -234,14 +235,14 @@ class SynchronousAveragingImpl(ModelAveragingImpl):
             check_in_step(self.process_group.world, facts, purpose)
             return run()
 
-        return self.lane.submit(job)
+        return self.lane.start(job)
 
     def agree_on_overflow(self, found_inf: bool) -> bool:
         """Return whether any rank has found an Inf or NaN in its gradients. Collective."""
         if self.is_alone:
             return found_inf
         world, purpose = self.process_group.world, f"the overflow of step {self.step}"
-        return self.lane.submit(lambda: maximum(world, [int(found_inf)], purpose)).wait() == [1]
+        return self.lane.start(lambda: maximum(world, [int(found_inf)], purpose)).result() == [1]
 
     def finish(self, *, failed: bool) -> bool:
         """Bring what is in flight into the weights and, where it is asked for, make them equal on all ranks."""
@@ -253,6 +254,6 @@ class SynchronousAveragingImpl(ModelAveragingImpl):
         for bucket in self.buckets:
             bucket.clear_ops().append_centralized_synchronous_op()
         self.read_weights(self.flats)
-        self.submit_round(lambda: [bucket.run() for bucket in self.buckets], is_last=True).wait()
+        self.submit_round(lambda: [bucket.run() for bucket in self.buckets], is_last=True).result()
         self.write_weights(self.flats)
         return True

@@ -1,0 +1,69 @@
+"""One rank of a run that is saved with torch.distributed.checkpoint, or resumed from there; started by torchrun.
+
+Arguments: "save" or "resume", and the checkpoint's folder. Each rank prints a digest of its weights after step 9; the
+checkpoint is of step 4, with a round in flight.
+"""
+
+import hashlib
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+
+STOP, END = 4, 9
+
+
+def main() -> None:
+    mode, folder = sys.argv[1:]
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20), nn.Linear(20, 1)))
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+    data = torch.Generator().manual_seed(rank)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 10, generator=data)).square().sum().backward()
+        optimizer.step()
+
+    with tb.attach(ddp, optimizer, tb.DecentralizedAlgorithm(peer_selection_mode="shift_one")) as attachment:
+
+        def checkpoint() -> dict[str, Any]:
+            # A key for each rank: one key for all would keep one rank's weights and drop the others'.
+            own = {
+                "model": ddp.module.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "attachment": attachment.state_dict(),
+                "data": data.get_state(),
+            }
+            return {f"rank{rank}": own}
+
+        if mode == "save":
+            for _ in range(STOP):
+                step()
+            dcp.save(checkpoint(), checkpoint_id=folder)
+        else:
+            step()  # fills the optimizer's state, which dcp loads in place
+            state = checkpoint()
+            dcp.load(state, checkpoint_id=folder)
+            own = state[f"rank{rank}"]
+            ddp.module.load_state_dict(own["model"])
+            optimizer.load_state_dict(own["optimizer"])
+            attachment.load_state_dict(own["attachment"])
+            data.set_state(own["data"])
+        for _ in range(STOP, END):
+            step()
+        weights = b"".join(tensor.numpy().tobytes() for tensor in ddp.module.state_dict().values())
+        print(f"rank {rank} digest {hashlib.sha256(weights).hexdigest()}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""GradScaler with algorithms that average weights: an Inf on one rank, with the scaler handed over and without."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from averaging import Weights, assert_same_weights, weights_of
+from ranks import run_ranks
+from training import build
+
+ALGORITHMS = {
+    "all": tb.DecentralizedAlgorithm(),
+    "shift_one": tb.DecentralizedAlgorithm(True, "shift_one"),
+    "low precision, every 2": tb.LowPrecisionDecentralizedAlgorithm(communication_interval=2),
+}
+OVERFLOW_STEP, OVERFLOW_RANK, NUM_STEPS = 3, 1, 8
+
+
+class Loop:
+    """A training loop with a GradScaler in which one rank's gradient overflows once."""
+
+    def __init__(self, group: dist.ProcessGroup, model: torch.nn.Module, *, unscales: bool = False, **options: Any):
+        self.rank = group.rank()
+        self.module = copy.deepcopy(model)
+        self.ddp = DistributedDataParallel(self.module, process_group=group)
+        self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=0.01, **options)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        self.unscales = unscales
+        self.data = torch.Generator().manual_seed(self.rank)
+        self.updates: list[bool] = []
+
+    def step(self, step: int) -> None:
+        before = weights_of(self.module)
+        self.optimizer.zero_grad()
+        loss = self.ddp(torch.randn(4, 10, generator=self.data)).square().sum()
+        if (step, self.rank) == (OVERFLOW_STEP, OVERFLOW_RANK):
+            loss = loss * float("inf")
+        self.scaler.scale(loss).backward()
+        if self.unscales:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.ddp.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.updates.append(not torch.equal(before["weight"], weights_of(self.module)["weight"]))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("options", [{}, {"unscales": True}, {"fused": True}], ids=["plain", "unscale_", "fused"])
+def test_all_ranks_skip_together(name: str, options: dict[str, Any]) -> None:
+    """The schedules stay in step, the loss scales equal, and the weights finite."""
+    model = build(lambda: torch.nn.Linear(10, 3))
+
+    def body(group: dist.ProcessGroup) -> tuple[Weights, float]:
+        loop = Loop(group, model, **options)
+        find_inf = loop.scaler._unscale_grads_
+        with tb.attach(loop.ddp, loop.optimizer, ALGORITHMS[name], grad_scaler=loop.scaler):
+            for step in range(NUM_STEPS):
+                loop.step(step)
+                assert loop.scaler.get_scale() == (8.0 if step < OVERFLOW_STEP else 4.0)
+        assert loop.scaler._unscale_grads_ == find_inf
+        return weights_of(loop.module), loop.scaler.get_scale()
+
+    weights = [weights for weights, _ in run_ranks(4, body)]
+    assert_same_weights(weights)
+    assert weights[0]["weight"].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_without_the_scaler_all_ranks_get_the_error(name: str) -> None:
+    model = build(lambda: torch.nn.Linear(10, 3))
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model)
+
+        def train() -> None:
+            with tb.attach(loop.ddp, loop.optimizer, ALGORITHMS[name]):
+                for step in range(NUM_STEPS):
+                    loop.step(step)
+
+        with pytest.raises(
+            tb.CommunicationError, match=r"out of step in .*: rank \d has \d backward passes, rank \d has \d\. .*scaler"
+        ):
+            train()
+        assert len(loop.updates) <= OVERFLOW_STEP + 3
+
+    run_ranks(4, body)
+
+
+def test_async_skips_on_each_rank_alone_after_warm_up_and_together_in_it() -> None:
+    model = build(lambda: torch.nn.Linear(10, 3))
+
+    def body(group: dist.ProcessGroup) -> list[list[bool]]:
+        updates = []
+        for warmup_steps in (0, NUM_STEPS):
+            loop = Loop(group, model)
+            algorithm = tb.AsyncModelAverageAlgorithm(sync_interval_ms=10_000, warmup_steps=warmup_steps)
+            with tb.attach(loop.ddp, loop.optimizer, algorithm, grad_scaler=loop.scaler):
+                for step in range(NUM_STEPS):
+                    loop.step(step)
+            updates.append(loop.updates)
+        return updates
+
+    alone, together = zip(*run_ranks(2, body), strict=True)
+    skipped = [step != OVERFLOW_STEP for step in range(NUM_STEPS)]
+    assert alone == ([True] * NUM_STEPS, skipped)
+    assert together == (skipped, skipped)
+
+
+def test_grad_scaler_that_is_none() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters())
+        with pytest.raises(TypeError, match=r"grad_scaler must be a torch\.amp\.GradScaler, got float"):
+            tb.attach(ddp, optimizer, "decentralized", grad_scaler=8.0)
+
+    run_ranks(1, body)

@@ -1,0 +1,155 @@
+"""Checkpoint and resume of algorithms that average weights: bit for bit as if training had never stopped."""
+
+import copy
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchbagua as tb
+from averaging import Normed, Trainer, assert_same_weights, weights_of
+from ranks import run_ranks
+from training import build
+
+ALGORITHMS = {
+    "all": tb.DecentralizedAlgorithm(),
+    "all, every 3": tb.DecentralizedAlgorithm(communication_interval=3),
+    "shift_one": tb.DecentralizedAlgorithm(True, "shift_one"),
+    "shift_one, every 3": tb.DecentralizedAlgorithm(True, "shift_one", 3),
+    "low precision": tb.LowPrecisionDecentralizedAlgorithm(),
+    "low precision, every 3": tb.LowPrecisionDecentralizedAlgorithm(communication_interval=3),
+}
+STOP, END = 4, 9
+
+
+def checkpoint(trainer: Trainer, attachment: tb.Attachment) -> dict[str, Any]:
+    """What a rank saves; with an interval of 1, a round is in flight."""
+    return {
+        "attachment": attachment.state_dict(),
+        "model": trainer.module.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "data": trainer.data.get_state(),
+    }
+
+
+def resume(trainer: Trainer, attachment: tb.Attachment, state: dict[str, Any]) -> None:
+    """The recipe: once DDP has wrapped the model, which gives all ranks rank 0's weights, load each rank's own."""
+    trainer.module.load_state_dict(state["model"])
+    trainer.optimizer.load_state_dict(state["optimizer"])
+    trainer.data.set_state(state["data"])
+    attachment.load_state_dict(state["attachment"])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("nodes", [None, [0, 0, 1, 1]], ids=["flat", "nodes"])
+def test_resume_bit_for_bit(name: str, nodes: list[int] | None) -> None:
+    model, algorithm = build(Normed), ALGORITHMS[name]
+
+    def body(group: dist.ProcessGroup) -> None:
+        def attached(trainer: Trainer) -> tb.Attachment:
+            bagua_group = tb.BaguaProcessGroup(group, nodes=nodes)
+            return tb.attach(trainer.ddp, trainer.optimizer, algorithm, process_group=bagua_group)
+
+        uninterrupted = Trainer(group, model, lr=0.01)
+        with attached(uninterrupted):
+            for _ in range(END):
+                uninterrupted.step()
+        uninterrupted.trace.final = weights_of(uninterrupted.module)
+
+        first = Trainer(group, model, lr=0.01)
+        with attached(first) as attachment:
+            for _ in range(STOP):
+                first.step()
+            file = io.BytesIO()
+            torch.save(checkpoint(first, attachment), file)
+            first.step()  # saving has disturbed nothing
+            assert_same_weights([weights_of(first.module), uninterrupted.trace.start[STOP + 1]])
+
+        file.seek(0)
+        second = Trainer(group, model, lr=0.01)
+        with attached(second) as attachment:
+            second.step()  # what it has done before it loads is forgotten
+            resume(second, attachment, torch.load(file, weights_only=True))
+            for step in range(STOP, END):
+                assert_same_weights([weights_of(second.module), uninterrupted.trace.start[step]])
+                second.step()
+        assert_same_weights([weights_of(second.module), uninterrupted.trace.final])
+
+    run_ranks(4, body)
+
+
+def test_resume_from_a_distributed_checkpoint(tmp_path: Path) -> None:
+    """Real processes, one checkpoint of all ranks with keys of their own; the ranks' weights differ all the time."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = str(Path(__file__).with_name("checkpoint_rank.py"))
+    digests = []
+    for mode in ("save", "resume"):
+        run = subprocess.run(
+            [*torchrun, script, mode, str(tmp_path / "checkpoint")],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        digests.append(sorted(re.findall(r"rank \d digest \w+", run.stdout)))
+    assert len(digests[0]) == 2
+    assert digests[0][0].split()[-1] != digests[0][1].split()[-1]
+    assert digests[1] == digests[0]
+
+
+def test_async_resumes_its_steps_and_its_state() -> None:
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> None:
+        algorithm = tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, warmup_steps=3)
+        first = Trainer(group, model, lr=0.001)
+        states = []
+        with tb.attach(first.ddp, first.optimizer, algorithm) as attachment:
+            for step in range(6):
+                first.step()
+                if step in (1, 4):
+                    states.append(copy.deepcopy(checkpoint(first, attachment)))
+            attachment.impl.abort(first.ddp)
+            states.append(copy.deepcopy(checkpoint(first, attachment)))
+
+        for state, expected in zip(states, ("warm-up", "running", "stopped"), strict=True):
+            second = Trainer(group, model, lr=0.001)
+            with tb.attach(second.ddp, second.optimizer, algorithm) as attachment:
+                resume(second, attachment, state)
+                assert attachment.impl.state == expected
+                assert attachment.impl.step == state["attachment"]["impl"]["step"]
+                second.step()
+                second.step()
+                if expected == "stopped":
+                    attachment.impl.resume(second.ddp)
+                assert attachment.impl.state == "running"
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", ["all", "low precision"])
+def test_state_of_another_model_or_algorithm(name: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Normed))
+        with tb.attach(trainer.ddp, trainer.optimizer, ALGORITHMS[name]) as attachment:
+            state = attachment.state_dict()
+            with pytest.raises(ValueError, match=r"state must have the keys \[.*'step'.*\], got \['step'\]"):
+                attachment.load_state_dict({**state, "impl": {"step": 3}})
+            key = "differences" if name == "all" else "left"
+            other = {**state["impl"], key: {"other.weight": torch.zeros(3)}}
+            with pytest.raises(
+                ValueError, match=r"must hold the weights of this module, 8 tensors, got 1; they differ"
+            ):
+                attachment.load_state_dict({**state, "impl": other})
+            with pytest.raises(ValueError, match="the state is of ByteGradAlgorithm"):
+                attachment.load_state_dict({**state, "algorithm": repr(tb.ByteGradAlgorithm())})
+            trainer.step()
+
+    run_ranks(2, body)
