@@ -11,19 +11,11 @@ import contextlib
 import datetime
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
-
-from tqdm import tqdm
 
 from contestants import (
     COMPUTE_ONLY,
@@ -34,6 +26,7 @@ from contestants import (
 )
 from environment import REPOSITORY, environment_record
 from namespaces import EmulatedNetwork, NetworkError, remove_stale_namespaces, why_unavailable
+from processes import LOOPBACK, Limits, RankFailure, Stopped, free_port, running_ranks, wait_for_ranks
 from rank import SLOWDOWN, Settings
 from report import (
     Section,
@@ -44,7 +37,6 @@ from report import (
     table_of,
 )
 
-POLL_S = 0.1
 RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     # glibc gives freed gradients back to the kernel or not, depending on where in the heap they lie. Which contestant
@@ -52,100 +44,6 @@ RANK_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
 }
-STALL_S = 120  # longest wait for a sign of life: importing, a first compilation, one block
-
-
-class RankFailure(RuntimeError):
-    """A rank ended early or stopped making progress."""
-
-
-class Stopped(Exception):
-    """A signal or the deadline ends the benchmark; the message says which."""
-
-
-class Limits:
-    """When to stop: at SIGINT, SIGTERM, SIGHUP or the deadline.
-
-    Signals are only noted and looked at between two polls, so that none can interrupt the building or the deletion of a
-    network.
-    """
-
-    def __init__(self, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
-        self.start = time.monotonic()
-        self.signal: signal.Signals | None = None
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup asks
-            numbers.append(signal.SIGHUP)
-        for number in numbers:
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
-
-    def check(self) -> None:
-        """Raise Stopped if it is time to stop."""
-        if self.signal is not None:
-            raise Stopped(self.signal.name)
-        if time.monotonic() - self.start > self.deadline_s:
-            raise Stopped(f"the deadline of {self.deadline_s:.0f} s (--deadline)")
-
-
-@contextlib.contextmanager
-def running_ranks(settings: Settings, network: EmulatedNetwork | None) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The rank processes, each with a log in the scratch folder; killed with all their children at the end."""
-    scratch = Path(settings.scratch)
-    (scratch / "settings.json").write_text(json.dumps(asdict(settings)))
-    interface = "eth0" if network else "lo"
-    environment = os.environ | RANK_ENVIRONMENT | {"GLOO_SOCKET_IFNAME": interface}
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(len(settings.nodes)):
-            prefix = ["ip", "netns", "exec", network.namespace(rank)] if network else []
-            program = [sys.executable, str(Path(__file__).with_name("rank.py"))]
-            with open(scratch / f"rank{rank}.log", "wb") as log:
-                ranks.append(
-                    subprocess.Popen(
-                        [*prefix, *program, str(scratch / "settings.json"), str(rank)],
-                        env=environment,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,  # Ctrl-C reaches this process only, and killpg reaches their children
-                    )
-                )
-        yield ranks
-    finally:
-        for process in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def wait_for_ranks(ranks: list[subprocess.Popen[bytes]], scratch: Path, limits: Limits, title: str) -> None:
-    """Show their progress until all ranks have ended well. Raises RankFailure or Stopped."""
-    last_sign_of_life = time.monotonic()
-    with tqdm(desc=title, unit="step", leave=False) as bar:
-        while True:
-            codes = [process.poll() for process in ranks]
-            for rank, code in enumerate(codes):
-                if code not in (None, 0):
-                    raise RankFailure(f"rank {rank} ended with {code}:\n{_log_tail(scratch, rank)}")
-            if None not in codes:
-                return
-            limits.check()
-            with contextlib.suppress(FileNotFoundError):  # not there before the first step
-                num_done, bar.total, label = json.loads((scratch / "progress.json").read_text())
-                if num_done > bar.n:
-                    last_sign_of_life = time.monotonic()
-                    bar.set_postfix_str(label, refresh=False)
-                    bar.update(num_done - bar.n)
-            if time.monotonic() - last_sign_of_life > STALL_S:
-                raise RankFailure(f"no step ended for {STALL_S} s; rank 0 said:\n{_log_tail(scratch, 0)}")
-            time.sleep(POLL_S)
-
-
-def _log_tail(scratch: Path, rank: int) -> str:
-    return (scratch / f"rank{rank}.log").read_text(errors="replace")[-2000:]
 
 
 @dataclass(frozen=True)
@@ -169,7 +67,7 @@ def run_plan(arguments: argparse.Namespace, limits: Limits, plan: Plan) -> Secti
         settings = Settings(
             parent_pid=os.getpid(),
             scratch=str(scratch),
-            init_method=f"tcp://{network.address(0)}:29500" if network else f"tcp://127.0.0.1:{_free_port()}",
+            init_method=f"tcp://{network.address(0)}:29500" if network else f"tcp://127.0.0.1:{free_port()}",
             switch=network.switch if network else None,
             nodes=nodes,
             contestants=plan.contestants,
@@ -180,7 +78,14 @@ def run_plan(arguments: argparse.Namespace, limits: Limits, plan: Plan) -> Secti
             min_rounds=arguments.rounds,
             seconds=arguments.seconds,
         )
-        ranks = stack.enter_context(running_ranks(settings, network))
+        (scratch / "settings.json").write_text(json.dumps(asdict(settings)))
+        ranks = stack.enter_context(
+            running_ranks(
+                [_rank_command(rank, scratch, network) for rank in range(len(nodes))],
+                scratch,
+                RANK_ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "eth0" if network else LOOPBACK},
+            )
+        )
         wait_for_ranks(ranks, scratch, limits, plan.title)
         results = [json.loads((scratch / f"result{rank}.json").read_text()) for rank in range(arguments.ranks)]
     about: dict[str, Any] = {
@@ -196,9 +101,10 @@ def run_plan(arguments: argparse.Namespace, limits: Limits, plan: Plan) -> Secti
     return summarise(about, results, arguments.steps)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+def _rank_command(rank: int, scratch: Path, network: EmulatedNetwork | None) -> list[str]:
+    prefix = ["ip", "netns", "exec", network.namespace(rank)] if network else []
+    program = str(Path(__file__).with_name("rank.py"))
+    return [*prefix, sys.executable, program, str(scratch / "settings.json"), str(rank)]
 
 
 def make_plans(arguments: argparse.Namespace) -> list[Plan]:

@@ -4,12 +4,8 @@ All contestants live in this process, over one process group, and take turns: a 
 steps. Whatever slows the machine down for a while then slows all of them.
 """
 
-import ctypes
-import gc
 import json
 import math
-import os
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -20,8 +16,8 @@ import torch.distributed as dist
 
 from contestants import COMPUTE_ONLY, CONTESTANTS, Entry, build_batch, build_model
 from namespaces import Traffic, read_loopback_traffic, read_traffic
+from processes import die_with_parent, leave_process_group, report_progress
 
-PR_SET_PDEATHSIG = 1
 MAX_ROUNDS = 40
 SLOWDOWN = 3
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first, PowerSGD compresses from the third
@@ -54,14 +50,6 @@ class Block:
     seconds: float
     recorded_bytes: int | None  # what the library says this rank has sent
     traffic: Traffic | None  # read by rank 0, for all ranks
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel end this process when network.py ends, even by SIGKILL: nothing then keeps a namespace in use."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        raise SystemExit("network.py is gone")
 
 
 class Race:
@@ -102,11 +90,8 @@ class Race:
     def close(self) -> None:
         for entry in self.entries.values():
             entry.close()
-        # While a DDP holds the process group, gloo's threads outlive destroy_process_group. They must not outlive the
-        # interpreter: one that lets go of a Python object then aborts the process.
         self.entries.clear()
-        gc.collect()
-        dist.destroy_process_group()
+        leave_process_group()
 
     def _agree(self, numbers: list[int]) -> list[int]:
         """Return rank 0's."""
@@ -155,10 +140,7 @@ class Race:
 
     def _report_progress(self, name: str) -> None:
         if self.rank == 0:
-            progress = Path(self.settings.scratch) / "progress.json"
-            written = progress.with_suffix(".new")
-            written.write_text(json.dumps([self.num_done, self.num_planned, CONTESTANTS[name].label]))
-            written.replace(progress)  # network.py never reads half a line
+            report_progress(Path(self.settings.scratch), self.num_done, self.num_planned, CONTESTANTS[name].label)
 
 
 def main() -> None:

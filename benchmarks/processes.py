@@ -1,0 +1,152 @@
+"""The rank processes of a benchmark: started, watched and always ended, by whatever ends the benchmark itself."""
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+POLL_S = 0.1
+STALL_S = 120  # longest wait for a sign of life: importing, a first compilation, one block
+GRACE_S = 1  # the rank whose failure makes the others fail is not always the first to have ended
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+PR_SET_PDEATHSIG = 1
+
+
+class RankFailure(RuntimeError):
+    """A rank ended early or stopped making progress."""
+
+
+class Stopped(Exception):
+    """A signal or the deadline ends the benchmark; the message says which."""
+
+
+class Limits:
+    """When to stop: at SIGINT, SIGTERM, SIGHUP or the deadline.
+
+    Signals are only noted and looked at between two polls, so that none can interrupt the building or the deletion of a
+    network.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.start = time.monotonic()
+        self.signal: signal.Signals | None = None
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup asks
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+
+    def check(self) -> None:
+        """Raise Stopped if it is time to stop."""
+        if self.signal is not None:
+            raise Stopped(self.signal.name)
+        if time.monotonic() - self.start > self.deadline_s:
+            raise Stopped(f"the deadline of {self.deadline_s:.0f} s (--deadline)")
+
+
+@contextlib.contextmanager
+def running_ranks(
+    commands: Sequence[Sequence[str]], scratch: Path, environment: Mapping[str, str]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A process for each command, rank 0's first, each with a log in `scratch`; killed with their children at the end.
+
+    `environment` is added to this process's own.
+    """
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, command in enumerate(commands):
+            with open(scratch / f"rank{rank}.log", "wb") as log:
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        env=os.environ | environment,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,  # Ctrl-C reaches this process only, and killpg reaches their children
+                    )
+                )
+        yield ranks
+    finally:
+        for process in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait_for_ranks(ranks: list[subprocess.Popen[bytes]], scratch: Path, limits: Limits, title: str) -> None:
+    """Show their progress until all ranks have ended well. Raises RankFailure or Stopped."""
+    last_sign_of_life = time.monotonic()
+    with tqdm(desc=title, unit="step", leave=False) as bar:
+        while True:
+            _raise_failures(ranks, scratch)
+            if all(process.poll() is not None for process in ranks):
+                return
+            limits.check()
+            with contextlib.suppress(FileNotFoundError):  # not there before the first step
+                num_done, bar.total, label = json.loads((scratch / "progress.json").read_text())
+                if num_done > bar.n:
+                    last_sign_of_life = time.monotonic()
+                    bar.set_postfix_str(label, refresh=False)
+                    bar.update(num_done - bar.n)
+            if time.monotonic() - last_sign_of_life > STALL_S:
+                raise RankFailure(f"no step ended for {STALL_S} s; rank 0 said:\n{_log_tail(scratch, 0)}")
+            time.sleep(POLL_S)
+
+
+def _raise_failures(ranks: list[subprocess.Popen[bytes]], scratch: Path) -> None:
+    failed = [rank for rank, process in enumerate(ranks) if process.poll() not in (None, 0)]
+    if failed:
+        time.sleep(GRACE_S)
+        failed += [rank for rank, process in enumerate(ranks) if process.poll() not in (None, 0) and rank not in failed]
+        messages = [f"rank {rank} ended with {ranks[rank].returncode}:\n{_log_tail(scratch, rank)}" for rank in failed]
+        raise RankFailure("\n".join(messages))
+
+
+def _log_tail(scratch: Path, rank: int) -> str:
+    return (scratch / f"rank{rank}.log").read_text(errors="replace")[-2000:]
+
+
+def free_port() -> int:
+    """A TCP port of the loopback device that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def report_progress(scratch: Path, num_done: int, num_planned: int, label: str) -> None:
+    """What `wait_for_ranks` shows; called by rank 0."""
+    progress = scratch / "progress.json"
+    written = progress.with_suffix(".new")
+    written.write_text(json.dumps([num_done, num_planned, label]))
+    written.replace(progress)  # wait_for_ranks never reads half a line
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Let the kernel end this rank when its benchmark ends, even by SIGKILL: nothing then keeps a namespace in use."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        raise SystemExit("the benchmark is gone")
+
+
+def leave_process_group() -> None:
+    """Destroy the default group; no DDP module may be referenced any more."""
+    # While a DDP holds the process group, gloo's threads outlive destroy_process_group. They must not outlive the
+    # interpreter: one that lets go of a Python object then aborts the process.
+    gc.collect()
+    dist.destroy_process_group()
