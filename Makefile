@@ -20,7 +20,7 @@ BUILT_FROM = pyproject.toml setup.py torchbagua/native/recipe.py $(NATIVE_SOURCE
 
 .PHONY: help
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-14s %s\n' "$$name" "$$what"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '  make %-17s %s\n' "$$name" "$$what"; done
 	@echo
 	@echo "  PYTHON=python3.12     the Python that .venv is made with (3.10 or newer); remove .venv to change it"
 	@echo "  PIP_ARGS='...'        further arguments for pip, such as --index-url or --find-links with a CPU build of torch"
@@ -56,6 +56,10 @@ bench-codec: $(STAMPS)/package ## time the native kernels against a copy
 bench-network: $(STAMPS)/package ## time training steps over emulated slow networks (as root, on Linux)
 	$(BIN)/python benchmarks/network.py $(ARGS)
 
+.PHONY: bench-convergence
+bench-convergence: $(STAMPS)/bench ## train two models with every algorithm: held-out loss, and a picture of the curves
+	$(BIN)/python benchmarks/convergence.py $(ARGS)
+
 .PHONY: soak
 soak: $(STAMPS)/dev ## the tests that take minutes
 	$(BIN)/pytest -m soak -o faulthandler_timeout=1800 $(ARGS)
@@ -79,6 +83,10 @@ $(STAMPS)/package: $(STAMPS)/torch $(BUILT_FROM)
 	$(PIP_INSTALL) --no-build-isolation --editable '.[demo]'
 	touch $@
 
+$(STAMPS)/bench: $(STAMPS)/torch $(BUILT_FROM)
+	$(PIP_INSTALL) --no-build-isolation --editable '.[bench]'
+	touch $(STAMPS)/package $@
+
 $(STAMPS)/dev: $(STAMPS)/torch $(BUILT_FROM)
 	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
-	touch $(STAMPS)/package $@
+	touch $(STAMPS)/package $(STAMPS)/bench $@

@@ -72,7 +72,7 @@ def _train(name: str, algorithm: tb.Algorithm | None, text: Tensor, settings: Se
     batches = torch.Generator().manual_seed(settings.seed + rank)
     ddp = DistributedDataParallel(GPT(width=160, num_layers=4, num_heads=5))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95))
-    schedule = LambdaLR(optimizer, lambda step: _learning_rate_factor(step, settings.steps))
+    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
     recorder = tb.traces.Recorder()
     total_sent_bytes = 0
     losses, step_ms, sent_bytes = [], [], []
@@ -83,7 +83,7 @@ def _train(name: str, algorithm: tb.Algorithm | None, text: Tensor, settings: Se
     ):
         for _ in range(settings.steps):
             start = time.perf_counter()
-            inputs_bt, targets_bt = _next_batch(text, batches)
+            inputs_bt, targets_bt = next_batch(text, batches)
             loss = F.cross_entropy(ddp(inputs_bt).view(-1, VOCABULARY), targets_bt.flatten())
             optimizer.zero_grad()
             loss.backward()
@@ -101,14 +101,14 @@ def _train(name: str, algorithm: tb.Algorithm | None, text: Tensor, settings: Se
     return Run(losses, step_ms, None if algorithm is None else sent_bytes, num_elements)
 
 
-def _next_batch(text: Tensor, batches: torch.Generator) -> tuple[Tensor, Tensor]:
+def next_batch(text: Tensor, batches: torch.Generator) -> tuple[Tensor, Tensor]:
     """Cuts random windows: inputs and targets, each [SEQUENCES_PER_RANK, CONTEXT] int64, targets one byte later."""
     starts = torch.randint(len(text) - CONTEXT, (SEQUENCES_PER_RANK, 1), generator=batches)
     windows = text[starts + torch.arange(CONTEXT + 1)].long()
     return windows[:, :-1], windows[:, 1:]
 
 
-def _learning_rate_factor(step: int, steps: int) -> float:
+def learning_rate_factor(step: int, steps: int) -> float:
     """Linear warm-up, then a cosine down to 2 %."""
     return min((step + 1) / WARMUP_STEPS, 0.51 + 0.49 * math.cos(math.pi * step / steps))
 
