@@ -1,10 +1,11 @@
 """What algorithms cost in loss: two models trained on real data with each, from the same weights, on the same batches.
 
-    python benchmarks/convergence.py            # about 15 minutes on two cores; `--quick` takes seconds
+    python benchmarks/convergence.py            # about 14 minutes on two idle cores; `--quick` takes seconds
     python benchmarks/convergence.py --show benchmarks/results/convergence-....json
 
 Every contestant is attached to DDP, trained, and detached, which gives all ranks the same weights; those are evaluated
-on held-out data. The asynchronous one goes by the clock: its result depends on how fast the machine is.
+on held-out data. The asynchronous one goes by the clock: its result depends on how fast the machine is. All have one
+learning rate: AdamW on a rank's own gradients, which are noisier than averaged ones, makes less of it.
 """
 
 import argparse
@@ -95,7 +96,7 @@ def main() -> int:
     print("\n\n".join(map(markdown_table, sections)) + "\n")
     now = datetime.datetime.now(datetime.timezone.utc)
     path = folder / f"convergence-{now:%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps({"environment": environment, "tasks": sections}, indent=1) + "\n")
+    path.write_text(json.dumps({"environment": environment, "tasks": sections}) + "\n")
     draw(sections).savefig(path.with_suffix(".png"))
     print(f"Results: {path} and {path.with_suffix('.png').name}")
     return 0

@@ -30,8 +30,9 @@ def summarise(name: str, runs: Sequence[dict[str, Any]], num_ranks: int) -> Sect
         row: Row = {"contestant": label, "algorithm": own[0]["algorithm"]}
         row |= {
             key: [run[key] for run in own]
-            for key in ("seed", "step_sent_bytes", "seconds", "held_out_loss", "held_out_accuracy", "losses")
+            for key in ("seed", "step_sent_bytes", "seconds", "held_out_loss", "held_out_accuracy")
         }
+        row["losses"] = [[round(loss, 5) for loss in run["losses"]] for run in own]
         pairs = [(run["held_out_loss"], other["held_out_loss"]) for run, other in zip(own, baseline, strict=True)]
         row["loss_difference_percent"] = [100 * (loss / baseline_loss - 1) for loss, baseline_loss in pairs]
         rows.append(row)
