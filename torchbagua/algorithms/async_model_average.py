@@ -268,9 +268,9 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         if self.is_alone:
             return run()
         facts = {
+            "ended attachments": int(is_last),
             "optimizer steps of the warm-up": min(self.step, self.warmup_steps),
             "calls of abort and resume": self._num_calls,
-            "ended attachments": int(is_last),
         }
 
         def job() -> Any:
