@@ -220,8 +220,6 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
 
     def close(self) -> None:
         """End the rounds of all ranks, where they are still running, and the lane."""
-        if self._rounds is not None:
-            self._rounds.leave()
         super().close()
         self._module = None
 
