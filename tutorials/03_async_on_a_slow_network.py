@@ -1,19 +1,20 @@
 """Training that waits for nobody: weights averaged in the background, on a slow network and with a slow rank.
 
-Run it over two processes on this machine; it takes about twenty-five seconds:
+Run it over two processes on this machine; it takes about twenty seconds:
 
     torchrun --standalone --nproc-per-node=2 tutorials/03_async_on_a_slow_network.py
 
-The loopback is fast, so that shows what a slow rank does to the others. On Linux this gives the two processes a network
-of their own, of 100 Mbit/s, and shows what a slow network does; where `unshare` is not permitted, run it as root:
+That shows what a slow rank does to the others; the network within a machine is fast. On Linux this gives the processes
+a network of their own, of 100 Mbit/s, and shows both (where it is not permitted, as root without the two options about
+users):
 
-    unshare --user --map-root-user --net sh -c "ip link set lo up && \
-        tc qdisc add dev lo root tbf rate 100mbit burst 256kb latency 100ms && \
+    unshare --user --map-root-user --net sh -c "ip link set lo up &&
+        tc qdisc add dev lo root tbf rate 100mbit burst 256kb latency 100ms &&
         torchrun --standalone --local-addr=localhost --nproc-per-node=2 tutorials/03_async_on_a_slow_network.py"
 
 With DistributedDataParallel all ranks take a step together, at the speed of the network and of the slowest rank. With
 AsyncModelAverage each trains alone at its own speed, and a background thread averages the weights now and then. Both
-get the same time here: first with two ranks alike, and then with rank 1 as slow as on a busy machine.
+get the same time here: first with two ranks alike, and then with rank 1 slow, as on a machine that is busy.
 """
 
 import argparse
@@ -45,15 +46,15 @@ def build() -> tuple[DistributedDataParallel, torch.optim.Optimizer, torch.Gener
 def step(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, batches: torch.Generator, *, is_slow: bool
 ) -> None:
-    """One step of any DDP script."""
+    """One step of any DDP script, of which rank 1 takes some longer."""
+    if is_slow and dist.get_rank() == 1:
+        time.sleep(PAUSE_S)
     starts = torch.randint(len(TEXT) - CONTEXT, (BATCH, 1), generator=batches)
     windows = TEXT[starts + torch.arange(CONTEXT + 1)]
     loss = F.cross_entropy(ddp(windows[:, :-1]), windows[:, -1])
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    if is_slow and dist.get_rank() == 1:
-        time.sleep(PAUSE_S)
 
 
 @torch.no_grad()
@@ -64,3 +65,59 @@ def evaluate(ddp: DistributedDataParallel) -> float:
     loss = F.cross_entropy(ddp.module(windows[:, :-1]), windows[:, -1])
     dist.all_reduce(loss)
     return loss.item() / dist.get_world_size()
+
+
+def largest_difference(ddp: DistributedDataParallel) -> float:
+    """The largest difference between two ranks in any weight."""
+    weights = nn.utils.parameters_to_vector(ddp.parameters()).detach()
+    extremes = torch.stack([weights, -weights])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    return extremes.sum(0).max().item()
+
+
+def report(name: str, steps_per_s: float, ddp: DistributedDataParallel, rounds: str = "") -> None:
+    """Prints a line of the table on rank 0."""
+    speeds = [0.0] * dist.get_world_size()
+    dist.all_gather_object(speeds, steps_per_s)
+    loss = evaluate(ddp)
+    if dist.get_rank() == 0:
+        print(f"{name:24} {' '.join(f'{speed:8.1f}' for speed in speeds)} {loss:12.3f}  {rounds}", flush=True)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    phases = [("ranks alike", STEPS_ALIKE, False), ("rank 1 slow", STEPS_SLOW, True)]
+    if dist.get_rank() == 0:
+        print("                         steps per second on each rank, and the loss", flush=True)
+
+    ddp, optimizer, batches = build()
+    seconds = []
+    for phase, num_steps, is_slow in phases:
+        start_s = time.perf_counter()
+        for _ in range(num_steps):
+            step(ddp, optimizer, batches, is_slow=is_slow)
+        seconds.append(time.perf_counter() - start_s)
+        report(f"DDP, {phase}", num_steps / seconds[-1], ddp)
+
+    ddp, optimizer, batches = build()
+    # The pause between two rounds. More rounds keep the ranks closer together, and no step waits for one.
+    with tb.attach(ddp, optimizer, tb.AsyncModelAverageAlgorithm(sync_interval_ms=200)) as attachment:
+        for (phase, _, is_slow), seconds_of_phase in zip(phases, seconds, strict=True):
+            rounds_before = attachment.impl.num_rounds
+            num_steps, start_s = 0, time.perf_counter()
+            while time.perf_counter() - start_s < seconds_of_phase:  # no matter how many steps the others take
+                step(ddp, optimizer, batches, is_slow=is_slow)
+                num_steps += 1
+            steps_per_s = num_steps / (time.perf_counter() - start_s)
+            difference_before = largest_difference(ddp)
+            attachment.impl.abort(ddp)  # stops the rounds, when all ranks have called it, and gives all the mean
+            rounds = attachment.impl.num_rounds - rounds_before
+            difference_after = largest_difference(ddp)
+            differences = f"weights differ by {difference_before:.2g}, after abort by {difference_after:g}"
+            report(f"async, {phase}", steps_per_s, ddp, f"{rounds} rounds; {differences}")
+            attachment.impl.resume(ddp)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
