@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 
-CONTEXT, BATCH, STEPS = 8, 128, 120
+CONTEXT, BATCH, STEPS = 8, 128, 90
 TEXT = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
 
 ALGORITHMS = {
@@ -59,14 +59,14 @@ def loss_on_batch(model: nn.Module, size: int, batches: torch.Generator) -> torc
 def train(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, batches: torch.Generator, steps: int
 ) -> list[float]:
-    """The training loop of any DDP script. Returns how far apart the ranks were after each 30 steps."""
+    """The training loop of any DDP script. Returns how far apart the ranks were after each 15 steps."""
     apart = []
     for step in range(1, steps + 1):
         loss = loss_on_batch(ddp, BATCH, batches)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()  # at the end of it the weights become the average, and the next round starts
-        if step % 30 == 0:
+        if step % 15 == 0:
             apart.append(far_apart(ddp))
     return apart
 
@@ -107,10 +107,11 @@ def main(checkpoints: Path) -> None:
 
     ddp, optimizer, batches = build()
     say(f"{ranks} ranks, {len(weights_of(ddp))} parameters")
-    say("               kB a step and rank   ranks apart while training    at the end   loss")
+    say("               kB a step and rank   ranks apart while training                   at the end   loss")
     apart = train(ddp, optimizer, batches, STEPS)
     report("DDP", 8 * (ranks - 1) / ranks * len(weights_of(ddp)), apart, ddp)  # gloo's all-reduce is a ring
 
+    finished = {}
     for name, algorithm in ALGORITHMS.items():
         ddp, optimizer, batches = build()
         recorder = tb.traces.Recorder()
@@ -129,17 +130,18 @@ def main(checkpoints: Path) -> None:
             bytes_per_step = (recorder.bytes_sent - bytes_before) / (STEPS // 2)
         # Here all ranks have the mean of their weights, and rank 0's momentum: DDP could go on from it.
         report(name, bytes_per_step, apart, ddp)
+        finished[name] = weights_of(ddp)
 
-    finished = weights_of(ddp)
+    name = "shift_one"
     state = torch.load(checkpoints / f"{name}-{rank}.pt")
     ddp, optimizer, batches = build()  # DDP first: when it wraps a model, it gives all ranks rank 0's weights
     ddp.module.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     batches.set_state(state["batches"])
-    with tb.attach(ddp, optimizer, algorithm) as attachment:
+    with tb.attach(ddp, optimizer, ALGORITHMS[name]) as attachment:
         attachment.load_state_dict(state["attachment"])  # last: it belongs to these weights
         train(ddp, optimizer, batches, STEPS // 2)
-    say(f"{name}, from the checkpoint: ends with the same weights: {torch.equal(weights_of(ddp), finished)}")
+    say(f"{name}, from the checkpoint: ends with the same weights: {torch.equal(weights_of(ddp), finished[name])}")
 
     dist.destroy_process_group()
 
