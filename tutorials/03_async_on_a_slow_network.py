@@ -59,7 +59,7 @@ def step(
 
 @torch.no_grad()
 def evaluate(ddp: DistributedDataParallel) -> float:
-    """The loss on the whole text, of which every rank reads its share: all have to hold the same weights for it."""
+    """The loss on every fourth place of the text. Each rank takes its share, so all need the same weights."""
     starts = torch.arange(dist.get_rank(), len(TEXT) - CONTEXT, 4 * dist.get_world_size())
     windows = TEXT[starts[:, None] + torch.arange(CONTEXT + 1)]
     loss = F.cross_entropy(ddp.module(windows[:, :-1]), windows[:, -1])
