@@ -67,7 +67,7 @@ class ModelAveragingImpl(AlgorithmImpl):
         super().__init__(process_group)
         self.average_buffers = average_buffers
         self.final_average = final_average
-        self.bucket_cap_bytes = int(bucket_cap_mb * 2**20)
+        self.bucket_cap_bytes = bucket_cap_mb * 2**20
         self._trainable: list[bool] = []
 
     @property
