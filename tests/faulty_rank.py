@@ -1,8 +1,8 @@
 """One rank of a training run in which a rank misbehaves; run by test_faults.py in processes of its own.
 
-Arguments: rank, world size, a file for the store, the fault, the algorithm's name. The last rank goes wrong in the
-middle of the third step; the others print what they raise, after how many seconds of that step, and which lanes they
-have left.
+Arguments: rank, world size, a file for the store, the fault, the algorithm. The last rank goes wrong in the middle of
+the third step, or has no data for more ("early"); the others print what they raise, after how many seconds of that
+step, and which lanes they have left.
 """
 
 import os
@@ -19,6 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 
 TIMEOUT = timedelta(seconds=4)
+ALGORITHMS = {
+    "bytegrad": tb.ByteGradAlgorithm(),
+    "gradient_allreduce": tb.GradientAllReduceAlgorithm(),
+    "all": tb.DecentralizedAlgorithm(),
+    "shift_one": tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
+    "low_precision": tb.LowPrecisionDecentralizedAlgorithm(),
+    "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=20),
+}
 
 
 def main() -> None:
@@ -40,21 +48,28 @@ def main() -> None:
         print("fault", flush=True)
         if fault == "raise":
             raise ArithmeticError("the loss is not what it was")
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])
+        if fault == "early":
+            return
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "pause": signal.SIGSTOP}[fault])
 
     if is_faulty:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(misbehave)
     start = time.monotonic()
+    # A rank that stands still for longer than its timeout ends the others; one that stands still for less does not.
+    timeout = TIMEOUT * 10 if fault == "pause" else TIMEOUT
+    num_steps = 3 if is_faulty and fault == "early" else 400
     try:
-        with tb.attach(ddp, optimizer, algorithm, timeout=TIMEOUT):
-            for step in range(10_000):
+        with tb.attach(ddp, optimizer, ALGORITHMS[algorithm], timeout=timeout):
+            for step in range(num_steps):
                 start = time.monotonic()
                 optimizer.zero_grad()
                 ddp(torch.randn(4, 200)).square().mean().backward()
                 optimizer.step()
                 if step == 1:
                     dist.barrier()  # what is slow in a first step is over for all ranks
+        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        print(f"finished with weights {weights.double().square().sum().item()!r}", flush=True)
     except Exception as error:
         print(f"raised on {threading.current_thread().name}: {type(error).__name__}: {error}", flush=True)
     print(f"seconds {time.monotonic() - start:.2f}", flush=True)

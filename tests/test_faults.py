@@ -1,36 +1,43 @@
 """Ranks that die, stop or raise within a step, in real processes: the others raise, and everybody can exit."""
 
+import itertools
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 FAULTY_RANK = Path(__file__).parent / "faulty_rank.py"
 SIZE = 3
 TIMEOUT_S = 4.0
+PAUSE_S = 6.0
 
 
-def run_with_fault(fault: str, algorithm: str, store: Path) -> tuple[list[str], float]:
-    """Run SIZE processes of which the last goes wrong; return what the others print, and their seconds until exit."""
+def run_with_fault(fault: str, algorithm: str, store: Path, size: int = SIZE) -> tuple[list[str], float]:
+    """Run processes of which the last goes wrong; return what the others print, and their seconds until exit."""
     processes = [
         subprocess.Popen(
-            [sys.executable, str(FAULTY_RANK), str(rank), str(SIZE), str(store), fault, algorithm],
+            [sys.executable, str(FAULTY_RANK), str(rank), str(size), str(store), fault, algorithm],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(SIZE)
+        for rank in range(size)
     ]
     try:
         faulty = processes[-1].stdout
         assert faulty is not None
         assert any(line.strip() == "fault" for line in faulty)
         start = time.monotonic()
+        if fault == "pause":
+            time.sleep(PAUSE_S)
+            processes[-1].send_signal(signal.SIGCONT)
         outputs = [process.communicate(timeout=60)[0] for process in processes[:-1]]
-        assert [process.returncode for process in processes[:-1]] == [0] * (SIZE - 1), outputs
+        assert [process.returncode for process in processes[:-1]] == [0] * (size - 1), outputs
         return outputs, time.monotonic() - start
     finally:
         for process in processes:
@@ -55,3 +62,65 @@ def test_survivors_raise_and_exit(fault: str, algorithm: str, tmp_path: Path) ->
         assert raised_after < (TIMEOUT_S + 2 if fault == "stop" else 2), output
     assert any(f"from rank {SIZE - 1}" in output or f"to rank {SIZE - 1}" in output for output in outputs), outputs
     assert seconds_until_exit < TIMEOUT_S + 5, outputs
+
+
+AVERAGING = ["all", "shift_one", "low_precision", "async"]
+# What takes long and is like another one is for `make soak`.
+RARE = [("raise", "all"), ("raise", "shift_one"), ("kill", "shift_one"), ("kill", "low_precision"), ("stop", "all")]
+RARE += [("stop", "shift_one"), ("early", "all"), ("early", "low_precision")]
+
+
+def sized(algorithm: str) -> int:
+    return 2 if algorithm == "shift_one" else SIZE
+
+
+def cases(faults: list[str], algorithms: list[str]) -> list[Any]:
+    pairs = itertools.product(faults, algorithms)
+    return [pytest.param(*pair, marks=pytest.mark.soak if pair in RARE else ()) for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    ("fault", "algorithm"),
+    [*cases(["kill", "stop"], AVERAGING), *cases(["raise"], ["all", "shift_one", "low_precision"])],
+)
+def test_model_averaging_survivors_raise_and_exit(fault: str, algorithm: str, tmp_path: Path) -> None:
+    size = sized(algorithm)
+    outputs, seconds_until_exit = run_with_fault(fault, algorithm, tmp_path / "store", size)
+    for output in outputs:
+        assert "raised on MainThread: CommunicationError" in output, output
+        assert re.search("(agreement|peer_exchange|all_to_all|all_gather) of .* failed on rank .* rank", output), output
+        assert "lanes []" in output, output
+        raised_after = float(re.findall("seconds (.*)", output)[0])
+        assert raised_after < (TIMEOUT_S + 2 if fault == "stop" else 2), output
+    assert any(f"from rank {size - 1}" in output or f"to rank {size - 1}" in output for output in outputs), outputs
+    assert seconds_until_exit < TIMEOUT_S + 5, outputs
+
+
+@pytest.mark.parametrize(("fault", "algorithm"), cases(["early"], ["all", "shift_one", "low_precision"]))
+def test_model_averaging_tells_who_ran_out_of_data(fault: str, algorithm: str, tmp_path: Path) -> None:
+    size = sized(algorithm)
+    outputs, _ = run_with_fault(fault, algorithm, tmp_path / "store", size)
+    for output in outputs:
+        expected = f"out of step .*: rank . has 0 ended attachments, rank {size - 1} has 1"
+        assert re.search(f"CommunicationError: .* {expected}", output), output
+        assert "lanes []" in output, output
+
+
+@pytest.mark.parametrize("fault", ["early", "raise"])
+def test_async_goes_on_where_a_rank_ends(fault: str, tmp_path: Path) -> None:
+    """In order: the rank waits for the others, and all end with the same weights. By an exception: they are told."""
+    outputs, _ = run_with_fault(fault, "async", tmp_path / "store")
+    for output in outputs:
+        assert "finished with weights" in output, output
+        assert "lanes []" in output, output
+        assert ("rank 2 has left the training" in output) == (fault == "raise"), output
+    weights = set(re.findall("finished with weights (.*)", "".join(outputs)))
+    assert (len(weights) == 1) == (fault == "early"), weights
+
+
+@pytest.mark.parametrize("algorithm", ["all", "low_precision", "async"])
+@pytest.mark.soak
+def test_a_pause_shorter_than_the_timeout_is_waited_for(algorithm: str, tmp_path: Path) -> None:
+    outputs, seconds_until_exit = run_with_fault("pause", algorithm, tmp_path / "store")
+    assert len({re.findall("finished with weights (.*)", output)[0] for output in outputs}) == 1, outputs
+    assert seconds_until_exit > PAUSE_S

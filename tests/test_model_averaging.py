@@ -245,6 +245,49 @@ def test_buffers_are_left_alone_where_that_is_asked_for() -> None:
     assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"])
 
 
+def test_forward_and_backward_inside_of_the_optimizers_step() -> None:
+    """As Lightning does it, with a closure: the same bits."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> tuple[Any, Any]:
+        expected = train(group, model, tb.DecentralizedAlgorithm(), num_steps=4).final
+        trainer = Trainer(group, model)
+        with tb.attach(trainer.ddp, trainer.optimizer, tb.DecentralizedAlgorithm()):
+            for _ in range(4):
+
+                def closure() -> torch.Tensor:
+                    trainer.optimizer.zero_grad()
+                    loss = trainer.ddp(torch.randn(6, 10, generator=trainer.data)).square().sum()
+                    loss.backward()
+                    return loss
+
+                trainer.optimizer.step(closure)
+        return expected, weights_of(trainer.module)
+
+    for expected, with_closure in run_ranks(2, body):
+        assert_same_weights([expected, with_closure])
+
+
+def test_accumulated_gradients() -> None:
+    """Several backward passes a step, under no_sync as DDP wants it or not: one step, one round."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> Any:
+        trainer = Trainer(group, model, lr=0.01)
+        with tb.attach(trainer.ddp, trainer.optimizer, tb.DecentralizedAlgorithm()) as attachment:
+            for _ in range(3):
+                trainer.optimizer.zero_grad()
+                with trainer.ddp.no_sync():
+                    trainer.ddp(torch.randn(6, 10, generator=trainer.data)).square().sum().backward()
+                trainer.ddp(torch.randn(6, 10, generator=trainer.data)).square().sum().backward()
+                trainer.optimizer.step()
+            assert (attachment.impl.step, attachment.impl.num_backwards) == (3, 6)
+        assert trainer.ddp.require_backward_grad_sync
+        return weights_of(trainer.module)
+
+    assert_same_weights(run_ranks(2, body))
+
+
 def test_several_optimizers_over_one_model() -> None:
     """The first is the clock; what the others do between its steps is kept."""
     model = build(Normed)

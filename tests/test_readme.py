@@ -25,7 +25,7 @@ def side_of_diff(diff: str, marker: str) -> str:
 
 def run_on_two_ranks(script: Path) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=script.parent)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -34,7 +34,7 @@ def test_python_blocks(tmp_path: Path) -> None:
     diffs = [side_of_diff(text, "+") for language, text in BLOCKS if language == "diff"]
     python = [text for language, text in BLOCKS if language == "python"]
     assert len(diffs) == 1
-    assert len(python) == 3
+    assert len(python) == 4
     script = tmp_path / "train.py"
     setting = diffs[0].replace(LAST_LINE, "")  # the blocks go on where the script ends
     script.write_text("\n".join([setting, *python]) + ENDING)

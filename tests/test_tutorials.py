@@ -1,8 +1,9 @@
-"""Every tutorial runs by the command in its docstring, and shows what it claims."""
+"""Every tutorial runs by the commands in its docstring, and shows what it claims."""
 
 import ast
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,22 +28,120 @@ def check_ddp_to_bytegrad(output: str) -> None:
     assert 3.9 < megabytes[0] / megabytes[1] < 4
 
 
-CHECKS = {"01_ddp_to_bytegrad": check_ddp_to_bytegrad}
+def check_decentralized(output: str) -> None:
+    ((num_ranks, num_parameters),) = [map(int, pair) for pair in re.findall(r"(\d+) ranks, (\d+) parameters", output)]
+    rows = {
+        name: [float(number) for number in numbers.split()]
+        for name, numbers in re.findall(r"^(DDP|all|shift_one|low precision) +([\d. ]+)$", output, re.MULTILINE)
+    }
+    bytes_per_parameter = {name: 1000 * row[0] / num_parameters for name, row in rows.items()}
+    losses = {name: row[-1] for name, row in rows.items()}
+
+    # As the algorithms' docstrings say. Chunks of whole blocks are not quite equal, and blocks have a range; the count
+    # begins and ends while a round may be in flight, which is one of 45.
+    every_rank = 8 * (num_ranks - 1) / num_ranks
+    expected = {"DDP": every_rank, "all": every_rank, "shift_one": 4, "low precision": 2}
+    assert bytes_per_parameter == pytest.approx(expected, rel=0.04)
+    assert rows["DDP"][1:-1] == [0] * 7
+    for name in ("all", "shift_one", "low precision"):
+        *apart, apart_at_end = rows[name][1:-1]
+        assert len(apart) == 6
+        # One step moves the weights by about 1 %, and by then the ranks are averaged again.
+        assert all(0.001 < distance < 0.05 for distance in apart), name
+        assert apart_at_end == 0
+        assert losses[name] == pytest.approx(losses["DDP"], rel=0.03), name
+    assert losses["DDP"] < 2
+    assert "shift_one, from the checkpoint: ends with the same weights: True" in output
 
 
-@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
-def test_tutorial(tutorial: Path) -> None:
+def rows_of_async(output: str) -> dict[str, list[float]]:
+    """Steps per second of both ranks, and the loss; checks what holds on any network."""
+    rows = {
+        name: [float(number) for number in numbers.split()]
+        for name, numbers in re.findall(
+            r"^((?:DDP|async), [a-z1 ]*[a-z]) +([\d.]+ +[\d.]+ +[\d.]+) ", output, re.MULTILINE
+        )
+    }
+    assert list(rows) == ["DDP, ranks alike", "DDP, rank 1 slow", "async, ranks alike", "async, rank 1 slow"]
+    rounds = re.findall(r"(\d+) rounds; weights differ by (\S+), after abort by (\S+)", output)
+    assert len(rounds) == 2
+    for num_rounds, difference_before, difference_after in rounds:
+        assert int(num_rounds) >= 1
+        assert float(difference_before) > 0
+        assert float(difference_after) == 0
+
+    # Rank 1 pauses for 0.3 s in each step. Machines are noisy: ten times as fast is what the other rank easily is.
+    slowest = 1 / 0.3
+    assert max(rows["DDP, rank 1 slow"][:2]) < 1.02 * slowest, "under DDP the slow rank holds up both"
+    fast, slow = rows["async, rank 1 slow"][:2]
+    assert slow < 1.02 * slowest
+    assert fast > 3 * slowest, "the other rank keeps its own speed"
+    assert rows["async, rank 1 slow"][2] < rows["DDP, rank 1 slow"][2] < 2.5, "more steps in the same time"
+    return rows
+
+
+def check_async_on_a_slow_network(output: str) -> None:
+    rows_of_async(output)
+
+
+def check_async_on_an_emulated_network(output: str) -> None:
+    rows = rows_of_async(output)
+
+    # 100 Mbit/s take the 0.8 MB that each of two ranks sends 7.8 times a second; bursts go beyond.
+    assert max(rows["DDP, ranks alike"][:2]) < 10
+    assert min(rows["async, ranks alike"][:2]) > 20, "no step waits for the network"
+    assert rows["async, ranks alike"][2] < rows["DDP, ranks alike"][2]
+
+
+CHECKS = {
+    ("01_ddp_to_bytegrad", "torchrun"): check_ddp_to_bytegrad,
+    ("02_decentralized", "torchrun"): check_decentralized,
+    ("03_async_on_a_slow_network", "torchrun"): check_async_on_a_slow_network,
+    ("03_async_on_a_slow_network", "unshare"): check_async_on_an_emulated_network,
+}
+
+
+def commands_of(tutorial: Path) -> dict[tuple[str, str], str]:
+    """The commands in a tutorial's docstring, by tutorial and program."""
     docstring = ast.get_docstring(ast.parse(tutorial.read_text(encoding="utf-8"))) or ""
-    (command,) = re.findall(r"^ +torchrun (.*)$", docstring, re.MULTILINE)
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    commands = re.findall(r"^    ((?:torchrun|unshare) .*(?:\n {5,}.*)*)", docstring, re.MULTILINE)
+    return {(tutorial.stem, command.split()[0]): command for command in commands}
 
-    run = subprocess.run(
-        torchrun + shlex.split(command), cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+
+COMMANDS = {key: command for tutorial in TUTORIALS for key, command in commands_of(tutorial).items()}
+
+
+def skip_without_namespaces() -> None:
+    for tool in ("unshare", "ip", "tc"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"there is no `{tool}`")
+    shaped = "ip link set lo up && tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 100ms"
+    trial = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", shaped],
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=False,
     )
+    if trial.returncode != 0:
+        pytest.skip(f"not permitted to shape a network of one's own: {trial.stderr.strip()}")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [pytest.param(key, marks=[pytest.mark.network] if key[1] == "unshare" else [], id="-".join(key)) for key in CHECKS],
+)
+def test_tutorial(key: tuple[str, str]) -> None:
+    if key[1] == "unshare":
+        skip_without_namespaces()
+    command = COMMANDS[key].replace("torchrun", f"{shlex.quote(sys.executable)} -m torch.distributed.run")
+
+    run = subprocess.run(shlex.split(command), cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
 
     assert run.returncode == 0, run.stderr
-    CHECKS[tutorial.stem](run.stdout)
+    CHECKS[key](run.stdout)
 
 
-def test_every_check_has_its_tutorial() -> None:
-    assert sorted(CHECKS) == [tutorial.stem for tutorial in TUTORIALS]
+def test_every_command_has_its_check() -> None:
+    assert sorted(CHECKS) == sorted(COMMANDS)
+    assert {stem for stem, _ in COMMANDS} == {tutorial.stem for tutorial in TUTORIALS}

@@ -12,11 +12,11 @@ class CommEvent:
     """
 
     operation: str
-    """What ran: "all_to_all" or "all_gather"."""
+    """What ran: "all_to_all", "all_gather", "peer_exchange" or, of small numbers, "agreement"."""
     scope: str
     """Which group it ran over: "world", "intra_node" or "inter_node"."""
     bucket: str
-    """The bucket that it served, by name."""
+    """The bucket that it served, by name; of an agreement, what it is about."""
     group_size: int
     """Ranks in that group."""
     bytes_sent: int

@@ -1,10 +1,12 @@
 """The lane: one thread that runs an algorithm's communication in one order, beside the training thread."""
 
+import atexit
 import queue
 import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -28,9 +30,13 @@ class Lane:
         self._name = name
         self._lock = threading.Lock()  # nothing is queued behind the stop
         self._thread: threading.Thread | None = None
-        # Behind a DDP hook nobody calls close: a lane that is forgotten, or the interpreter's end, stops the thread,
-        # which therefore knows the worker and not the lane.
+        # Behind a DDP hook nobody calls close: a lane that is forgotten stops the thread, which therefore knows the
+        # worker and not the lane.
         self._stop = weakref.finalize(self, self._worker.stop)
+        self._stop.atexit = False
+        # A thread that the interpreter's end finds within gloo would abort the process.
+        self._close_at_exit = partial(_close, weakref.ref(self))
+        self._interrupt: Callable[[], None] = lambda: None
 
     def submit(self, run: Callable[[], T]) -> "torch.futures.Future[T]":
         """Queue `run`; the future completes with what it returns, or raises a RuntimeError that names its error.
@@ -40,8 +46,12 @@ class Lane:
         """
         return self.start(run).future
 
-    def start(self, run: Callable[[], T]) -> "Job[T]":
+    def start(self, run: Callable[[], T], *, interrupt: Callable[[], None] | None = None) -> "Job[T]":
         """Queue `run`; the job gives what it returns, or raises its very error.
+
+        Args:
+            run: called on the lane's thread.
+            interrupt: ends `run` where it would go on for ever; called when the lane is closed.
 
         Raises:
             RuntimeError: the lane is closed.
@@ -52,14 +62,24 @@ class Lane:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._worker.work, name=self._name, daemon=True)
                 self._thread.start()
+                atexit.register(self._close_at_exit)
+            if interrupt is not None:
+                self._interrupt = interrupt
             return self._worker.submit(run)
 
     def close(self) -> None:
         """Finish the queued jobs and end the thread; waits as long as the job that is running may wait."""
         with self._lock:
             self._stop()
+        self._interrupt()
         if self._thread is not None:
             self._thread.join()
+        atexit.unregister(self._close_at_exit)
+
+
+def _close(lane: "weakref.ref[Lane]") -> None:
+    if (alive := lane()) is not None:
+        alive.close()
 
 
 def _clear_frames(error: BaseException) -> None:

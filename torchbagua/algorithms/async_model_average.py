@@ -220,8 +220,6 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
 
     def close(self) -> None:
         """End the rounds of all ranks, where they are still running, and the lane."""
-        if self._rounds is not None:
-            self._rounds.leave()
         super().close()
         self._module = None
 
@@ -268,9 +266,9 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         if self.is_alone:
             return run()
         facts = {
+            "ended attachments": int(is_last),
             "optimizer steps of the warm-up": min(self.step, self.warmup_steps),
             "calls of abort and resume": self._num_calls,
-            "ended attachments": int(is_last),
         }
 
         def job() -> Any:

@@ -88,7 +88,7 @@ class BackgroundRounds:
         self._step_s = 0.0
         self._last_step_at = clock.now()
         impl.read_weights(self._snapshots)
-        self._ending = impl.lane.start(self._run)
+        self._ending = impl.lane.start(self._run, interrupt=self.leave)
 
     @property
     def ending(self) -> Ending | None:

@@ -67,7 +67,7 @@ class ModelAveragingImpl(AlgorithmImpl):
         super().__init__(process_group)
         self.average_buffers = average_buffers
         self.final_average = final_average
-        self.bucket_cap_bytes = int(bucket_cap_mb * 2**20)
+        self.bucket_cap_bytes = bucket_cap_mb * 2**20
         self._trainable: list[bool] = []
 
     @property
@@ -224,9 +224,9 @@ class SynchronousAveragingImpl(ModelAveragingImpl):
     def submit_round(self, run: Callable[[], T], *, is_last: bool = False) -> Job[T]:
         """Have the lane run `run` when all ranks have come to the same step; where they have not, all ranks raise."""
         facts = {
+            "ended attachments": int(is_last),
             "optimizer steps": self.step,
             "backward passes": self.num_backwards,
-            "ended attachments": int(is_last),
             "elements to average": sum(bucket.flat.numel() for bucket in self.buckets),
         }
         purpose = f"the {'last ' if is_last else ''}round after {self.step} steps"

@@ -1,0 +1,33 @@
+"""Scripts that end without detach: the interpreter ends the lanes first, and the process exits well."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+import torchbagua as tb
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(10, 10)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+attachment = tb.attach(model, optimizer, {algorithm})
+for _ in range(20):
+    optimizer.zero_grad()
+    model(torch.randn(4, 10)).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["tb.DecentralizedAlgorithm()", "tb.AsyncModelAverageAlgorithm(sync_interval_ms=5)"]
+)
+def test_exit_without_detach(algorithm: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(algorithm=algorithm))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
