@@ -95,6 +95,11 @@ def train(
     return trainer.trace
 
 
+def is_buffer(name: str) -> bool:
+    """Whether it is a buffer of `Normed`."""
+    return "running" in name
+
+
 def stacked(weights: Sequence[Weights], name: str) -> list[oracle.Array]:
     """One tensor of all ranks, flat, in numpy."""
     return [one[name].flatten().numpy() for one in weights]

@@ -78,11 +78,24 @@ def peers_mean(rows: Sequence[Array], nodes: Sequence[int] | None, num_before: i
     return to_ranks([(mean + means[peer]) / F32(2) for mean, peer in zip(means, peers, strict=True)], nodes)
 
 
-class LowPrecisionRing:
-    """Low-precision decentralized training on stacked arrays: replicas w of all members of the ring."""
+def moved(x: Array, difference: Array, snapshot: Array, *, is_buffer: bool) -> Array:
+    """x + (mean - snapshot); a buffer, which decays, stays between its own value and the mean."""
+    if not is_buffer:
+        return x + difference
+    mean = snapshot + difference
+    return np.clip(x + difference, np.minimum(x, mean), np.maximum(x, mean))
 
-    def __init__(self, rows: Sequence[Array], segments: Sequence[int], nodes: Sequence[int] | None = None) -> None:
-        self.segments, self.nodes = segments, nodes
+
+class LowPrecisionRing:
+    """Low-precision decentralized training on stacked arrays: replicas w of all members of the ring.
+
+    Buffers are in full precision, and stay between their own value and the mean of the replicas.
+    """
+
+    def __init__(
+        self, rows: Sequence[Array], segments: Sequence[int], nodes: Sequence[int] | None = None, *, is_buffer: bool
+    ) -> None:
+        self.segments, self.nodes, self.is_buffer = segments, nodes, is_buffer
         self.w = node_means(rows, nodes)
 
     def round(self, rows: Sequence[Array]) -> list[Array]:
@@ -92,7 +105,12 @@ class LowPrecisionRing:
             x + w[r - 1] / F32(3) + w[(r + 1) % n] / F32(3) - (F32(5) / F32(3)) * w[r]
             for r, x in enumerate(node_means(rows, self.nodes))
         ]
-        self.w = [old + quantise(d, self.segments) for old, d in zip(w, differences, strict=True)]
+        if self.is_buffer:
+            for r, x in enumerate(node_means(rows, self.nodes)):
+                mean = (w[r] + w[r - 1] + w[(r + 1) % n]) / F32(3)
+                differences[r] = np.clip(differences[r] + w[r], np.minimum(x, mean), np.maximum(x, mean)) - w[r]
+        sent = differences if self.is_buffer else [quantise(d, self.segments) for d in differences]
+        self.w = [old + d for old, d in zip(w, sent, strict=True)]
         return to_ranks(self.w, self.nodes)
 
 

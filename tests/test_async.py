@@ -18,7 +18,7 @@ from torch import nn
 
 import oracle
 import torchbagua as tb
-from averaging import Normed, Trainer, Weights, assert_same_weights, stacked, weights_of
+from averaging import Normed, Trainer, Weights, assert_same_weights, is_buffer, stacked, weights_of
 from ranks import run_ranks
 from torchbagua.algorithms import AsyncModelAverageAlgorithmImpl
 from training import Branches, build
@@ -121,7 +121,7 @@ def test_equals_the_oracle_under_a_controlled_clock(size: int, bucket_cap_mb: fl
                         continue
                     expected = trace.updated[steps[rank]][name].numpy()
                     if pending[rank] is not None:
-                        expected = expected + pending[rank]
+                        expected = oracle.moved(expected, *pending[rank], is_buffer=is_buffer(name))
                         pending[rank] = None
                     steps[rank] += 1
                     np.testing.assert_array_equal(trace.start[steps[rank]][name].numpy(), expected)
@@ -130,14 +130,15 @@ def test_equals_the_oracle_under_a_controlled_clock(size: int, bucket_cap_mb: fl
             mean = oracle.ordered_sum(snapshots) / F32(size)
             for rank in range(size):
                 difference = mean - snapshots[rank]
-                pending[rank] = difference if pending[rank] is None else pending[rank] + difference
+                late, since = (F32(0), snapshots[rank]) if pending[rank] is None else pending[rank]
+                pending[rank] = (late + difference, since)
                 snapshots[rank] = snapshots[rank] + difference
         last = [
-            row if late is None else row + late.ravel()
-            for row, late in zip(stacked([trace.start[-1] for trace in traces], name), pending, strict=True)
+            row if late is None else oracle.moved(row, *late, is_buffer=is_buffer(name))
+            for row, late in zip([trace.start[-1][name].numpy() for trace in traces], pending, strict=True)
         ]
         for _, _, final in results:
-            np.testing.assert_array_equal(final[name].numpy().ravel(), oracle.ordered_sum(last) / F32(size))
+            np.testing.assert_array_equal(final[name].numpy(), oracle.ordered_sum(last) / F32(size))
 
 
 def run_async(

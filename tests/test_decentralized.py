@@ -9,7 +9,7 @@ import torch
 
 import oracle
 import torchbagua as tb
-from averaging import Normed, Trace, Trainer, assert_same_weights, stacked, train
+from averaging import Normed, Trace, Trainer, assert_same_weights, is_buffer, stacked, train
 from ranks import run_ranks
 from training import build
 
@@ -33,7 +33,10 @@ def check_decentralized(traces: Sequence[Trace], mode: str, interval: int, nodes
                     means = [oracle.gradient_allreduce(before, nodes)] * len(traces)
                 else:
                     means = oracle.peers_mean(before, nodes, num_rounds)
-                expected = [new + (mean - old) for new, mean, old in zip(updated, means, before, strict=True)]
+                expected = [
+                    oracle.moved(new, mean - old, old, is_buffer=is_buffer(name))
+                    for new, mean, old in zip(updated, means, before, strict=True)
+                ]
             after = stacked([trace.start[step + 1] for trace in traces], name)
             np.testing.assert_array_equal(after, expected, f"step {step}, {name}")
         num_rounds += step % interval == 0
@@ -76,7 +79,9 @@ def test_shift_one_pairs() -> None:
 
 def check_low_precision(traces: Sequence[Trace], interval: int, nodes: Sequence[int] | None) -> None:
     for name, start in traces[0].start[0].items():
-        ring = oracle.LowPrecisionRing(stacked([trace.start[0] for trace in traces], name), [start.numel()], nodes)
+        ring = oracle.LowPrecisionRing(
+            stacked([trace.start[0] for trace in traces], name), [start.numel()], nodes, is_buffer=is_buffer(name)
+        )
         for step in range(len(traces[0].updated)):
             updated = stacked([trace.updated[step] for trace in traces], name)
             expected = updated if step % interval else ring.round(updated)

@@ -234,6 +234,42 @@ def test_parameters_set_free_in_the_middle(name: str) -> None:
     assert not torch.equal(weights[0]["frozen.weight"], model.frozen.weight)
 
 
+@ALL
+def test_running_variances_stay_positive(name: str) -> None:
+    """One rank sees one batch of large values, and then decays while the mean of the ranks is on its way."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x)
+
+    model = build(Two)
+
+    def body(group: dist.ProcessGroup) -> tuple[float, float]:
+        module = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        smallest, largest = torch.inf, 0.0
+        group_of_module = tb.BaguaProcessGroup(group)
+        with tb.attach(module, optimizer, ALGORITHMS[name], process_group=group_of_module):
+            for step in range(12):
+                optimizer.zero_grad()
+                for _ in range(4):
+                    is_large = group.rank() == 0 and step % 4 == 0
+                    x = torch.tensor([[1.0, 0.01], [-1.0, -0.01]]) * (30 if is_large else 0.1)
+                    module(x).square().mean().backward()
+                optimizer.step()
+                smallest = min(smallest, module.norm.running_var.min().item())
+                largest = max(largest, module.norm.running_var.max().item())
+        return min(smallest, module.norm.running_var.min().item()), largest
+
+    for smallest, largest in run_ranks(4, body):
+        assert smallest > 0
+        assert largest > 100
+
+
 def test_buffers_are_left_alone_where_that_is_asked_for() -> None:
     model = build(Normed)
 

@@ -226,6 +226,8 @@ class BaguaBucket:
         hierarchical: bool = True,
         compression: str | Compressor | None = "MinMaxUInt8",
         group: BaguaProcessGroup | None = None,
+        *,
+        is_bounded: bool = False,
     ) -> "BaguaBucket":
         """Append one round of the ring of compressed differences (see `LowPrecisionRing`).
 
@@ -238,6 +240,7 @@ class BaguaBucket:
             hierarchical: where there are several nodes with several ranks: a ring of nodes.
             compression: of the differences: "MinMaxUInt8", None for full precision, or a Compressor.
             group: default the bucket's.
+            is_bounded: keep each element between its own value and the mean of the three replicas.
 
         Raises:
             ValueError: a replica is not such a tensor, or no compression has that name.
@@ -252,6 +255,7 @@ class BaguaBucket:
             self.flat.dtype,
             replicas,
             hierarchical=hierarchical,
+            is_bounded=is_bounded,
             bucket=self.name,
         )
 

@@ -186,24 +186,27 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
     def state_dict(self) -> dict[str, Any]:
         """Return steps so far, whether averaging goes on, and what is still to be added to the weights."""
         pending = None if self._rounds is None else self._rounds.pending()
+        differences, snapshots = pending or self._nothing_pending()
         return {
             "step": self.step,
             "is_enabled": self._is_enabled,
             "has_differences": pending is not None,
-            "differences": self.by_name(pending or [torch.zeros_like(flat) for flat in self.flats]),
+            "differences": self.by_name(differences),
+            "buffer_snapshots": self.by_name(snapshots, self.buffer_buckets),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned. Collective: rounds that are running stop, and start again from it."""
         self.check_keys(state, self.state_dict())
-        differences = [torch.zeros_like(flat) for flat in self.flats]
+        differences, snapshots = self._nothing_pending()
         self.load_by_name(differences, state["differences"])
+        self.load_by_name(snapshots, state["buffer_snapshots"], self.buffer_buckets)
         if self._rounds is not None:
             self._stop(with_mean=False)
         self.step = state["step"]
         self._is_enabled = state["is_enabled"]
         if state["has_differences"]:
-            self.add_to_weights(differences)
+            self.add_to_weights(differences, snapshots)
         self._start()
 
     def finish(self, *, failed: bool) -> bool:
@@ -237,6 +240,11 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         self._rounds.after_step()
         if (ending := self._rounds.ending) is not None:
             self._take_leave(ending)
+
+    def _nothing_pending(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        buckets = (self.buckets, self.buffer_buckets)
+        differences, snapshots = ([torch.zeros_like(bucket.flat) for bucket in some] for some in buckets)
+        return differences, snapshots
 
     def _start(self) -> None:
         if self.state == "running" and self._rounds is None and not self.is_alone:
@@ -280,7 +288,7 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
     def _average_gradients(self) -> None:
         if self.is_alone or self.state != "warm-up":
             return
-        buckets = [bucket for bucket in self.buckets if bucket.tensors[0].parameter.requires_grad]
+        buckets = [bucket for bucket in self.buckets if bucket not in self.buffer_buckets]
         members = [member for bucket in buckets for member in bucket.views(bucket.flat)]
         for tensor, part in members:
             gradient = tensor.parameter.grad

@@ -78,6 +78,7 @@ class BackgroundRounds:
         self._turn = threading.Condition()
         self._snapshots = [torch.empty_like(flat) for flat in impl.flats]
         self._differences = [torch.zeros_like(flat) for flat in impl.flats]
+        self._buffer_snapshots = [torch.zeros_like(bucket.flat) for bucket in impl.buffer_buckets]
         self._has_differences = False
         self._wants_snapshot = False
         self._stops = False
@@ -128,14 +129,17 @@ class BackgroundRounds:
             self._leaves = True
             self._turn.notify_all()
 
-    def pending(self) -> list[torch.Tensor] | None:
-        """Return a copy of what is still to be added to the weights, on the training thread; None where nothing is."""
+    def pending(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """Return copies of what is still to be given to `add_to_weights`, on the training thread; None where nothing is."""
         with self._turn:
-            return [difference.clone() for difference in self._differences] if self._has_differences else None
+            if not self._has_differences:
+                return None
+            copies = [[one.clone() for one in ones] for ones in (self._differences, self._buffer_snapshots)]
+            return copies[0], copies[1]
 
     def _serve(self) -> None:
         if self._has_differences:
-            self._impl.add_to_weights(self._differences)
+            self._impl.add_to_weights(self._differences, self._buffer_snapshots)
             self._has_differences = False
         if self._wants_snapshot:
             self._impl.read_weights(self._snapshots)
@@ -180,7 +184,9 @@ class BackgroundRounds:
         return Ending(leaver=None, has_mean=bool(wants_mean)) if minus_all_stop else None
 
     def _hand_over(self) -> None:
-        for bucket, snapshot in zip(self._impl.buckets, self._snapshots, strict=True):
+        averaged = list(zip(self._impl.buckets, self._snapshots, strict=True))
+        of_buffers = [snapshot.clone() for bucket, snapshot in averaged if bucket in self._impl.buffer_buckets]
+        for bucket, snapshot in averaged:
             bucket.flat.sub_(snapshot)
             snapshot.add_(bucket.flat)
         with self._turn:
@@ -190,6 +196,7 @@ class BackgroundRounds:
                 return
             for index, bucket in enumerate(self._impl.buckets):
                 self._differences[index], bucket.flat = bucket.flat, self._differences[index]
+            self._buffer_snapshots = of_buffers
             self._has_differences = True
 
     def _wait(self, timeout_s: float, is_done: Callable[[], bool]) -> None:

@@ -103,7 +103,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         """Wait for the round in flight and add what it changes to the weights."""
         self._wait()
         if self._has_differences:
-            self.add_to_weights(self._differences)
+            self.add_to_weights(self._differences, [bucket.flat for bucket in self.buffer_buckets])
             self._has_differences = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,12 +114,15 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
             "num_rounds": self._num_rounds,
             "has_differences": self._has_differences,
             "differences": self.by_name(self._differences),
+            "buffer_snapshots": self.by_name([bucket.flat for bucket in self.buffer_buckets], self.buffer_buckets),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; the round in flight is dropped. Collective."""
         self.check_keys(state, self.state_dict())  # waits for the round
         self.load_by_name(self._differences, state["differences"])
+        flats = [bucket.flat for bucket in self.buffer_buckets]
+        self.load_by_name(flats, state["buffer_snapshots"], self.buffer_buckets)
         self._has_differences = bool(state["has_differences"])
         self.step = state["step"]
         for bucket in self.buckets:
@@ -154,7 +157,8 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
     A rank knows bit-equal replicas L and R of its neighbours' last agreed weights, and w of its own. After a step that
     is due: d = x + L/3 + R/3 - (5/3) w; w += Q(d); x = w; and L and R take their owners' Q(d), which travel while the
     next gradient is computed (difference compression: Tang et al., arXiv 1803.06443, DCD-PSGD; Bagua, arXiv
-    2107.01499). A rank sends about 2 bytes a parameter and round; its replicas take 12 bytes a parameter.
+    2107.01499). A rank sends about 2 bytes a parameter and round, and buffers in full precision; its replicas take 12
+    bytes a parameter.
 
     Args:
         hierarchical: where there are several nodes with several ranks: the mean of a node travels on a ring of nodes.
@@ -217,8 +221,10 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
                 # From replicas of zeros, in full precision: see LowPrecisionRing.
                 self._append_ring(bucket, replicas, compression=None)
                 bucket.run()
-                bucket.clear_ops()
-                self._append_ring(bucket, replicas, compression="MinMaxUInt8")
+                # Buffers stay so: a small variance beside a large one would not survive eight bits.
+                if bucket not in self.buffer_buckets:
+                    bucket.clear_ops()
+                    self._append_ring(bucket, replicas, compression="MinMaxUInt8")
 
         self._exchange = self.submit_round(exchange_weights)
 
@@ -262,7 +268,9 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def _append_ring(self, bucket: BaguaBucket, replicas: Sequence[torch.Tensor], compression: str | None) -> None:
         weight, left, right = replicas
-        bucket.append_low_precision_decentralized_synchronous_op(weight, left, right, self.hierarchical, compression)
+        bucket.append_low_precision_decentralized_synchronous_op(
+            weight, left, right, self.hierarchical, compression, is_bounded=bucket in self.buffer_buckets
+        )
 
 
 register("decentralized", DecentralizedAlgorithm, "weights averaged with all ranks, or with one peer at a time")

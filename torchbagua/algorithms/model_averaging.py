@@ -8,7 +8,7 @@ import torch
 
 from torchbagua.algorithms.base import Algorithm, AlgorithmImpl, check_flags
 from torchbagua.bucket import BaguaBucket, BaguaTensor, check_elements
-from torchbagua.collectives import BaguaProcessGroup, check_in_step, maximum
+from torchbagua.collectives import BaguaProcessGroup, check_in_step, maximum, moved_within
 from torchbagua.lane import Job
 
 T = TypeVar("T")
@@ -80,6 +80,11 @@ class ModelAveragingImpl(AlgorithmImpl):
         """The flat tensors of the buckets."""
         return [bucket.flat for bucket in self.buckets]
 
+    @property
+    def buffer_buckets(self) -> list[BaguaBucket]:
+        """The buckets of buffers; the others are of parameters."""
+        return [bucket for bucket in self.buckets if not bucket.tensors[0].parameter.requires_grad]
+
     def need_reset(self) -> bool:
         """Return True where parameters have been frozen or set free since the buckets were made."""
         return self._trainable != self._find_trainable()
@@ -135,21 +140,39 @@ class ModelAveragingImpl(AlgorithmImpl):
                 tensor.parameter.copy_(part)
 
     @torch.no_grad()
-    def add_to_weights(self, differences: Sequence[torch.Tensor]) -> None:
-        """Add flat tensors, one for each bucket, to the weights: what the weights have gone through since is kept."""
-        for bucket, difference in zip(self.buckets, differences, strict=True):
-            for tensor, part in bucket.views(difference):
-                tensor.parameter.add_(part)
+    def add_to_weights(self, differences: Sequence[torch.Tensor], buffer_snapshots: Sequence[torch.Tensor]) -> None:
+        """Add mean minus snapshot to the weights: what they have gone through since the snapshot is kept.
 
-    def by_name(self, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return a copy of flat tensors, one for each bucket, as tensors by parameter name."""
+        Args:
+            differences: mean minus snapshot, one flat tensor for each bucket.
+            buffer_snapshots: the snapshots, of `buffer_buckets` only: buffers decay, see `moved_within`.
+        """
+        snapshots = dict(zip(self.buffer_buckets, buffer_snapshots, strict=True))
+        for bucket, difference in zip(self.buckets, differences, strict=True):
+            if bucket in snapshots:
+                mean = bucket.views(snapshots[bucket] + difference)
+                for (tensor, part), (_, mean_part) in zip(bucket.views(difference), mean, strict=True):
+                    tensor.parameter.copy_(moved_within(tensor.parameter, part, mean_part))
+            else:
+                for tensor, part in bucket.views(difference):
+                    tensor.parameter.add_(part)
+
+    def by_name(
+        self, flats: Sequence[torch.Tensor], buckets: Sequence[BaguaBucket] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return a copy of flat tensors, one for each bucket (or of `buckets`), as tensors by parameter name."""
         return {
             tensor.name: part.clone()
-            for bucket, flat in zip(self.buckets, flats, strict=True)
+            for bucket, flat in zip(self.buckets if buckets is None else buckets, flats, strict=True)
             for tensor, part in bucket.views(flat)
         }
 
-    def load_by_name(self, flats: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
+    def load_by_name(
+        self,
+        flats: Sequence[torch.Tensor],
+        state: Mapping[str, torch.Tensor],
+        buckets: Sequence[BaguaBucket] | None = None,
+    ) -> None:
         """Copy what `by_name` returned into `flats`.
 
         Raises:
@@ -157,7 +180,7 @@ class ModelAveragingImpl(AlgorithmImpl):
         """
         views = {
             tensor.name: part
-            for bucket, flat in zip(self.buckets, flats, strict=True)
+            for bucket, flat in zip(self.buckets if buckets is None else buckets, flats, strict=True)
             for tensor, part in bucket.views(flat)
         }
         if state.keys() != views.keys() or any(state[name].shape != part.shape for name, part in views.items()):

@@ -7,6 +7,7 @@ from torchbagua.collectives.decentralized_mean import (
     PeerMean,
     check_peers,
     decentralized_mean,
+    moved_within,
     shift_one_peer,
 )
 from torchbagua.collectives.hierarchical import Hierarchical
@@ -34,5 +35,6 @@ __all__ = [
     "decentralized_mean",
     "low_precision_ring",
     "maximum",
+    "moved_within",
     "shift_one_peer",
 ]

@@ -95,6 +95,15 @@ def shift_one_peer(rank: int, size: int, num_before: int) -> int:
     return (rank - half - num_before) % half
 
 
+def moved_within(x_N: torch.Tensor, difference_N: torch.Tensor, mean_N: torch.Tensor) -> torch.Tensor:
+    """Return `x_N` + `difference_N`, each element kept between its own value and the mean.
+
+    For running statistics, which decay: the difference between a mean and an older value can be more than what is left
+    of that value, and a variance would become negative.
+    """
+    return torch.clamp(x_N + difference_N, torch.minimum(x_N, mean_N), torch.maximum(x_N, mean_N))
+
+
 class PairMean:
     """Mean with one peer, in full precision: (mine + theirs) / 2, the same bits on both."""
 

@@ -56,6 +56,7 @@ class LowPrecisionRing:
         bounds_B: the weights' blocks.
         replicas: changed in place.
         bucket: the weights' name, for events and errors.
+        is_bounded: keep each element between x and the mean of w, L and R, as `moved_within` does.
     """
 
     def __init__(
@@ -65,11 +66,13 @@ class LowPrecisionRing:
         bounds_B: torch.Tensor,
         replicas: Replicas,
         bucket: str,
+        is_bounded: bool,
     ) -> None:
         self._communicator = communicator
         self._compressor = compressor
         self._replicas = replicas
         self._bucket = bucket
+        self._is_bounded = is_bounded
         device = replicas.weight.device
         num_chunks = max(1, len(replicas.weight) // _CHUNK_ELEMENTS)
         layout = compressor.layout(bounds_B, deal_blocks(bounds_B, num_chunks), torch.float32, device)
@@ -94,6 +97,11 @@ class LowPrecisionRing:
             d_L.add_(third_L)
             torch.mul(own.weight, self._five_thirds, out=third_L)
             d_L.sub_(third_L)
+            if self._is_bounded:
+                mean_L = (own.weight + own.left + own.right) / self._three
+                d_L.add_(own.weight)
+                torch.clamp(d_L, torch.minimum(x_L, mean_L), torch.maximum(x_L, mean_L), out=d_L)
+                d_L.sub_(own.weight)
             self._compressor.encode(d_L, layout, self._wire_W[row])
             self._compressor.decode(self._wire_W[row], layout, d_L)
             own.weight.add_(d_L)
@@ -134,6 +142,7 @@ def low_precision_ring(
     replicas: Replicas,
     *,
     hierarchical: bool,
+    is_bounded: bool,
     bucket: str,
 ) -> tuple[Callable[[torch.Tensor], None], Callable[[], None]]:
     """Return `update` and `exchange` of the ring of ranks, or of nodes: see `LowPrecisionRing`.
@@ -146,20 +155,21 @@ def low_precision_ring(
         replicas: as long as the weights; where nodes take part, a rank uses its own shard of them.
         hierarchical: where there are several nodes with several ranks: the ring is of nodes, what a node holds is the
             mean of its ranks, and each of them gets the result.
+        is_bounded: see `LowPrecisionRing`.
         bucket: the weights' name, for events and errors.
     """
     if group.size == 1:
         return lambda x_N: None, lambda: None
     bounds = block_bounds(segment_lengths, compressor.granularity)
     if not hierarchical or group.intra_node is None:
-        ring = LowPrecisionRing(group.world, compressor, bounds, replicas, bucket)
+        ring = LowPrecisionRing(group.world, compressor, bounds, replicas, bucket, is_bounded)
         return ring.update, ring.exchange
     device = replicas.weight.device
     node_size = torch.full((1,), float(group.intra_node.size), device=device)
     exchanges: list[Callable[[], None]] = []
 
     def make_inner(owners: Communicator, shard: slice, shard_bounds_B: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        ring = LowPrecisionRing(owners, compressor, shard_bounds_B, replicas[shard], bucket)
+        ring = LowPrecisionRing(owners, compressor, shard_bounds_B, replicas[shard], bucket, is_bounded)
         exchanges.append(ring.exchange)
         return lambda sum_L: ring.update(sum_L.div_(node_size))
 
