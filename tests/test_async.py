@@ -325,6 +325,52 @@ def test_a_rank_that_leaves_by_an_exception_ends_averaging_for_all() -> None:
     assert all("rank 1 has left the training" in str(one.message) for one in warned)
 
 
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_an_interval_of_zero(num_steps: int) -> None:
+    """Ends however early it is stopped."""
+
+    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
+        for _ in range(num_steps):
+            trainer.step()
+        attachment.impl.abort(trainer.ddp)
+        attachment.impl.resume(trainer.ddp)
+
+    run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=0))
+
+
+def test_ranks_that_stop_for_different_reasons() -> None:
+    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
+        trainer.step()
+        with pytest.raises(tb.CommunicationError, match="stopped averaging for different reasons: abort and detach"):
+            attachment.detach() if rank else attachment.impl.abort(trainer.ddp)
+        with pytest.raises(RuntimeError):
+            trainer.step() if rank == 0 else attachment.impl.lane.start(lambda: None)
+
+    model = build(Normed)
+
+    def run(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model)
+        attachment = tb.attach(trainer.ddp, trainer.optimizer, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1))
+        body(group.rank(), trainer, attachment)
+        attachment._end(failed=True)
+
+    run_ranks(2, run)
+
+
+def test_a_layer_that_is_frozen_in_warm_up() -> None:
+    """The gradients of the others are averaged all the same: ranks stay equal."""
+
+    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> Weights:
+        trainer.step()
+        trainer.module.first.requires_grad_(False)
+        trainer.module.frozen.requires_grad_(True)
+        trainer.step()
+        assert all(parameter.grad is not None for parameter in trainer.module.frozen.parameters())
+        return {name: p.grad.clone() for name, p in trainer.module.named_parameters() if p.requires_grad}
+
+    assert_same_weights(run_async(2, body, tb.AsyncModelAverageAlgorithm(warmup_steps=9)))
+
+
 def test_abort_of_a_module_that_was_never_attached() -> None:
     def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
         for method in (attachment.impl.abort, attachment.impl.resume):

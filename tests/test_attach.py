@@ -30,7 +30,8 @@ def wrapped(group: dist.ProcessGroup, module: nn.Module | None = None, **options
 
 def attach_plain_module(group: dist.ProcessGroup) -> None:
     module = nn.Linear(4, 2)
-    tb.attach(module, torch.optim.SGD(module.parameters()), "bytegrad")
+    own_group = tb.BaguaProcessGroup(group)
+    tb.attach(module, torch.optim.SGD(module.parameters()), "bytegrad", process_group=own_group)
 
 
 def attach_with_foreign_optimizer(group: dist.ProcessGroup) -> None:

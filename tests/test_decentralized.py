@@ -1,11 +1,15 @@
 """Decentralized algorithms: every step equals the one-process oracle's bit for bit, and replicas their originals."""
 
+import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import oracle
 import torchbagua as tb
@@ -64,6 +68,58 @@ def test_decentralized_over_nodes(nodes: str, mode: str, interval: int, bucket_c
     check_decentralized(traces, mode, interval, on)
 
 
+def test_pairing_goes_on_when_buckets_are_made_again() -> None:
+    model = build(Normed)
+
+    def set_free(trainer: Trainer, attachment: tb.Attachment) -> None:
+        if attachment.impl.step == 3:
+            trainer.module.frozen.requires_grad_(True)
+
+    algorithm = tb.DecentralizedAlgorithm(True, "shift_one")
+    traces = run_ranks(4, lambda group: train(group, model, algorithm, after_step=set_free))
+    check_decentralized(traces, "shift_one", 1, None)
+
+
+def test_check_values() -> None:
+    """A small network, its gradients and updates in one process by the formula, x' = mean(x) - lr g(x)."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 10, bias=False), nn.ReLU(), nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, 4, bias=False)]
+    model = nn.Sequential(*layers, nn.Softmax(dim=1))
+    size, num_steps, lr = 4, 10, 0.01
+
+    def batches(rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        data = torch.Generator().manual_seed(rank)
+        for _ in range(num_steps):
+            yield torch.randn(4, 2, generator=data), torch.randn(4, 4, generator=data)
+
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=lr)
+        with tb.attach(ddp, optimizer, tb.DecentralizedAlgorithm(hierarchical=False, final_average=False)):
+            for x, y in batches(group.rank()):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(ddp(x), y).backward()
+                optimizer.step()
+            return [parameter.detach().clone() for parameter in ddp.parameters()]
+
+    replicas = [copy.deepcopy(model) for _ in range(size)]
+    data = [batches(rank) for rank in range(size)]
+    for _ in range(num_steps):
+        means = [
+            torch.stack(same).mean(0) for same in zip(*(replica.parameters() for replica in replicas), strict=True)
+        ]
+        for replica, of_rank in zip(replicas, data, strict=True):
+            x, y = next(of_rank)
+            gradients = torch.autograd.grad(nn.functional.mse_loss(replica(x), y), list(replica.parameters()))
+            with torch.no_grad():
+                for parameter, mean, gradient in zip(replica.parameters(), means, gradients, strict=True):
+                    parameter.copy_(mean - lr * gradient)
+    for replica, weights in zip(replicas, run_ranks(size, body), strict=True):
+        for expected, actual in zip(replica.parameters(), weights, strict=True):
+            # Two roundings more a step: x + (mean - x) for mean.
+            torch.testing.assert_close(actual, expected.detach(), rtol=1e-5, atol=1e-6)
+
+
 def test_shift_one_pairs() -> None:
     """The pairing is mutual, between the halves, and every such pair meets once in n / 2 rounds."""
     for size in (2, 4, 6, 8):
@@ -113,7 +169,7 @@ def test_low_precision_over_nodes(nodes: str, interval: int, bucket_cap_mb: floa
 def test_replicas_equal_their_originals_at_every_step(size: int) -> None:
     model = build(Normed)
 
-    def body(group: torch.distributed.ProcessGroup) -> list[list[dict[str, torch.Tensor]]]:
+    def body(group: dist.ProcessGroup) -> list[list[dict[str, torch.Tensor]]]:
         seen = []
 
         def keep(trainer: Trainer, attachment: tb.Attachment) -> None:

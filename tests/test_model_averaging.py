@@ -115,7 +115,9 @@ def test_plain_module_without_a_group() -> None:
         with tb.attach(module, optimizer, "decentralized"):
             module(torch.ones(1, 2)).sum().backward()
             optimizer.step()
-        with pytest.raises(TypeError, match=r"must be a torch.nn.parallel.DistributedDataParallel for ByteGrad"):
+        with pytest.raises(
+            TypeError, match=r"DistributedDataParallel, got Linear: ByteGradAlgorithm averages gradients"
+        ):
             tb.attach(module, optimizer, "bytegrad")
     finally:
         dist.destroy_process_group()
@@ -279,6 +281,82 @@ def test_buffers_are_left_alone_where_that_is_asked_for() -> None:
     first, second = run_ranks(2, body)
     assert torch.equal(first["last.weight"], second["last.weight"])
     assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"])
+
+
+@ALL
+def test_a_layer_that_is_frozen_in_the_middle(name: str) -> None:
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> Any:
+        trainer = Trainer(group, model, lr=0.01)
+        with tb.attach(trainer.ddp, trainer.optimizer, ALGORITHMS[name]) as attachment:
+            trainer.step()
+            trainer.module.first.requires_grad_(False)
+            for _ in range(3):
+                trainer.step()
+            names = {tensor.name for bucket in attachment.impl.buckets for tensor in bucket.tensors}
+            assert not {"first.weight", "first.bias"} & names
+        return weights_of(trainer.module)
+
+    assert_same_weights(run_ranks(4, body))
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_ranks_that_freeze_different_layers(name: str) -> None:
+    """Of the same sizes: nothing but their names tells them apart."""
+    model = build(lambda: nn.Sequential(*[nn.Linear(10, 10) for _ in range(3)]))
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model, lr=0.01)
+        attachment = tb.attach(trainer.ddp, trainer.optimizer, ALGORITHMS[name])
+        trainer.step()
+        trainer.module[group.rank()].requires_grad_(False)
+
+        def train() -> None:
+            with attachment:
+                for _ in range(3):
+                    trainer.step()
+
+        with pytest.raises(tb.CommunicationError, match=r"out of step .* as fingerprint of the tensors to average"):
+            train()
+
+    run_ranks(2, body)
+
+
+def test_ranks_with_different_modules_are_told_so_when_they_attach() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(2, 3) if group.rank() else nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(module.parameters())
+        with pytest.raises(ValueError, match="ranks disagree in the shapes, dtypes and requires_grad of parameters"):
+            tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
+
+    run_ranks(2, body)
+
+
+@ALL
+def test_a_buffer_that_the_module_replaces(name: str) -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(10, 1)
+            self.register_buffer("average", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.average = 0.9 * self.average + 0.1 * x.detach().mean()
+            return self.layer(x)
+
+    model = build(Average)
+
+    def body(group: dist.ProcessGroup) -> Any:
+        trainer = Trainer(group, model, lr=0.01)
+        with tb.attach(trainer.ddp, trainer.optimizer, ALGORITHMS[name]):
+            for _ in range(4):
+                trainer.step()
+        return weights_of(trainer.module)
+
+    weights = run_ranks(2, body)
+    assert_same_weights(weights)
+    assert weights[0]["average"] != 0
 
 
 def test_forward_and_backward_inside_of_the_optimizers_step() -> None:

@@ -5,6 +5,7 @@ import io
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,25 @@ def test_async_resumes_its_steps_and_its_state() -> None:
                 if expected == "stopped":
                     attachment.impl.resume(second.ddp)
                 assert attachment.impl.state == "running"
+
+    run_ranks(2, body)
+
+
+def test_rounds_from_before_leave_no_trace_in_what_async_loads() -> None:
+    """Rounds run from attach on; whichever rank loads later, its weights are those of the checkpoint."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model)
+        algorithm = tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, final_average=False)
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+            state = checkpoint(trainer, attachment)
+            state["attachment"]["impl"].update(has_differences=False)
+            state["model"] = {key: torch.full_like(value, 10) for key, value in state["model"].items()}
+            time.sleep(0.2 * group.rank())
+            resume(trainer, attachment, state)
+            for value in weights_of(trainer.module).values():
+                assert torch.equal(value, torch.full_like(value, 10))
 
     run_ranks(2, body)
 

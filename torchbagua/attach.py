@@ -1,5 +1,6 @@
 """attach: put an algorithm to work on a module and its optimizer, and take it off again."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -33,7 +34,8 @@ def attach(
 ) -> "Attachment":
     """Let `algorithm` do what `module` communicates, until the returned attachment is detached. Collective.
 
-    The training loop stays as it is. Works as a context manager; leaving it detaches.
+    The training loop stays as it is. Works as a context manager; leaving it detaches. With the decentralized algorithms
+    all ranks make the same number of backward passes through the module for a step.
 
     Args:
         module: wrapped in DistributedDataParallel, with no communication hook of its own. An algorithm that averages
@@ -76,7 +78,7 @@ def attach(
         process_group or _group_of(module),
         observers=observers,
         timeout=timeout,
-        facts={"the number of parameters": sum(1 for _ in module.parameters())},
+        facts=_facts_of(module, with_scaler=grad_scaler is not None),
     )
     return Attachment(module, optimizers, algorithm, impl, grad_scaler)
 
@@ -111,8 +113,8 @@ class Attachment:
             if ddp is None:
                 if not impl.owns_buckets:
                     raise TypeError(
-                        f"attach: module must be a torch.nn.parallel.DistributedDataParallel for {algorithm!r}, which "
-                        f"averages gradients; got {type(module).__name__}"
+                        f"attach: module must be a torch.nn.parallel.DistributedDataParallel, got "
+                        f"{type(module).__name__}: {type(algorithm).__name__} averages gradients"
                     )
                 broadcast_tensors(impl.process_group.world, [*module.parameters(), *module.buffers()], "the module")
                 self._broadcast_optimizer_state()
@@ -166,7 +168,9 @@ class Attachment:
         return {"algorithm": repr(self.algorithm), "impl": self.impl.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned on this rank.
+        """Take over what `state_dict` returned on this rank, when the weights that go with it have been loaded.
+
+        Collective where the algorithm averages weights.
 
         Raises:
             ValueError: it is the state of another algorithm, or of other arguments.
@@ -192,6 +196,17 @@ class Attachment:
         traceback: TracebackType | None,
     ) -> None:
         self._end(failed=exception_type is not None)
+
+
+def _facts_of(module: torch.nn.Module, *, with_scaler: bool) -> dict[str, Any]:
+    """What ranks must have in common, in the order in which they are told of it."""
+    kinds = [(list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for tensor in module.parameters()]
+    digest = hashlib.sha256(repr(kinds).encode()).hexdigest()[:16]
+    return {
+        "the number of parameters": len(kinds),
+        "the shapes, dtypes and requires_grad of parameters, as a digest": digest,
+        "whether attach was given a grad_scaler": with_scaler,
+    }
 
 
 def _group_of(module: torch.nn.Module) -> dist.ProcessGroup:

@@ -36,7 +36,7 @@ class Lane:
         self._stop.atexit = False
         # A thread that the interpreter's end finds within gloo would abort the process.
         self._close_at_exit = partial(_close, weakref.ref(self))
-        self._interrupt: Callable[[], None] = lambda: None
+        self._interrupt: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def submit(self, run: Callable[[], T]) -> "torch.futures.Future[T]":
         """Queue `run`; the future completes with what it returns, or raises a RuntimeError that names its error.
@@ -51,7 +51,8 @@ class Lane:
 
         Args:
             run: called on the lane's thread.
-            interrupt: ends `run` where it would go on for ever; called when the lane is closed.
+            interrupt: a method that ends `run` where it would go on for ever; called when the lane is closed, if its
+                object is still there.
 
         Raises:
             RuntimeError: the lane is closed.
@@ -64,14 +65,15 @@ class Lane:
                 self._thread.start()
                 atexit.register(self._close_at_exit)
             if interrupt is not None:
-                self._interrupt = interrupt
+                self._interrupt = weakref.WeakMethod(interrupt)
             return self._worker.submit(run)
 
     def close(self) -> None:
         """Finish the queued jobs and end the thread; waits as long as the job that is running may wait."""
         with self._lock:
             self._stop()
-        self._interrupt()
+        if self._interrupt is not None and (interrupt := self._interrupt()) is not None:
+            interrupt()
         if self._thread is not None:
             self._thread.join()
         atexit.unregister(self._close_at_exit)
@@ -120,6 +122,7 @@ class Job(Generic[T]):
     def run(self) -> None:
         """Run it; on the lane's thread."""
         self._value = self._run()
+        del self._run  # and what it holds
         self._done.set_result(None)
 
     def fail(self, error: BaseException) -> None:

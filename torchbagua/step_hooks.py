@@ -10,6 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 from torchbagua.algorithms.base import AlgorithmImpl
 
+# On a GradScaler that attachments have been given.
+_IMPLS_OF_SCALER = "_torchbagua_impls"
+
 
 def install_step_hooks(
     wrapper: torch.nn.Module,
@@ -71,22 +74,33 @@ def agree_on_overflow(
     Every way on which GradScaler looks for Inf leads through its `_unscale_grads_` (torch 2.11 to 2.13), which has no
     public hook.
     """
-    find_inf = scaler._unscale_grads_
-    attached = {id(optimizer) for optimizer in optimizers}
+    # Several attachments may share a scaler, and end in any order: the impl of each optimizer that is attached.
+    impls: dict[int, AlgorithmImpl] = scaler.__dict__.setdefault(_IMPLS_OF_SCALER, {})
+    if not impls:
+        find_inf = scaler._unscale_grads_
 
-    def find_inf_on_all_ranks(
-        optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
-    ) -> dict[torch.device, torch.Tensor]:
-        found = find_inf(optimizer, *args, **kwargs)
-        if id(optimizer) in attached:
-            overflow = impl.agree_on_overflow(any(bool(one) for one in found.values()))
-            for one in found.values():
-                one.fill_(float(overflow))
-        return found
+        def find_inf_on_all_ranks(
+            optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+        ) -> dict[torch.device, torch.Tensor]:
+            found = find_inf(optimizer, *args, **kwargs)
+            if id(optimizer) in impls:
+                overflow = impls[id(optimizer)].agree_on_overflow(any(bool(one) for one in found.values()))
+                for one in found.values():
+                    one.fill_(float(overflow))
+            return found
+
+        scaler._unscale_grads_ = find_inf_on_all_ranks  # type: ignore[method-assign]
+    own = {id(optimizer): impl for optimizer in optimizers}
+    impls.update(own)
+
+    def remove() -> None:
+        for optimizer_id in own:
+            del impls[optimizer_id]
+        if not impls:
+            del scaler._unscale_grads_, scaler.__dict__[_IMPLS_OF_SCALER]
 
     stack = ExitStack()
-    stack.callback(delattr, scaler, "_unscale_grads_")
-    scaler._unscale_grads_ = find_inf_on_all_ranks  # type: ignore[method-assign]
+    stack.callback(remove)
     return stack
 
 

@@ -136,7 +136,7 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         self._is_enabled = False
         self._num_calls += 1
         if self._rounds is not None:
-            self._stop(self.final_average if final_average is None else final_average)
+            self._stop("abort", self.final_average if final_average is None else final_average)
         else:
             self._meet("abort")
 
@@ -166,7 +166,7 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         """Make buckets again; rounds that are running stop for it, on all ranks."""
         was_running = self._rounds is not None
         if was_running:
-            self._stop(with_mean=False)
+            self._stop("new buckets", with_mean=False)
         super().reset()
         if was_running:
             self._start()
@@ -184,7 +184,11 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         return lambda optimizer: self._after_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return steps so far, whether averaging goes on, and what is still to be added to the weights."""
+        """Return steps so far, whether averaging goes on, and what is still to be added to the weights.
+
+        A round in flight goes on, and is in the state of those ranks that ask when it has ended. Between `abort` and
+        `resume` the states of all ranks go together.
+        """
         pending = None if self._rounds is None else self._rounds.pending()
         differences, snapshots = pending or self._nothing_pending()
         return {
@@ -196,13 +200,19 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned. Collective: rounds that are running stop, and start again from it."""
-        self.check_keys(state, self.state_dict())
+        """Take over what `state_dict` returned, when the weights it goes with have been loaded.
+
+        Collective: rounds that are running stop, without a trace in the weights, and start again.
+        """
+        self.check_keys(state, ("step", "is_enabled", "has_differences", "differences", "buffer_snapshots"))
         differences, snapshots = self._nothing_pending()
         self.load_by_name(differences, state["differences"])
         self.load_by_name(snapshots, state["buffer_snapshots"], self.buffer_buckets)
         if self._rounds is not None:
-            self._stop(with_mean=False)
+            weights = [torch.empty_like(flat) for flat in self.flats]
+            self.read_weights(weights)
+            self._stop("load_state_dict", with_mean=False)
+            self.write_weights(weights)
         self.step = state["step"]
         self._is_enabled = state["is_enabled"]
         if state["has_differences"]:
@@ -214,7 +224,7 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         if failed or self._leaver is not None or self.is_alone:
             return False
         if self._rounds is not None:
-            return self._stop(self.final_average).has_mean
+            return self._stop("detach", self.final_average).has_mean
         if self.final_average:
             self.read_weights(self.flats)
             self._meet("the last mean", lambda: [bucket.run() for bucket in self.buckets], is_last=True)
@@ -250,9 +260,9 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         if self.state == "running" and self._rounds is None and not self.is_alone:
             self._rounds = BackgroundRounds(self, self.interval_s, self.clock)
 
-    def _stop(self, with_mean: bool) -> Ending:
+    def _stop(self, reason: str, with_mean: bool) -> Ending:
         assert self._rounds is not None
-        ending = self._rounds.stop(with_mean=with_mean)
+        ending = self._rounds.stop(reason, with_mean=with_mean)
         self._take_leave(ending)
         return ending
 
@@ -277,6 +287,7 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
             "ended attachments": int(is_last),
             "optimizer steps of the warm-up": min(self.step, self.warmup_steps),
             "calls of abort and resume": self._num_calls,
+            "as fingerprint of the tensors to average": self.fingerprint,
         }
 
         def job() -> Any:
@@ -288,6 +299,8 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
     def _average_gradients(self) -> None:
         if self.is_alone or self.state != "warm-up":
             return
+        if self.need_reset():  # a layer was frozen or set free since the last step
+            self.reset()
         buckets = [bucket for bucket in self.buckets if bucket not in self.buffer_buckets]
         members = [member for bucket in buckets for member in bucket.views(bucket.flat)]
         for tensor, part in members:

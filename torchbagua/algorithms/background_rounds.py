@@ -9,7 +9,11 @@ from typing import Protocol
 import torch
 
 from torchbagua.algorithms.model_averaging import ModelAveragingImpl
-from torchbagua.collectives import maximum
+from torchbagua.collectives import CommunicationError, check_in_step, maximum
+
+# Why a rank stops; all must have the same reason. The longest wait for a snapshot of a rank that has taken no step yet.
+REASONS = ("abort", "detach", "new buckets", "load_state_dict")
+_FIRST_PATIENCE_S = 0.1
 
 
 class Clock(Protocol):
@@ -82,6 +86,7 @@ class BackgroundRounds:
         self._has_differences = False
         self._wants_snapshot = False
         self._stops = False
+        self._reason = 0
         self._wants_mean = False
         self._is_last_snapshot = False
         self._leaves = False
@@ -103,16 +108,20 @@ class BackgroundRounds:
             self._step_s, self._last_step_at = now - self._last_step_at, now
             self._serve()
 
-    def stop(self, *, with_mean: bool) -> Ending:
+    def stop(self, reason: str, *, with_mean: bool) -> Ending:
         """Go on, on the training thread, until all ranks have called this.
 
         Where one of them wants it, there is a last mean then, and all ranks take it for their weights.
 
+        Args:
+            reason: one of REASONS.
+            with_mean: whether this rank wants it.
+
         Raises:
-            RuntimeError: communication failed.
+            CommunicationError: communication failed, or another rank stops for another reason.
         """
         with self._turn:
-            self._stops, self._wants_mean = True, with_mean
+            self._stops, self._wants_mean, self._reason = True, with_mean, REASONS.index(reason)
             self._turn.notify_all()
             while not self._is_over and not self._ending.is_done():  # which it is at once on a lane that has failed
                 self._turn.wait_for(lambda: self._wants_snapshot or self._is_over)
@@ -130,7 +139,7 @@ class BackgroundRounds:
             self._turn.notify_all()
 
     def pending(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-        """Return copies of what is still to be given to `add_to_weights`, on the training thread; None where nothing is."""
+        """Return copies of what `add_to_weights` is still to be given, or None; on the training thread."""
         with self._turn:
             if not self._has_differences:
                 return None
@@ -149,6 +158,8 @@ class BackgroundRounds:
 
     def _run(self) -> Ending:
         try:
+            facts = {"as fingerprint of the tensors to average": self._impl.fingerprint}
+            check_in_step(self._world, facts, "the first of the averaging rounds")
             while True:
                 self._await_snapshot()
                 if (ending := self._agree_on_ending()) is not None and not ending.has_mean:
@@ -170,18 +181,28 @@ class BackgroundRounds:
             self._wait(self._interval_s, lambda: self._stops or self._leaves)
             self._wants_snapshot = True
             self._turn.notify_all()
-            # A rank that trains gives one within a step.
-            patience_s = min(max(self._interval_s, 2 * self._step_s), self._longest_patience_s)
-            self._wait(patience_s, lambda: not self._wants_snapshot or self._leaves)
+            # A rank that trains gives one within a step, and one that stops gives one at once.
+            patience_s = min(max(self._interval_s, 2 * self._step_s, _FIRST_PATIENCE_S), self._longest_patience_s)
+            self._wait(patience_s, lambda: not self._wants_snapshot or self._stops or self._leaves)
+            self._wait(self._longest_patience_s, lambda: not (self._wants_snapshot and self._stops) or self._leaves)
             self._wants_snapshot = False
 
     def _agree_on_ending(self) -> Ending | None:
-        leaver = self._world.rank + 1 if self._leaves else 0
-        values = [leaver, -int(self._is_last_snapshot), int(self._wants_mean)]
-        leaver, minus_all_stop, wants_mean = maximum(self._world, values, f"averaging round {self.num_rounds}")
+        with self._turn:
+            leaver = self._world.rank + 1 if self._leaves else 0
+            values = [leaver, -int(self._is_last_snapshot), int(self._wants_mean), self._reason, -self._reason]
+        leaver, *stopping, last_reason, minus_first_reason = maximum(
+            self._world, values, f"averaging round {self.num_rounds}"
+        )
+        minus_all_stop, wants_mean = stopping
         if leaver:
             return Ending(leaver=leaver - 1, has_mean=False)
-        return Ending(leaver=None, has_mean=bool(wants_mean)) if minus_all_stop else None
+        if not minus_all_stop:
+            return None
+        if last_reason != -minus_first_reason:
+            reasons = f"{REASONS[-minus_first_reason]} and {REASONS[last_reason]}"
+            raise CommunicationError(f"torchbagua: ranks have stopped averaging for different reasons: {reasons}")
+        return Ending(leaver=None, has_mean=bool(wants_mean))
 
     def _hand_over(self) -> None:
         averaged = list(zip(self._impl.buckets, self._snapshots, strict=True))

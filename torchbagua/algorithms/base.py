@@ -47,7 +47,7 @@ class Algorithm:
         *,
         observers: Sequence[Observer] = (),
         timeout: timedelta | None = None,
-        facts: Mapping[str, int] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> "AlgorithmImpl":
         """Bind the algorithm to a group. Collective: opens private groups, and compares the algorithm over the ranks.
 
@@ -55,7 +55,7 @@ class Algorithm:
             process_group: the ranks that train together; a BaguaProcessGroup where nodes are given explicitly.
             observers: hear of every exchange.
             timeout: bound on every wait for another rank; default: that of `process_group`.
-            facts: further numbers that must be the same on all ranks, by the name that an error gives them.
+            facts: further values that must be the same on all ranks, by the name that an error gives them.
 
         Raises:
             TypeError: `process_group` is no process group.

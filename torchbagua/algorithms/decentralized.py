@@ -23,7 +23,7 @@ class DecentralizedAlgorithm(ModelAveragingAlgorithm):
 
     Args:
         hierarchical: where there are several nodes with several ranks: average within the node first, and then with the
-            node's peers.
+            node's peers. With "all" the result is the mean of all ranks, also where nodes are of unequal size.
         peer_selection_mode: "all", or "shift_one" for one peer, another one in each round; that needs an even number of
             ranks (or nodes).
         communication_interval: average every so many steps.
@@ -91,6 +91,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         """Append the mean with the peers."""
         peer_weight = torch.zeros_like(bucket.flat)
         self._differences.append(peer_weight)
+        bucket.num_runs = self.num_rounds  # which chooses the peer
         bucket.append_decentralized_synchronous_op(peer_weight, self.hierarchical, self.peer_selection_mode)
 
     def after_step(self) -> None:
@@ -111,7 +112,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         self._wait()
         return {
             "step": self.step,
-            "num_rounds": self._num_rounds,
+            "num_rounds": self.num_rounds,
             "has_differences": self._has_differences,
             "differences": self.by_name(self._differences),
             "buffer_snapshots": self.by_name([bucket.flat for bucket in self.buffer_buckets], self.buffer_buckets),
@@ -119,18 +120,16 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; the round in flight is dropped. Collective."""
-        self.check_keys(state, self.state_dict())  # waits for the round
+        self.check_keys(state, ("step", "num_rounds", "has_differences", "differences", "buffer_snapshots"))
+        self._wait()
         self.load_by_name(self._differences, state["differences"])
         flats = [bucket.flat for bucket in self.buffer_buckets]
         self.load_by_name(flats, state["buffer_snapshots"], self.buffer_buckets)
         self._has_differences = bool(state["has_differences"])
         self.step = state["step"]
+        self.num_rounds = state["num_rounds"]
         for bucket in self.buckets:
-            bucket.num_runs = state["num_rounds"]
-
-    @property
-    def _num_rounds(self) -> int:
-        return self.buckets[0].num_runs if self.buckets else 0
+            bucket.num_runs = self.num_rounds
 
     def _start_round(self) -> None:
         if not self.is_due:
@@ -142,6 +141,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
                 difference.sub_(bucket.run())
 
         self._round = self.submit_round(average)
+        self.num_rounds += 1
 
     def _wait(self) -> None:
         if self._round is not None:
@@ -235,17 +235,21 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def after_step(self) -> None:
         """Where it is due, replace the weights by what the neighbours will hear of, and let the lane tell them."""
-        self.settle()
+        if self.is_due or (self._exchange is not None and self._exchange.is_done()):
+            self.settle()
         if self.is_due:
             self.read_weights(self.flats)
-            finishes = self.submit_round(lambda: [bucket.start() for bucket in self.buckets]).result()
+            # In a ring of ranks that sends nothing yet; nodes form their means first.
+            submit = self.submit_round if self._is_of_nodes else self.lane.start
+            finishes = submit(lambda: [bucket.start() for bucket in self.buckets]).result()
             self.write_weights(self.flats)
 
             def exchange() -> None:
                 for finish in finishes:
                     finish()
 
-            self._exchange = self.lane.start(exchange)
+            self._exchange = self.submit_round(exchange)
+            self.num_rounds += 1
         self.step += 1
 
     def settle(self) -> None:
@@ -261,10 +265,15 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned. Collective."""
-        self.check_keys(state, self.state_dict())  # waits for the exchange
+        self.check_keys(state, ("step", *_REPLICAS))
+        self.settle()
         for name, flats in self.replicas.items():
             self.load_by_name(flats, state[name])
         self.step = state["step"]
+
+    @property
+    def _is_of_nodes(self) -> bool:
+        return self.hierarchical and self.process_group.intra_node is not None
 
     def _append_ring(self, bucket: BaguaBucket, replicas: Sequence[torch.Tensor], compression: str | None) -> None:
         weight, left, right = replicas

@@ -1,5 +1,6 @@
 """What the algorithms that average weights share: weights in buckets, read and changed between two steps."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -8,7 +9,7 @@ import torch
 
 from torchbagua.algorithms.base import Algorithm, AlgorithmImpl, check_flags
 from torchbagua.bucket import BaguaBucket, BaguaTensor, check_elements
-from torchbagua.collectives import BaguaProcessGroup, check_in_step, maximum, moved_within
+from torchbagua.collectives import BaguaProcessGroup, check_in_step, moved_within
 from torchbagua.lane import Job
 
 T = TypeVar("T")
@@ -54,7 +55,12 @@ def check_at_least(algorithm: Algorithm, name: str, least: int, kind: Any = int)
 
 
 class ModelAveragingImpl(AlgorithmImpl):
-    """Weights in buckets by dtype. Arguments: see `ModelAveragingAlgorithm`."""
+    """Weights in buckets by dtype. Arguments: see `ModelAveragingAlgorithm`.
+
+    Attributes:
+        buffer_buckets: those of `buckets` that hold buffers; the others hold parameters.
+        fingerprint: a number below 2^40 that ranks have in common where they have the same buckets.
+    """
 
     def __init__(
         self,
@@ -68,6 +74,8 @@ class ModelAveragingImpl(AlgorithmImpl):
         self.average_buffers = average_buffers
         self.final_average = final_average
         self.bucket_cap_bytes = bucket_cap_mb * 2**20
+        self.buffer_buckets: list[BaguaBucket] = []
+        self.fingerprint = 0
         self._trainable: list[bool] = []
 
     @property
@@ -79,11 +87,6 @@ class ModelAveragingImpl(AlgorithmImpl):
     def flats(self) -> list[torch.Tensor]:
         """The flat tensors of the buckets."""
         return [bucket.flat for bucket in self.buckets]
-
-    @property
-    def buffer_buckets(self) -> list[BaguaBucket]:
-        """The buckets of buffers; the others are of parameters."""
-        return [bucket for bucket in self.buckets if not bucket.tensors[0].parameter.requires_grad]
 
     def need_reset(self) -> bool:
         """Return True where parameters have been frozen or set free since the buckets were made."""
@@ -118,26 +121,31 @@ class ModelAveragingImpl(AlgorithmImpl):
                 parts.append([])
             parts[-1].append(tensor)
         buckets: list[BaguaBucket] = []
+        self.buffer_buckets = []
         for (dtype, is_trained), parts in kinds.items():
             for members in parts:
                 name = f"{'weight' if is_trained else 'buffer'} bucket {len(buckets)}"
                 flat = torch.zeros(sum(one.parameter.numel() for one in members), dtype=dtype)
                 buckets.append(BaguaBucket(name, members, self.process_group, flat))
+                if not is_trained:
+                    self.buffer_buckets.append(buckets[-1])
+        layout = [(tensor.name, tuple(tensor.parameter.shape), str(tensor.parameter.dtype)) for tensor in tensors]
+        self.fingerprint = int.from_bytes(hashlib.sha256(repr(layout).encode()).digest()[:5], "big")
         return buckets
 
     @torch.no_grad()
     def read_weights(self, flats: Sequence[torch.Tensor]) -> None:
         """Copy the weights into flat tensors, one for each bucket."""
         for bucket, flat in zip(self.buckets, flats, strict=True):
-            for tensor, part in bucket.views(flat):
-                part.copy_(tensor.parameter)
+            for weight, part in self._with_weights(bucket, flat):
+                part.copy_(weight)
 
     @torch.no_grad()
     def write_weights(self, flats: Sequence[torch.Tensor]) -> None:
         """Replace the weights, in place, by flat tensors, one for each bucket."""
         for bucket, flat in zip(self.buckets, flats, strict=True):
-            for tensor, part in bucket.views(flat):
-                tensor.parameter.copy_(part)
+            for weight, part in self._with_weights(bucket, flat):
+                weight.copy_(part)
 
     @torch.no_grad()
     def add_to_weights(self, differences: Sequence[torch.Tensor], buffer_snapshots: Sequence[torch.Tensor]) -> None:
@@ -150,12 +158,12 @@ class ModelAveragingImpl(AlgorithmImpl):
         snapshots = dict(zip(self.buffer_buckets, buffer_snapshots, strict=True))
         for bucket, difference in zip(self.buckets, differences, strict=True):
             if bucket in snapshots:
-                mean = bucket.views(snapshots[bucket] + difference)
-                for (tensor, part), (_, mean_part) in zip(bucket.views(difference), mean, strict=True):
-                    tensor.parameter.copy_(moved_within(tensor.parameter, part, mean_part))
+                means = bucket.views(snapshots[bucket] + difference)
+                for (weight, part), (_, mean) in zip(self._with_weights(bucket, difference), means, strict=True):
+                    weight.copy_(moved_within(weight, part, mean))
             else:
-                for tensor, part in bucket.views(difference):
-                    tensor.parameter.add_(part)
+                for weight, part in self._with_weights(bucket, difference):
+                    weight.add_(part)
 
     def by_name(
         self, flats: Sequence[torch.Tensor], buckets: Sequence[BaguaBucket] | None = None
@@ -192,12 +200,19 @@ class ModelAveragingImpl(AlgorithmImpl):
         for name, part in views.items():
             part.copy_(state[name])
 
-    def check_keys(self, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Raise ValueError where `state` has other keys than `own`."""
-        if state.keys() != own.keys():
+    def check_keys(self, state: Mapping[str, Any], keys: Sequence[str]) -> None:
+        """Raise ValueError where `state` has other keys than `keys`."""
+        if state.keys() != set(keys):
             raise ValueError(
-                f"{type(self).__name__}.load_state_dict: state must have the keys {sorted(own)}, got {sorted(state)}"
+                f"{type(self).__name__}.load_state_dict: state must have the keys {sorted(keys)}, got {sorted(state)}"
             )
+
+    def _with_weights(self, bucket: BaguaBucket, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the module's tensors with their parts of `flat`; buffers by name, since a module may replace them."""
+        if bucket not in self.buffer_buckets:
+            return [(tensor.parameter, part) for tensor, part in bucket.views(flat)]
+        assert self._module is not None
+        return [(self._module.get_buffer(tensor.name), part) for tensor, part in bucket.views(flat)]
 
     def _find_trainable(self) -> list[bool]:
         assert self._module is not None
@@ -209,15 +224,18 @@ class SynchronousAveragingImpl(ModelAveragingImpl):
 
     Attributes:
         step: optimizer steps so far.
+        num_rounds: rounds so far.
         num_backwards: backward passes so far. A step that a GradScaler skips on one rank alone shows here: that rank
-            makes its next step after one more of them.
+            makes its next step after one more of them. So they are compared, unless attach was given the scaler.
     """
 
     def __init__(self, process_group: BaguaProcessGroup, communication_interval: int, **options: Any) -> None:
         super().__init__(process_group, **options)
         self.communication_interval = communication_interval
         self.step = 0
+        self.num_rounds = 0
         self.num_backwards = 0
+        self._num_overflow_checks = 0
 
     @property
     def is_due(self) -> bool:
@@ -246,12 +264,7 @@ class SynchronousAveragingImpl(ModelAveragingImpl):
 
     def submit_round(self, run: Callable[[], T], *, is_last: bool = False) -> Job[T]:
         """Have the lane run `run` when all ranks have come to the same step; where they have not, all ranks raise."""
-        facts = {
-            "ended attachments": int(is_last),
-            "optimizer steps": self.step,
-            "backward passes": self.num_backwards,
-            "elements to average": sum(bucket.flat.numel() for bucket in self.buckets),
-        }
+        facts = self._facts(is_last=is_last)
         purpose = f"the {'last ' if is_last else ''}round after {self.step} steps"
 
         def job() -> T:
@@ -264,8 +277,10 @@ class SynchronousAveragingImpl(ModelAveragingImpl):
         """Return whether any rank has found an Inf or NaN in its gradients. Collective."""
         if self.is_alone:
             return found_inf
-        world, purpose = self.process_group.world, f"the overflow of step {self.step}"
-        return self.lane.start(lambda: maximum(world, [int(found_inf)], purpose)).result() == [1]
+        self._num_overflow_checks += 1
+        world, facts = self.process_group.world, self._facts()
+        purpose = f"the search for Inf after {self.step} steps"
+        return self.lane.start(lambda: check_in_step(world, facts, purpose, int(found_inf))).result() == 1
 
     def finish(self, *, failed: bool) -> bool:
         """Bring what is in flight into the weights and, where it is asked for, make them equal on all ranks."""
@@ -280,3 +295,13 @@ class SynchronousAveragingImpl(ModelAveragingImpl):
         self.submit_round(lambda: [bucket.run() for bucket in self.buckets], is_last=True).result()
         self.write_weights(self.flats)
         return True
+
+    def _facts(self, *, is_last: bool = False) -> dict[str, int]:
+        return {
+            "ended attachments": int(is_last),
+            "optimizer steps": self.step,
+            "searches for Inf": self._num_overflow_checks,
+            "backward passes": 0 if self._num_overflow_checks else self.num_backwards,
+            "rounds": self.num_rounds,
+            "as fingerprint of the tensors to average": self.fingerprint,
+        }

@@ -53,7 +53,8 @@ def decentralized_mean(
         segment_lengths: elements of the parameters that lie one after the other in the tensor.
         dtype, device: of the tensor.
         hierarchical: where there are several nodes with several ranks: form the mean of each node, average it with the
-            peers of the node, and give the result to all ranks of the node.
+            peers of the node, and give the result to all ranks of the node. With "all" that is the mean of all ranks,
+            also where nodes are of unequal size.
         peer_selection_mode: "all", or "shift_one" for another peer each time (see `shift_one_peer`).
         bucket: the tensor's name, for events and errors.
 

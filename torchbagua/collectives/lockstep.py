@@ -34,13 +34,17 @@ def maximum(communicator: Communicator, values: Sequence[int], purpose: str) -> 
     return largest.tolist()
 
 
-def check_in_step(communicator: Communicator, facts: Mapping[str, int], purpose: str) -> None:
-    """Raise the same error on all ranks unless `facts` are equal on all of them.
+def check_in_step(communicator: Communicator, facts: Mapping[str, int], purpose: str, value: int = 0) -> int:
+    """Return the largest `value` of all ranks, or raise the same error on all unless `facts` are equal on all of them.
+
+    Messages of other lengths would end the process in gloo, so ranks that may have come to different places compare the
+    same facts.
 
     Args:
         communicator: whose ranks compare.
-        facts: numbers below 2^40 by what the error calls them.
+        facts: numbers below 2^40 by what the error calls them, as many on every rank.
         purpose: what is about to be done.
+        value: any number.
 
     Raises:
         CommunicationError: two ranks differ; names both, the fact and both numbers. Or a peer is gone.
@@ -48,12 +52,14 @@ def check_in_step(communicator: Communicator, facts: Mapping[str, int], purpose:
     size, rank = communicator.size, communicator.rank
     # A rank rides along, so that the largest value also says whose it is; the largest of -v is the smallest v.
     signed = [value * size + rank for fact in facts.values() for value in (fact, -fact)]
-    extremes = [divmod(value, size) for value in maximum(communicator, signed, purpose)]
+    largest, *combined = maximum(communicator, [value, *signed], purpose)
+    extremes = [divmod(one, size) for one in combined]
     for name, (highest, holder), (lowest_negated, lowest_holder) in zip(
         facts, extremes[::2], extremes[1::2], strict=True
     ):
         if highest != -lowest_negated:
             _fail_out_of_step(communicator, purpose, name, (lowest_holder, -lowest_negated), (holder, highest))
+    return largest
 
 
 def _fail_out_of_step(
