@@ -46,6 +46,10 @@ RANK_ENVIRONMENT = {
 }
 
 
+# Blocks as long as the asynchronous algorithm's: the machine's moods last for some steps.
+STRAGGLER_BLOCK_STEPS = 20
+
+
 @dataclass(frozen=True)
 class Plan:
     """One table: who runs over which network (None: loopback), and which rank is slow."""
@@ -73,7 +77,7 @@ def run_plan(arguments: argparse.Namespace, limits: Limits, plan: Plan) -> Secti
             contestants=plan.contestants,
             num_parameters=round(arguments.params * 1e6),
             bucket_cap_mb=arguments.bucket_cap_mb,
-            block_steps=arguments.steps,
+            block_steps=arguments.steps if plan.slow_rank is None else STRAGGLER_BLOCK_STEPS,
             slow_rank=plan.slow_rank,
             min_rounds=arguments.rounds,
             seconds=arguments.seconds,
@@ -131,9 +135,11 @@ def make_plans(arguments: argparse.Namespace) -> list[Plan]:
         network = EmulatedNetwork(nodes, link_rate=rate, congestion_control=control)
         plans.append(Plan(f"{rate} between two nodes", network, [COMPUTE_ONLY, *hierarchical]))
     if arguments.straggler and not arguments.only:
-        network = EmulatedNetwork([0] * arguments.ranks, congestion_control=control)
-        title = f"the last rank takes {SLOWDOWN} times as long, unshaped"
-        plans.append(Plan(title, network, STRAGGLER_CONTESTANTS, slow_rank=arguments.ranks - 1))
+        for rate in ("200mbit", "unshaped"):
+            shape = None if rate == "unshaped" else rate
+            network = EmulatedNetwork([0] * arguments.ranks, rank_rate=shape, congestion_control=control)
+            title = f"{rate}, the last rank takes {SLOWDOWN} times as long"
+            plans.append(Plan(title, network, STRAGGLER_CONTESTANTS, slow_rank=arguments.ranks - 1))
     return plans
 
 

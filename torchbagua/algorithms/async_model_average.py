@@ -10,8 +10,9 @@ import torch
 from torchbagua.algorithms.background_rounds import BackgroundRounds, Clock, Ending, MonotonicClock
 from torchbagua.algorithms.base import register
 from torchbagua.algorithms.model_averaging import ModelAveragingAlgorithm, ModelAveragingImpl, check_at_least
+from torchbagua.algorithms.warm_up import average_gradients
 from torchbagua.bucket import BaguaBucket
-from torchbagua.collectives import BaguaProcessGroup, check_in_step, maximum
+from torchbagua.collectives import BaguaProcessGroup, check_in_step
 
 State = Literal["warm-up", "running", "stopped", "ended"]
 
@@ -301,26 +302,10 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
             return
         if self.need_reset():  # a layer was frozen or set free since the last step
             self.reset()
-        buckets = [bucket for bucket in self.buckets if bucket not in self.buffer_buckets]
-        members = [member for bucket in buckets for member in bucket.views(bucket.flat)]
-        for tensor, part in members:
-            gradient = tensor.parameter.grad
-            part.zero_() if gradient is None else part.copy_(gradient)
-        has_gradient = [int(tensor.parameter.grad is not None) for tensor, _ in members]
-
-        def average() -> list[int]:
-            used = maximum(self.process_group.world, has_gradient, "the gradients")
-            for bucket in buckets:
-                bucket.run()
-            return used
-
-        for (tensor, part), is_used in zip(members, self._meet("the gradients", average), strict=True):
-            if not is_used:
-                continue  # by no rank: as under DDP, there is no gradient then
-            if tensor.parameter.grad is None:
-                tensor.parameter.grad = part.clone()
-            else:
-                tensor.parameter.grad.copy_(part)
+        weight_buckets = [bucket for bucket in self.buckets if bucket not in self.buffer_buckets]
+        average_gradients(
+            weight_buckets, self.process_group.world, lambda average: self._meet("the gradients", average)
+        )
         self._has_averaged_gradients = True
 
     def _check_attached(self, method: str, module: torch.nn.Module) -> None:

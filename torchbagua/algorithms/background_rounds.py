@@ -11,8 +11,10 @@ import torch
 from torchbagua.algorithms.model_averaging import ModelAveragingImpl
 from torchbagua.collectives import CommunicationError, check_in_step, maximum
 
-# Why a rank stops; all must have the same reason. The longest wait for a snapshot of a rank that has taken no step yet.
 REASONS = ("abort", "detach", "new buckets", "load_state_dict")
+"""Why a rank stops; all must have the same reason."""
+
+# How long a snapshot is waited for where the rank has taken no step yet, whose length would tell.
 _FIRST_PATIENCE_S = 0.1
 
 
@@ -85,6 +87,7 @@ class BackgroundRounds:
         self._buffer_snapshots = [torch.zeros_like(bucket.flat) for bucket in impl.buffer_buckets]
         self._has_differences = False
         self._wants_snapshot = False
+        self._is_behind = False  # whether the snapshots lack the last round's differences
         self._stops = False
         self._reason = 0
         self._wants_mean = False
@@ -152,7 +155,7 @@ class BackgroundRounds:
             self._has_differences = False
         if self._wants_snapshot:
             self._impl.read_weights(self._snapshots)
-            self._wants_snapshot = False
+            self._wants_snapshot = self._is_behind = False
             self._is_last_snapshot = self._stops
             self._turn.notify_all()
 
@@ -167,6 +170,8 @@ class BackgroundRounds:
                 for bucket, snapshot in zip(self._impl.buckets, self._snapshots, strict=True):
                     bucket.flat.copy_(snapshot)
                     bucket.run()
+                    if ending is None:
+                        bucket.flat.sub_(snapshot)  # while it is in the caches
                 self.num_rounds += 1
                 if ending is not None:
                     return ending
@@ -186,6 +191,10 @@ class BackgroundRounds:
             self._wait(patience_s, lambda: not self._wants_snapshot or self._stops or self._leaves)
             self._wait(self._longest_patience_s, lambda: not (self._wants_snapshot and self._stops) or self._leaves)
             self._wants_snapshot = False
+        if self._is_behind:
+            for snapshot, difference in zip(self._snapshots, self._differences, strict=True):
+                snapshot.add_(difference)
+            self._is_behind = False
 
     def _agree_on_ending(self) -> Ending | None:
         with self._turn:
@@ -207,18 +216,16 @@ class BackgroundRounds:
     def _hand_over(self) -> None:
         averaged = list(zip(self._impl.buckets, self._snapshots, strict=True))
         of_buffers = [snapshot.clone() for bucket, snapshot in averaged if bucket in self._impl.buffer_buckets]
-        for bucket, snapshot in averaged:
-            bucket.flat.sub_(snapshot)
-            snapshot.add_(bucket.flat)
         with self._turn:
             if self._has_differences:  # the training thread has not come since the last round
-                for difference, bucket in zip(self._differences, self._impl.buckets, strict=True):
+                for difference, (bucket, snapshot) in zip(self._differences, averaged, strict=True):
                     difference.add_(bucket.flat)
+                    snapshot.add_(bucket.flat)
                 return
             for index, bucket in enumerate(self._impl.buckets):
                 self._differences[index], bucket.flat = bucket.flat, self._differences[index]
             self._buffer_snapshots = of_buffers
-            self._has_differences = True
+            self._has_differences = self._is_behind = True
 
     def _wait(self, timeout_s: float, is_done: Callable[[], bool]) -> None:
         deadline_s = self._clock.now() + timeout_s

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from torchbagua.algorithms.base import check_flags, register
-from torchbagua.algorithms.model_averaging import ModelAveragingAlgorithm, SynchronousAveragingImpl, check_at_least
+from torchbagua.algorithms.model_averaging import ModelAveragingAlgorithm, check_at_least
+from torchbagua.algorithms.synchronous_averaging import SynchronousAveragingImpl
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import PEER_SELECTION_MODES, BaguaProcessGroup, check_peers
 from torchbagua.lane import Job
