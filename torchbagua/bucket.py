@@ -212,8 +212,7 @@ class BaguaBucket:
         )
 
         def operation(bucket: "BaguaBucket") -> None:
-            peer_weight.copy_(bucket.flat)
-            mean(peer_weight, bucket.num_runs)
+            mean(bucket.flat, peer_weight, bucket.num_runs)
 
         self._operations.append(operation)
         return self
@@ -267,22 +266,41 @@ class BaguaBucket:
         return self
 
     def append_asynchronous_model_average_op(
-        self, peer_selection_mode: str = "all", group: BaguaProcessGroup | None = None
+        self,
+        peer_selection_mode: str = "all",
+        group: BaguaProcessGroup | None = None,
+        *,
+        snapshot: torch.Tensor | None = None,
     ) -> "BaguaBucket":
-        """Append the mean of the flat tensor over all ranks, in full precision, for a thread that runs beside training.
+        """Append the mean over all ranks, in full precision, for a thread that runs beside training.
 
         Args:
             peer_selection_mode: "all"; there is no other.
             group: default the bucket's.
+            snapshot: like the flat tensor, which becomes its mean; by default the flat tensor itself is averaged.
 
         Raises:
-            ValueError: another mode.
+            ValueError: another mode, or `snapshot` is not such a tensor.
         """
         if peer_selection_mode != "all":
             raise ValueError(
                 f"append_asynchronous_model_average_op: peer_selection_mode must be 'all', got {peer_selection_mode!r}"
             )
-        return self.append_centralized_synchronous_op(group=group)
+        if snapshot is None:
+            return self.append_centralized_synchronous_op(group=group)
+        self._check_like_flat("snapshot", snapshot, self.flat.dtype)
+        mean = centralized_mean(
+            self._using(group),
+            by_name(None),
+            self._segment_lengths,
+            self.flat.dtype,
+            self.flat.device,
+            hierarchical=False,
+            average=True,
+            bucket=self.name,
+        )
+        self._operations.append(lambda bucket: mean(snapshot, bucket.flat))
+        return self
 
     @property
     def _segment_lengths(self) -> list[int]:

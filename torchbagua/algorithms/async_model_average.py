@@ -74,6 +74,7 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
 
     Attributes:
         step: optimizer steps so far.
+        snapshots: what is averaged, one flat tensor for each bucket, whose own is the mean.
         clock: measures the interval.
     """
 
@@ -93,6 +94,7 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         self.warmup_steps = warmup_steps
         self.clock = clock or MonotonicClock()
         self.step = 0
+        self.snapshots: list[torch.Tensor] = []
         self._is_enabled = True
         self._leaver: int | None = None
         self._rounds: BackgroundRounds | None = None
@@ -168,13 +170,15 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         was_running = self._rounds is not None
         if was_running:
             self._stop("new buckets", with_mean=False)
+        self.snapshots = []
         super().reset()
         if was_running:
             self._start()
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         """Append the mean over all ranks."""
-        bucket.append_asynchronous_model_average_op(self.peer_selection_mode)
+        self.snapshots.append(torch.zeros_like(bucket.flat))
+        bucket.append_asynchronous_model_average_op(self.peer_selection_mode, snapshot=self.snapshots[-1])
 
     def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
         """Average gradients during warm-up."""
@@ -227,7 +231,7 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         if self._rounds is not None:
             return self._stop("detach", self.final_average).has_mean
         if self.final_average:
-            self.read_weights(self.flats)
+            self.read_weights(self.snapshots)
             self._meet("the last mean", lambda: [bucket.run() for bucket in self.buckets], is_last=True)
             self.write_weights(self.flats)
         return self.final_average
@@ -259,7 +263,7 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
 
     def _start(self) -> None:
         if self.state == "running" and self._rounds is None and not self.is_alone:
-            self._rounds = BackgroundRounds(self, self.interval_s, self.clock)
+            self._rounds = BackgroundRounds(self, self.snapshots, self.interval_s, self.clock)
 
     def _stop(self, reason: str, with_mean: bool) -> Ending:
         assert self._rounds is not None
@@ -302,10 +306,12 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
             return
         if self.need_reset():  # a layer was frozen or set free since the last step
             self.reset()
-        weight_buckets = [bucket for bucket in self.buckets if bucket not in self.buffer_buckets]
-        average_gradients(
-            weight_buckets, self.process_group.world, lambda average: self._meet("the gradients", average)
-        )
+        inputs = {
+            bucket: snapshot
+            for bucket, snapshot in zip(self.buckets, self.snapshots, strict=True)
+            if bucket not in self.buffer_buckets
+        }
+        average_gradients(inputs, self.process_group.world, lambda average: self._meet("the gradients", average))
         self._has_averaged_gradients = True
 
     def _check_attached(self, method: str, module: torch.nn.Module) -> None:

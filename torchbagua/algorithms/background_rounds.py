@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,12 +67,15 @@ class BackgroundRounds:
        they have gone through meanwhile is kept. A snapshot that serves again includes it.
 
     Args:
-        impl: whose buckets are averaged, on whose lane.
+        impl: whose buckets are averaged, on whose lane. Their operations make of a snapshot the flat tensor, its mean.
+        snapshots: one for each bucket.
         interval_s: pause between two rounds.
         clock: measures it.
     """
 
-    def __init__(self, impl: ModelAveragingImpl, interval_s: float, clock: Clock) -> None:
+    def __init__(
+        self, impl: ModelAveragingImpl, snapshots: Sequence[torch.Tensor], interval_s: float, clock: Clock
+    ) -> None:
         self.num_rounds = 0
         self._impl = impl
         self._world = impl.process_group.world
@@ -82,7 +85,7 @@ class BackgroundRounds:
         self._clock = clock
         # Guards everything below. Snapshots are the training thread's while one is wanted, and the lane's otherwise.
         self._turn = threading.Condition()
-        self._snapshots = [torch.empty_like(flat) for flat in impl.flats]
+        self._snapshots = snapshots
         self._differences = [torch.zeros_like(flat) for flat in impl.flats]
         self._buffer_snapshots = [torch.zeros_like(bucket.flat) for bucket in impl.buffer_buckets]
         self._has_differences = False
@@ -168,7 +171,6 @@ class BackgroundRounds:
                 if (ending := self._agree_on_ending()) is not None and not ending.has_mean:
                     return ending
                 for bucket, snapshot in zip(self._impl.buckets, self._snapshots, strict=True):
-                    bucket.flat.copy_(snapshot)
                     bucket.run()
                     if ending is None:
                         bucket.flat.sub_(snapshot)  # while it is in the caches

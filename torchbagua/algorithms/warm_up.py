@@ -1,13 +1,15 @@
 """Averaged gradients for a weight algorithm's first steps, with DDP silent or without DDP."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+
+import torch
 
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import Communicator, maximum
 
 
 def average_gradients(
-    buckets: Sequence[BaguaBucket],
+    inputs: Mapping[BaguaBucket, torch.Tensor],
     communicator: Communicator,
     run_on_lane: Callable[[Callable[[], list[int]]], list[int]],
 ) -> None:
@@ -17,23 +19,26 @@ def average_gradients(
     as under DDP. Called again after another backward, it averages what has been added since.
 
     Args:
-        buckets: of parameters, whose operations form the mean; their flat tensors are overwritten.
+        inputs: for buckets of parameters, the tensor of which their operations make the flat one, its mean. Both are
+            overwritten.
         communicator: of the ranks.
         run_on_lane: runs a function on the lane when all ranks have come here, and returns what it returns.
     """
-    members = [member for bucket in buckets for member in bucket.views(bucket.flat)]
-    for tensor, part in members:
+    has_gradient = []
+    for tensor, part in (member for bucket, flat in inputs.items() for member in bucket.views(flat)):
         gradient = tensor.parameter.grad
         part.zero_() if gradient is None else part.copy_(gradient)
-    has_gradient = [int(tensor.parameter.grad is not None) for tensor, _ in members]
+        has_gradient.append(int(gradient is not None))
 
     def average() -> list[int]:
         used = maximum(communicator, has_gradient, "the gradients")
-        for bucket in buckets:
+        for bucket in inputs:
             bucket.run()
         return used
 
-    for (tensor, part), is_used in zip(members, run_on_lane(average), strict=True):
+    all_used = run_on_lane(average)
+    means = [member for bucket in inputs for member in bucket.views(bucket.flat)]
+    for (tensor, part), is_used in zip(means, all_used, strict=True):
         if not is_used:
             continue
         if tensor.parameter.grad is None:

@@ -9,7 +9,7 @@ import torch
 
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.exchange import Exchange
-from torchbagua.collectives.hierarchical import Hierarchical
+from torchbagua.collectives.hierarchical import Hierarchical, Inner
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.two_phase_mean import centralized_mean
 from torchbagua.compressors import Identity
@@ -17,9 +17,8 @@ from torchbagua.compressors.blocks import block_bounds
 
 PEER_SELECTION_MODES = ("all", "shift_one")
 
-PeerMean = Callable[[torch.Tensor, int], None]
-"""Replaces a flat tensor by its mean with this rank's peers, in place; the number says how many such means there were
-before, of which all ranks have had as many."""
+PeerMean = Callable[[torch.Tensor, torch.Tensor, int], None]
+"""Writes the mean of a flat tensor with this rank's peers to another one, given the number of such means before."""
 
 
 def check_peers(owner: str, group: BaguaProcessGroup, hierarchical: bool, peer_selection_mode: str) -> None:
@@ -59,7 +58,7 @@ def decentralized_mean(
         bucket: the tensor's name, for events and errors.
 
     Returns:
-        A function of the tensor and the number of means before. A group of one changes nothing.
+        A function of the tensor, another one like it for the mean, and the number of means before.
 
     Raises:
         ValueError: no mode has that name, or the ranks or nodes cannot be paired.
@@ -69,18 +68,27 @@ def decentralized_mean(
         mean = centralized_mean(
             group, Identity(), segment_lengths, dtype, device, hierarchical=hierarchical, average=True, bucket=bucket
         )
-        return lambda x_N, num_before: mean(x_N)
+        return lambda x_N, out_N, num_before: mean(x_N, out_N)
     if group.size == 1:
-        return lambda x_N, num_before: None
+
+        def copy(x_N: torch.Tensor, out_N: torch.Tensor, num_before: int) -> None:
+            out_N.copy_(x_N)
+
+        return copy
     if hierarchical and group.intra_node is not None:
         node_size = torch.full((1,), float(group.intra_node.size), device=device)
 
-        def make_inner(owners: Communicator, shard: slice, shard_bounds_B: torch.Tensor) -> PeerMean:
+        def make_inner(owners: Communicator, shard: slice, shard_bounds_B: torch.Tensor) -> Inner:
             pair_mean = PairMean(owners, bucket)
-            return lambda sum_L, num_before: pair_mean(sum_L.div_(node_size), num_before)
+            return lambda sum_L, num_before: pair_mean(sum_L.div_(node_size), sum_L, num_before)
 
         bounds = block_bounds(segment_lengths, Identity().granularity)
-        return Hierarchical(group, bounds, dtype, device, make_inner, bucket)
+        over_nodes = Hierarchical(group, bounds, dtype, device, make_inner, bucket)
+
+        def mean_of_nodes(x_N: torch.Tensor, out_N: torch.Tensor, num_before: int) -> None:
+            over_nodes(out_N.copy_(x_N), num_before)
+
+        return mean_of_nodes
     return PairMean(group.world, bucket)
 
 
@@ -112,8 +120,8 @@ class PairMean:
         self._communicator = communicator
         self._bucket = bucket
 
-    def __call__(self, x_N: torch.Tensor, num_before: int) -> None:
-        """Replace `x_N` by the mean with the peer, in place.
+    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor, num_before: int) -> None:
+        """Write the mean of `x_N` with the peer to `out_N`, like it or the same.
 
         Raises:
             CommunicationError: the peer is gone or did not take part within the group's timeout.
@@ -122,6 +130,7 @@ class PairMean:
         peer = shift_one_peer(communicator.rank, communicator.size, num_before)
         theirs_N = communicator.scratch("rows", x_N.nbytes, x_N.device).view(x_N.dtype)
         Exchange(communicator, "peer_exchange", {peer: theirs_N}, self._bucket, [(peer, peer)]).run(lambda _: x_N)
-        mean_N = x_N.float()  # x_N itself where it is float32
-        mean_N.add_(theirs_N).div_(2)
-        x_N.copy_(mean_N)
+        if x_N.dtype == torch.float32:
+            torch.add(x_N, theirs_N, out=out_N).div_(2)
+        else:
+            out_N.copy_(x_N.float().add_(theirs_N).div_(2))
