@@ -8,6 +8,7 @@ import torch
 
 from torchbagua.collectives import (
     BaguaProcessGroup,
+    Mean,
     Replicas,
     centralized_mean,
     decentralized_mean,
@@ -168,16 +169,7 @@ class BaguaBucket:
         Raises:
             ValueError: no compression has that name.
         """
-        mean = centralized_mean(
-            self._using(group),
-            by_name(compression),
-            self._segment_lengths,
-            self.flat.dtype,
-            self.flat.device,
-            hierarchical=hierarchical,
-            average=average,
-            bucket=self.name,
-        )
+        mean = self._centralized_mean(group, compression, hierarchical=hierarchical, average=average)
         self._operations.append(lambda bucket: mean(bucket.flat))
         return self
 
@@ -289,18 +281,28 @@ class BaguaBucket:
         if snapshot is None:
             return self.append_centralized_synchronous_op(group=group)
         self._check_like_flat("snapshot", snapshot, self.flat.dtype)
-        mean = centralized_mean(
+        mean = self._centralized_mean(group, None, hierarchical=False, average=True)
+        self._operations.append(lambda bucket: mean(snapshot, bucket.flat))
+        return self
+
+    def _centralized_mean(
+        self,
+        group: BaguaProcessGroup | None,
+        compression: str | Compressor | None,
+        *,
+        hierarchical: bool,
+        average: bool,
+    ) -> Mean:
+        return centralized_mean(
             self._using(group),
-            by_name(None),
+            by_name(compression),
             self._segment_lengths,
             self.flat.dtype,
             self.flat.device,
-            hierarchical=False,
-            average=True,
+            hierarchical=hierarchical,
+            average=average,
             bucket=self.name,
         )
-        self._operations.append(lambda bucket: mean(snapshot, bucket.flat))
-        return self
 
     @property
     def _segment_lengths(self) -> list[int]:

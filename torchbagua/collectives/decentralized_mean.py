@@ -64,17 +64,11 @@ def decentralized_mean(
         ValueError: no mode has that name, or the ranks or nodes cannot be paired.
     """
     check_peers("decentralized_mean", group, hierarchical, peer_selection_mode)
-    if peer_selection_mode == "all":
+    if peer_selection_mode == "all" or group.size == 1:
         mean = centralized_mean(
             group, Identity(), segment_lengths, dtype, device, hierarchical=hierarchical, average=True, bucket=bucket
         )
         return lambda x_N, out_N, num_before: mean(x_N, out_N)
-    if group.size == 1:
-
-        def copy(x_N: torch.Tensor, out_N: torch.Tensor, num_before: int) -> None:
-            out_N.copy_(x_N)
-
-        return copy
     if hierarchical and group.intra_node is not None:
         node_size = torch.full((1,), float(group.intra_node.size), device=device)
 
