@@ -11,13 +11,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from background_traffic import BackgroundAllReduce
+
 NUM_LAYERS = 12
 BATCH_SIZE = 32
 POWERSGD_RANK = 2
 # Larger than any model here: torch's PowerSGD hook hangs on gloo where there are two buckets (torch 2.13).
 ONE_BUCKET_MB = 1 << 20
-# A pause of half a second and a round, which at 200 Mbit/s takes three.
-ASYNC_BLOCK_S = 4.0
+ASYNC_INTERVAL_MS = 500
 
 
 def build_model(num_parameters: int) -> nn.Module:
@@ -69,13 +70,13 @@ class Contestant:
 
     `wire_bytes(numel)` is what one parameter tensor of `numel` elements takes on the wire; a ring or a two-phase mean
     over c ranks sends it 2 (c-1)/c times. None where no such rule holds: then the floor comes from the counters.
-    `block_s` is how long a block has to be at least where communication is not tied to steps.
+    Where communication is not `tied_to_steps`, blocks last as long as a round of it, and a slow rank takes fewer steps.
     """
 
     label: str
     wrap: Wrap
     wire_bytes: Callable[[int], int] | None
-    block_s: float = 0.0
+    tied_to_steps: bool = True
 
 
 def _ddp(model: nn.Module, bucket_cap_mb: float) -> DistributedDataParallel:
@@ -85,6 +86,14 @@ def _ddp(model: nn.Module, bucket_cap_mb: float) -> DistributedDataParallel:
 
 def _wrap_compute_only(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
     return Entry(copy.deepcopy(model))
+
+
+def _wrap_background_all_reduce(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
+    entry = Entry(copy.deepcopy(model))
+    num_elements = sum(parameter.numel() for parameter in entry.module.parameters())
+    background = BackgroundAllReduce(num_elements, ASYNC_INTERVAL_MS / 1000)
+    entry.resume, entry.pause = background.resume, background.pause
+    return entry
 
 
 def _wrap_ddp(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
@@ -166,10 +175,14 @@ def _uint8_wire_bytes(numel: int) -> int:
 
 
 COMPUTE_ONLY = "compute"
+CONTROL = "control"
 BASELINE = "ddp"
 # Contestants take turns in this order; GradientAllReduce is next to plain DDP, to which it is held most closely.
 CONTESTANTS: dict[str, Contestant] = {
-    COMPUTE_ONLY: Contestant("compute only", _wrap_compute_only, lambda numel: 0),
+    COMPUTE_ONLY: Contestant("compute only", _wrap_compute_only, lambda numel: 0, tied_to_steps=False),
+    CONTROL: Contestant(
+        "compute only, torch's all-reduce beside it", _wrap_background_all_reduce, lambda numel: 0, tied_to_steps=False
+    ),
     BASELINE: Contestant("DDP float32", _wrap_ddp, lambda numel: 4 * numel),
     "gradient_allreduce": Contestant(
         "GradientAllReduce", _wrap_torchbagua("GradientAllReduceAlgorithm"), lambda numel: 4 * numel
@@ -188,7 +201,10 @@ CONTESTANTS: dict[str, Contestant] = {
         "LowPrecisionDecentralized", _wrap_averaging("LowPrecisionDecentralizedAlgorithm"), None
     ),
     "async": Contestant(
-        "AsyncModelAverage", _wrap_averaging("AsyncModelAverageAlgorithm"), lambda numel: 0, ASYNC_BLOCK_S
+        "AsyncModelAverage",
+        _wrap_averaging("AsyncModelAverageAlgorithm", sync_interval_ms=ASYNC_INTERVAL_MS),
+        lambda numel: 0,
+        tied_to_steps=False,
     ),
     "bytegrad_flat": Contestant(
         "ByteGrad flat", _wrap_torchbagua("ByteGradAlgorithm", hierarchical=False), _uint8_wire_bytes
@@ -197,8 +213,9 @@ CONTESTANTS: dict[str, Contestant] = {
         "ByteGrad hierarchical", _wrap_torchbagua("ByteGradAlgorithm", hierarchical=True), None
     ),
 }
-FLAT_CONTESTANTS = [name for name in CONTESTANTS if not name.startswith("bytegrad_")]
-STRAGGLER_CONTESTANTS = [COMPUTE_ONLY, BASELINE, "async"]
+FLAT_CONTESTANTS = [name for name in CONTESTANTS if name != CONTROL and not name.startswith("bytegrad_")]
+# The asynchronous algorithm next to what it is held to: the machine's moods last for some seconds.
+STRAGGLER_CONTESTANTS = [CONTROL, COMPUTE_ONLY, "async", BASELINE]
 HIERARCHICAL_CONTESTANTS = [COMPUTE_ONLY, BASELINE, "bf16", "bytegrad_flat", "bytegrad_hierarchical"]
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from contestants import (
     COMPUTE_ONLY,
     CONTESTANTS,
+    CONTROL,
     FLAT_CONTESTANTS,
     HIERARCHICAL_CONTESTANTS,
     STRAGGLER_CONTESTANTS,
@@ -44,10 +45,6 @@ RANK_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
 }
-
-
-# Blocks as long as the asynchronous algorithm's: the machine's moods last for some steps.
-STRAGGLER_BLOCK_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,8 @@ def run_plan(arguments: argparse.Namespace, limits: Limits, plan: Plan) -> Secti
             contestants=plan.contestants,
             num_parameters=round(arguments.params * 1e6),
             bucket_cap_mb=arguments.bucket_cap_mb,
-            block_steps=arguments.steps if plan.slow_rank is None else STRAGGLER_BLOCK_STEPS,
+            block_steps=arguments.steps,
+            free_block_s=arguments.free_block,
             slow_rank=plan.slow_rank,
             min_rounds=arguments.rounds,
             seconds=arguments.seconds,
@@ -151,7 +149,7 @@ def parse_arguments() -> argparse.Namespace:
     def rate(text: str) -> str:
         return text if text == "unshaped" else shaped_rate(text)
 
-    names = [name for name in CONTESTANTS if name != COMPUTE_ONLY]
+    names = [name for name in CONTESTANTS if name not in (COMPUTE_ONLY, CONTROL)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rates", type=rate, nargs="*", help="default 200mbit 1gbit unshaped")
@@ -159,6 +157,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--params", type=float, default=12.5, help="millions of parameters (default 12.5)")
     parser.add_argument("--bucket-cap-mb", type=float, default=8.0, help="DDP's, for all but PowerSGD (default 8)")
     parser.add_argument("--steps", type=int, default=2, help="steps of one block (default 2)")
+    parser.add_argument(
+        "--free-block", type=float, default=4.0, help="seconds of a block where communication is not tied to steps"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="blocks of each contestant, at least (default 5)")
     parser.add_argument("--seconds", type=float, default=60.0, help="aim of the rounds of one network (default 60)")
     parser.add_argument("--only", nargs="+", choices=names, help="contestants; compute only always runs")
@@ -177,6 +178,7 @@ def parse_arguments() -> argparse.Namespace:
         arguments.rates = ["200mbit", "unshaped"] if arguments.quick else ["200mbit", "1gbit", "unshaped"]
     if arguments.quick:
         arguments.params, arguments.steps, arguments.rounds, arguments.seconds = 2.0, 1, 3, 0.0
+        arguments.free_block = 1.0
     return arguments
 
 

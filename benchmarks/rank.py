@@ -20,6 +20,7 @@ from processes import die_with_parent, leave_process_group, report_progress
 
 MAX_ROUNDS = 40
 SLOWDOWN = 3
+FREE_TRIAL_STEPS = 10  # of a contestant whose communication is not tied to steps
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first, PowerSGD compresses from the third
 
 
@@ -35,7 +36,8 @@ class Settings:
     contestants: list[str]
     num_parameters: int
     bucket_cap_mb: float
-    block_steps: int
+    block_steps: int  # of a contestant whose communication is tied to steps
+    free_block_s: float  # length of the others' blocks
     slow_rank: int | None  # this rank waits after each step, as if it computed three times as long
     min_rounds: int
     seconds: float  # aim of the measured rounds together
@@ -67,24 +69,28 @@ class Race:
         }
         self.pause_s = 0.0  # after each step
         self.num_done = 0
-        self.num_planned = WARM_UP_STEPS * len(self.entries)
+        self.trial_steps = {
+            name: 1 if CONTESTANTS[name].tied_to_steps else FREE_TRIAL_STEPS for name in settings.contestants
+        }
+        self.num_planned = (WARM_UP_STEPS - 1) * len(self.entries) + sum(self.trial_steps.values())
 
     def run(self) -> list[Block]:
         """Warm up, then as many rounds as fit the time aimed at. Returns the blocks in the order they ran."""
         for name in self.entries:
             self._run_steps(name, WARM_UP_STEPS - 1)
-        trial_seconds = {name: self._run_steps(name, 1) for name in self.entries}
-        if self.rank == self.settings.slow_rank:
-            self.pause_s = (SLOWDOWN - 1) * trial_seconds[COMPUTE_ONLY]
+        trial_seconds = {name: self._run_steps(name, steps) / steps for name, steps in self.trial_steps.items()}
+        free_steps = max(self.settings.block_steps, math.ceil(self.settings.free_block_s / trial_seconds[COMPUTE_ONLY]))
         block_steps = {
-            name: max(self.settings.block_steps, math.ceil(CONTESTANTS[name].block_s / trial_seconds[COMPUTE_ONLY]))
-            for name in self.entries
+            name: self.settings.block_steps if CONTESTANTS[name].tied_to_steps else free_steps for name in self.entries
         }
         fitting = int(self.settings.seconds / sum(block_steps[name] * trial_seconds[name] for name in self.entries))
         num_rounds = min(max(fitting, self.settings.min_rounds), MAX_ROUNDS)
         num_rounds, *agreed_steps = self._agree([num_rounds, *block_steps.values()])
         self.num_planned += num_rounds * sum(agreed_steps)
         plan = list(zip(self.entries, agreed_steps, strict=True))
+        if self.rank == self.settings.slow_rank:
+            self.pause_s = (SLOWDOWN - 1) * trial_seconds[COMPUTE_ONLY]
+            plan = [(name, steps if CONTESTANTS[name].tied_to_steps else -(-steps // SLOWDOWN)) for name, steps in plan]
         return [self._run_block(name, num_steps) for _ in range(num_rounds) for name, num_steps in plan]
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 import re
 import statistics
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from contestants import BASELINE, COMPUTE_ONLY, CONTESTANTS, ring_payload_bytes
@@ -29,13 +30,14 @@ def _quartiles(values: Sequence[float]) -> list[float]:
     return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
 
 
+def _step_ms(result: dict[str, Any], name: str) -> list[float]:
+    """Per round: milliseconds a step on this rank."""
+    return [1e3 * block["seconds"] / block["num_steps"] for block in result["blocks"] if block["contestant"] == name]
+
+
 def _slowest_ms(results: list[dict[str, Any]], name: str) -> list[float]:
     """Per round: milliseconds a step on the slowest of these ranks."""
-    ms_by_rank = [
-        [1e3 * block["seconds"] / block["num_steps"] for block in result["blocks"] if block["contestant"] == name]
-        for result in results
-    ]
-    return [max(round_) for round_ in zip(*ms_by_rank, strict=True)]
+    return list(map(max, zip(*(_step_ms(result, name) for result in results), strict=True)))
 
 
 def _bytes_a_step(results: list[dict[str, Any]], name: str) -> Row:
@@ -87,17 +89,27 @@ def summarise(network: dict[str, Any], results: list[dict[str, Any]], block_step
 
 
 def summarise_straggler(network: dict[str, Any], results: list[dict[str, Any]], slow_rank: int) -> Section:
-    """Rows of the network on which one rank is slow: the steps of that rank, and of the slowest of the others."""
+    """Rows of the network on which one rank is slow.
+
+    The speed of each of the other ranks is compared with its own without communication in the same round.
+    """
     names = list(dict.fromkeys(block["contestant"] for block in results[0]["blocks"]))
     others = [result for rank, result in enumerate(results) if rank != slow_rank]
     rows = []
     for name in names:
-        row: Row = {"contestant": name, "label": CONTESTANTS[name].label, "rounds_ms": _slowest_ms(others, name)}
-        row["step_ms"] = statistics.median(row["rounds_ms"])
-        row["slow_rank_ms"] = statistics.median(_slowest_ms([results[slow_rank]], name))
-        pairs = zip(rows[0]["rounds_ms"] if rows else row["rounds_ms"], row["rounds_ms"], strict=True)
-        row["speed_quartiles"] = _quartiles([alone / own for alone, own in pairs])
-        rows.append(row)
+        rounds_ms = [_step_ms(result, name) for result in others]
+        alone_ms = [_step_ms(result, COMPUTE_ONLY) for result in others]
+        pairs = zip(chain(*alone_ms), chain(*rounds_ms), strict=True)
+        rows.append(
+            {
+                "contestant": name,
+                "label": CONTESTANTS[name].label,
+                "rounds_ms": rounds_ms,
+                "step_ms": statistics.median(chain(*rounds_ms)),
+                "slow_rank_ms": statistics.median(_step_ms(results[slow_rank], name)),
+                "speed_quartiles": _quartiles([alone / own for alone, own in pairs]),
+            }
+        )
     numbers = {"num_ranks": len(results), "num_parameters": sum(results[0]["numels"]), "slow_rank": slow_rank}
     return network | numbers | {"rows": rows}
 
@@ -117,7 +129,7 @@ def straggler_table(section: Section) -> str:
         lines.append([row["label"], f"{row['step_ms']:.0f}", f"{row['slow_rank_ms']:.0f}", speed])
     title = (
         f"{section['title']}: {section['num_ranks']} ranks, {section['num_parameters'] / 1e6:.1f} M parameters, "
-        f"{len(section['rows'][0]['rounds_ms'])} rounds"
+        f"{len(section['rows'][0]['rounds_ms'][0])} rounds"
     )
     return "\n".join([title, ""] + ["| " + " | ".join(cells) + " |" for cells in lines])
 
