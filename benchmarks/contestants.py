@@ -180,9 +180,6 @@ BASELINE = "ddp"
 # Contestants take turns in this order; GradientAllReduce is next to plain DDP, to which it is held most closely.
 CONTESTANTS: dict[str, Contestant] = {
     COMPUTE_ONLY: Contestant("compute only", _wrap_compute_only, lambda numel: 0, tied_to_steps=False),
-    CONTROL: Contestant(
-        "compute only, torch's all-reduce beside it", _wrap_background_all_reduce, lambda numel: 0, tied_to_steps=False
-    ),
     BASELINE: Contestant("DDP float32", _wrap_ddp, lambda numel: 4 * numel),
     "gradient_allreduce": Contestant(
         "GradientAllReduce", _wrap_torchbagua("GradientAllReduceAlgorithm"), lambda numel: 4 * numel
@@ -200,6 +197,9 @@ CONTESTANTS: dict[str, Contestant] = {
     "low_precision": Contestant(
         "LowPrecisionDecentralized", _wrap_averaging("LowPrecisionDecentralizedAlgorithm"), None
     ),
+    CONTROL: Contestant(
+        "compute only, torch's all-reduce beside it", _wrap_background_all_reduce, lambda numel: 0, tied_to_steps=False
+    ),
     "async": Contestant(
         "AsyncModelAverage",
         _wrap_averaging("AsyncModelAverageAlgorithm", sync_interval_ms=ASYNC_INTERVAL_MS),
@@ -213,7 +213,7 @@ CONTESTANTS: dict[str, Contestant] = {
         "ByteGrad hierarchical", _wrap_torchbagua("ByteGradAlgorithm", hierarchical=True), None
     ),
 }
-FLAT_CONTESTANTS = [name for name in CONTESTANTS if name != CONTROL and not name.startswith("bytegrad_")]
+FLAT_CONTESTANTS = [name for name in CONTESTANTS if not name.startswith("bytegrad_")]
 # The asynchronous algorithm next to what it is held to: the machine's moods last for some seconds.
 STRAGGLER_CONTESTANTS = [CONTROL, COMPUTE_ONLY, "async", BASELINE]
 HIERARCHICAL_CONTESTANTS = [COMPUTE_ONLY, BASELINE, "bf16", "bytegrad_flat", "bytegrad_hierarchical"]

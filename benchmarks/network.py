@@ -20,7 +20,6 @@ from typing import Any
 from contestants import (
     COMPUTE_ONLY,
     CONTESTANTS,
-    CONTROL,
     FLAT_CONTESTANTS,
     HIERARCHICAL_CONTESTANTS,
     STRAGGLER_CONTESTANTS,
@@ -149,7 +148,7 @@ def parse_arguments() -> argparse.Namespace:
     def rate(text: str) -> str:
         return text if text == "unshaped" else shaped_rate(text)
 
-    names = [name for name in CONTESTANTS if name not in (COMPUTE_ONLY, CONTROL)]
+    names = [name for name in CONTESTANTS if name != COMPUTE_ONLY]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rates", type=rate, nargs="*", help="default 200mbit 1gbit unshaped")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +15,14 @@ import oracle
 import torchbagua as tb
 
 Weights = dict[str, torch.Tensor]
+
+SYNCHRONOUS = {
+    "all": tb.DecentralizedAlgorithm(),
+    "shift_one": tb.DecentralizedAlgorithm(True, "shift_one"),
+    "low precision": tb.LowPrecisionDecentralizedAlgorithm(),
+}
+ALGORITHMS = {**SYNCHRONOUS, "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=1)}
+EVERY = pytest.mark.parametrize("name", ALGORITHMS)
 
 
 class Normed(nn.Module):

@@ -1,0 +1,209 @@
+"""Which weights are averaged, and how they change: in place, of any dtype, frozen or free, buffers too."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from averaging import ALGORITHMS, EVERY, SYNCHRONOUS, Normed, Trainer, assert_same_weights, train, weights_of
+from ranks import run_ranks
+from training import Tower, build
+
+
+@EVERY
+def test_references_to_parameters_stay_valid(name: str) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(11, 10)
+            self.out = nn.Linear(10, 11, bias=False)
+            self.out.weight = self.embedding.weight
+            self.scale = nn.Parameter(torch.ones(11, 3).t())  # not contiguous
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.out(self.embedding(tokens)) * self.scale.sum(0)
+
+    model = build(Tied)
+
+    def body(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+        module = copy.deepcopy(model)
+        ddp = DistributedDataParallel(module, process_group=group)
+        optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+        before = {key: (tensor.data_ptr(), tensor.stride()) for key, tensor in module.state_dict().items()}
+        tokens = torch.arange(4) + group.rank()
+        with tb.attach(ddp, optimizer, ALGORITHMS[name]):
+            for _ in range(3):
+                optimizer.zero_grad()
+                ddp(tokens).square().sum().backward()
+                optimizer.step()
+        after = {key: (tensor.data_ptr(), tensor.stride()) for key, tensor in module.state_dict().items()}
+        assert after == before
+        assert module.out.weight is module.embedding.weight
+        assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in module.parameters()}
+        return weights_of(module)
+
+    first, second = run_ranks(2, body)
+    assert_same_weights([first, second])
+    assert not torch.equal(first["embedding.weight"], model.embedding.weight)
+
+
+@EVERY
+def test_mixed_dtypes(name: str) -> None:
+    model = build(lambda: Tower(dtypes=(torch.float32, torch.bfloat16, torch.float16)))
+
+    def body(group: dist.ProcessGroup) -> Any:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        with tb.attach(ddp, optimizer, ALGORITHMS[name]):
+            for _ in range(3):
+                optimizer.zero_grad()
+                ddp(torch.randn(4, 10, generator=torch.Generator().manual_seed(group.rank())), 0).sum().backward()
+                optimizer.step()
+        return weights_of(ddp.module)
+
+    weights = run_ranks(2, body)
+    assert_same_weights(weights)
+    assert {tensor.dtype for tensor in weights[0].values()} == {torch.float32, torch.bfloat16, torch.float16}
+
+
+@EVERY
+def test_parameters_set_free_in_the_middle(name: str) -> None:
+    """They are averaged from then on, as if buckets had been made so from the start."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> Any:
+        trainer = Trainer(group, model, lr=0.01)
+        trainer.optimizer.add_param_group({"params": list(trainer.module.frozen.parameters())})
+        with tb.attach(
+            trainer.module, trainer.optimizer, ALGORITHMS[name], process_group=tb.BaguaProcessGroup(group)
+        ) as attachment:
+            trainer.ddp = trainer.module
+            trainer.step()
+            trainer.module.frozen.requires_grad_(True)
+            for _ in range(3):
+                trainer.step()
+            names = {tensor.name for bucket in attachment.impl.buckets for tensor in bucket.tensors}
+            assert {"frozen.weight", "frozen.bias"} <= names
+        return weights_of(trainer.module)
+
+    weights = run_ranks(2, body)
+    assert_same_weights(weights)
+    assert not torch.equal(weights[0]["frozen.weight"], model.frozen.weight)
+
+
+@EVERY
+def test_running_variances_stay_positive(name: str) -> None:
+    """One rank sees one batch of large values, and then decays while the mean of the ranks is on its way."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x)
+
+    model = build(Two)
+
+    def body(group: dist.ProcessGroup) -> tuple[float, float]:
+        module = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        smallest, largest = torch.inf, 0.0
+        group_of_module = tb.BaguaProcessGroup(group)
+        with tb.attach(module, optimizer, ALGORITHMS[name], process_group=group_of_module):
+            for step in range(12):
+                optimizer.zero_grad()
+                for _ in range(4):
+                    is_large = group.rank() == 0 and step % 4 == 0
+                    x = torch.tensor([[1.0, 0.01], [-1.0, -0.01]]) * (30 if is_large else 0.1)
+                    module(x).square().mean().backward()
+                optimizer.step()
+                smallest = min(smallest, module.norm.running_var.min().item())
+                largest = max(largest, module.norm.running_var.max().item())
+        return min(smallest, module.norm.running_var.min().item()), largest
+
+    for smallest, largest in run_ranks(4, body):
+        assert smallest > 0
+        assert largest > 100
+
+
+def test_buffers_are_left_alone_where_that_is_asked_for() -> None:
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> Any:
+        return train(group, model, tb.DecentralizedAlgorithm(average_buffers=False)).final
+
+    first, second = run_ranks(2, body)
+    assert torch.equal(first["last.weight"], second["last.weight"])
+    assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"])
+
+
+@EVERY
+def test_a_layer_that_is_frozen_in_the_middle(name: str) -> None:
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> Any:
+        trainer = Trainer(group, model, lr=0.01)
+        with tb.attach(trainer.ddp, trainer.optimizer, ALGORITHMS[name]) as attachment:
+            trainer.step()
+            trainer.module.first.requires_grad_(False)
+            for _ in range(3):
+                trainer.step()
+            names = {tensor.name for bucket in attachment.impl.buckets for tensor in bucket.tensors}
+            assert not {"first.weight", "first.bias"} & names
+        return weights_of(trainer.module)
+
+    assert_same_weights(run_ranks(4, body))
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_ranks_that_freeze_different_layers(name: str) -> None:
+    """Of the same sizes: nothing but their names tells them apart."""
+    model = build(lambda: nn.Sequential(*[nn.Linear(10, 10) for _ in range(3)]))
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model, lr=0.01)
+        attachment = tb.attach(trainer.ddp, trainer.optimizer, ALGORITHMS[name])
+        trainer.step()
+        trainer.module[group.rank()].requires_grad_(False)
+
+        def train() -> None:
+            with attachment:
+                for _ in range(3):
+                    trainer.step()
+
+        with pytest.raises(tb.CommunicationError, match=r"out of step .* as fingerprint of the tensors to average"):
+            train()
+
+    run_ranks(2, body)
+
+
+@EVERY
+def test_a_buffer_that_the_module_replaces(name: str) -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(10, 1)
+            self.register_buffer("average", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.average = 0.9 * self.average + 0.1 * x.detach().mean()
+            return self.layer(x)
+
+    model = build(Average)
+
+    def body(group: dist.ProcessGroup) -> Any:
+        trainer = Trainer(group, model, lr=0.01)
+        with tb.attach(trainer.ddp, trainer.optimizer, ALGORITHMS[name]):
+            for _ in range(4):
+                trainer.step()
+        return weights_of(trainer.module)
+
+    weights = run_ranks(2, body)
+    assert_same_weights(weights)
+    assert weights[0]["average"] != 0

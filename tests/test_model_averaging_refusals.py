@@ -1,0 +1,98 @@
+"""What algorithms that average weights refuse."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchbagua as tb
+from averaging import Normed, Trainer
+from ranks import run_ranks
+from training import build
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: tb.DecentralizedAlgorithm(communication_interval=0),
+            "communication_interval must be at least 1, got 0",
+        ),
+        (
+            lambda: tb.LowPrecisionDecentralizedAlgorithm(communication_interval=-1),
+            "interval must be at least 1, got -1",
+        ),
+        (lambda: tb.AsyncModelAverageAlgorithm(sync_interval_ms=-1), "sync_interval_ms must be at least 0, got -1"),
+        (lambda: tb.AsyncModelAverageAlgorithm(warmup_steps=-1), "warmup_steps must be at least 0, got -1"),
+        (lambda: tb.AsyncModelAverageAlgorithm("shift_one"), "peer_selection_mode must be 'all', got 'shift_one'"),
+        (lambda: tb.DecentralizedAlgorithm(True, "ring"), r"must be one of \('all', 'shift_one'\), got 'ring'"),
+        (lambda: tb.DecentralizedAlgorithm(bucket_cap_mb=-1), "bucket_cap_mb must be at least 0, got -1"),
+    ],
+)
+def test_bad_arguments(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_bad_types() -> None:
+    with pytest.raises(TypeError, match=r"communication_interval must be an integer, got 1\.5"):
+        tb.DecentralizedAlgorithm(communication_interval=1.5)
+    with pytest.raises(TypeError, match="average_buffers must be True or False, got 1"):
+        tb.DecentralizedAlgorithm(average_buffers=1)
+
+
+@pytest.mark.parametrize(("nodes", "what"), [(None, "ranks"), ([0, 1, 2, 2, 2], "nodes")])
+def test_shift_one_needs_an_even_number(nodes: list[int] | None, what: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Normed))
+        bagua_group = None if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes)
+        with pytest.raises(ValueError, match=f"'shift_one' pairs {what} and needs an even number, got 3"):
+            tb.attach(
+                trainer.ddp, trainer.optimizer, tb.DecentralizedAlgorithm(True, "shift_one"), process_group=bagua_group
+            )
+        trainer.step()  # nothing is left behind
+
+    run_ranks(3 if nodes is None else 5, body)
+
+
+def test_weights_that_cannot_be_averaged() -> None:
+    class Double(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+            self.register_buffer("total", torch.zeros(1, dtype=torch.float64))
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = Double()
+        optimizer = torch.optim.SGD(module.parameters())
+        bagua_group = tb.BaguaProcessGroup(group)
+        with pytest.raises(ValueError, match=r"buffer total must be float32, bfloat16 or float16, got torch\.float64"):
+            tb.attach(module, optimizer, "decentralized", process_group=bagua_group)
+        without = tb.DecentralizedAlgorithm(average_buffers=False)
+        tb.attach(module, optimizer, without, process_group=bagua_group).detach()
+        foreign = torch.optim.SGD(nn.Linear(1, 1).parameters())
+        with pytest.raises(ValueError, match="SGD has 2 parameters that are not the module's"):
+            tb.attach(module, foreign, "decentralized", process_group=bagua_group)
+
+    run_ranks(2, body)
+
+
+def test_ranks_with_different_modules_are_told_so_when_they_attach() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(2, 3) if group.rank() else nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(module.parameters())
+        with pytest.raises(ValueError, match="ranks disagree in the shapes, dtypes and requires_grad of parameters"):
+            tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
+
+    run_ranks(2, body)
+
+
+def test_async_interval_that_the_timeout_does_not_allow() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Normed))
+        with pytest.raises(ValueError, match=r"at most half the timeout of attach or of the group, 60 s, got 31000"):
+            tb.attach(trainer.ddp, trainer.optimizer, tb.AsyncModelAverageAlgorithm(sync_interval_ms=31_000))
+
+    run_ranks(1, body)
