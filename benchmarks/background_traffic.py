@@ -21,7 +21,7 @@ class BackgroundAllReduce:
         self._values = torch.zeros(num_elements)
         self._interval_s = interval_s
         self._stops = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        self._thread: threading.Thread | None = None
 
     def resume(self) -> None:
         self._stops.clear()
@@ -31,7 +31,8 @@ class BackgroundAllReduce:
     def pause(self) -> None:
         """Go on until all ranks are here, as asynchronous averaging does."""
         self._stops.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         while True:

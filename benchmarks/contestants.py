@@ -1,4 +1,4 @@
-"""Who competes: each contestant wraps the same model for training, in its own way of averaging gradients."""
+"""Who competes: each contestant wraps the same model for training, in its own way of averaging gradients or weights."""
 
 import copy
 from collections.abc import Callable

@@ -171,6 +171,7 @@ def markdown_table(section: Section) -> str:
         lines.append(cells)
     title = (
         f"{section['title']}: {section['num_ranks']} ranks, {section['num_parameters'] / 1e6:.1f} M parameters, "
-        f"{len(rows[0]['rounds_ms'])} rounds of {section['block_steps']} steps each"
+        f"{len(rows[0]['rounds_ms'])} rounds of {section['block_steps']} steps each, of seconds where "
+        "communication is not tied to steps"
     )
     return "\n".join([title, ""] + ["| " + " | ".join(cells) + " |" for cells in lines])

@@ -163,6 +163,24 @@ def test_async_skips_on_each_rank_alone_after_warm_up_and_together_in_it() -> No
     assert together == (skipped, skipped)
 
 
+def test_ranks_that_skipped_alone_end_with_one_scale() -> None:
+    """Plain DDP, which goes on from there, would add up gradients of different scales."""
+    model = build(lambda: torch.nn.Linear(10, 3))
+
+    def body(group: dist.ProcessGroup) -> tuple[float, float]:
+        loop = Loop(group, model)
+        algorithm = tb.AsyncModelAverageAlgorithm(sync_interval_ms=1)
+        with tb.attach(loop.ddp, loop.optimizer, algorithm, grad_scaler=loop.scaler):
+            for step in range(NUM_STEPS):
+                loop.step(step)
+            before = loop.scaler.get_scale()
+        return before, loop.scaler.get_scale()
+
+    (first, *others), after = zip(*run_ranks(2, body), strict=True)
+    assert others != [first], "one rank should have skipped a step"
+    assert after == (first, first)
+
+
 def test_grad_scaler_that_is_none() -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group)

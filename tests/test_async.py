@@ -266,3 +266,41 @@ def test_abort_of_a_module_that_was_never_attached() -> None:
         impl.close()
 
     run_ranks(1, unattached)
+
+
+def test_a_rank_that_is_waited_for_long_is_named() -> None:
+    """Its lane takes part in rounds, so that no timeout of theirs tells that its training stands still."""
+
+    def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> None:
+        trainer.step()
+        if rank == 1:
+            time.sleep(3)
+            attachment.impl.abort(trainer.ddp)
+        else:
+            with pytest.warns(RuntimeWarning, match="abort has waited longer than the timeout of 1 s for rank 1"):
+                attachment.impl.abort(trainer.ddp)
+
+    run_async(2, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1), timeout=timedelta(seconds=1))
+
+
+def test_an_extra_backward_pass_in_the_last_step_of_the_warm_up() -> None:
+    """One rank averages gradients once more while the others have begun the rounds; nothing may hang or crash."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model)
+        algorithm = tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, warmup_steps=2)
+        attachment = tb.attach(trainer.ddp, trainer.optimizer, algorithm)
+
+        def train() -> None:
+            with attachment:
+                trainer.step()
+                if group.rank() == 1:
+                    trainer.ddp(torch.randn(6, 10)).sum().backward()
+                for _ in range(3):
+                    trainer.step()
+
+        with pytest.raises(tb.CommunicationError, match=r"out of step .* has \d"):
+            train()
+
+    run_ranks(2, body)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
@@ -57,6 +58,29 @@ def attach_twice(group: dist.ProcessGroup) -> None:
 
 def attach_unknown_name(group: dist.ProcessGroup) -> None:
     tb.attach(*wrapped(group), "bitegrad")
+
+
+def attach_inside_of_the_wrapper(group: dist.ProcessGroup) -> None:
+    ddp, optimizer = wrapped(group)
+    with tb.attach(ddp, optimizer, "decentralized"):
+        tb.attach(ddp.module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
+
+
+def attach_around_an_attached_module(group: dist.ProcessGroup) -> None:
+    module = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(module.parameters())
+    with tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group)):
+        tb.attach(DistributedDataParallel(nn.Sequential(module), process_group=group), optimizer, "bytegrad")
+
+
+def attach_sharded_optimizer(group: dist.ProcessGroup) -> None:
+    ddp, _ = wrapped(group)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # ZeRO asks the default group
+    try:
+        sharded = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+        tb.attach(ddp, sharded, "decentralized")
+    finally:
+        dist.destroy_process_group()
 
 
 def attach_class_instead_of_instance(group: dist.ProcessGroup) -> None:
@@ -123,6 +147,9 @@ def hook_with_sparse_gradients(group: dist.ProcessGroup) -> None:
         (attach_with_no_optimizer, TypeError, "attach: optimizer must be a torch.optim.Optimizer, got 'sgd'"),
         (attach_after_own_hook, ValueError, "attach: the module has the communication hook allreduce_hook already"),
         (attach_twice, ValueError, "attach: ByteGradAlgorithmImpl is attached to the module already; detach it first"),
+        (attach_inside_of_the_wrapper, ValueError, "DecentralizedAlgorithmImpl is attached to the module already"),
+        (attach_around_an_attached_module, ValueError, "Impl is attached to the module's module.0 already"),
+        (attach_sharded_optimizer, ValueError, "steps all weights on every rank, got ZeroRedundancyOptimizer"),
         (attach_unknown_name, KeyError, "no algorithm is named 'bitegrad'; there are .*'bytegrad'"),
         (attach_class_instead_of_instance, TypeError, "algorithm must be an Algorithm or a registered name"),
         (attach_delayed_all_reduce, ValueError, "attach: the module was made with delay_all_reduce_named_params"),

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from averaging import ALGORITHMS, EVERY, SYNCHRONOUS, Normed, Trainer, assert_same_weights, train, weights_of
+from averaging import ALGORITHMS, EVERY, SYNCHRONOUS, Normed, Trainer, Weights, assert_same_weights, train, weights_of
 from ranks import run_ranks
 from training import Tower, build
 
@@ -143,34 +143,80 @@ def test_buffers_are_left_alone_where_that_is_asked_for() -> None:
     assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"])
 
 
+def all_parameters(module: nn.Module) -> Weights:
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
 @EVERY
 def test_a_layer_that_is_frozen_in_the_middle(name: str) -> None:
+    """It differs from rank to rank by then, and has to be equal at the end all the same."""
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> Any:
         trainer = Trainer(group, model, lr=0.01)
-        with tb.attach(trainer.ddp, trainer.optimizer, ALGORITHMS[name]) as attachment:
+        with tb.attach(trainer.ddp, trainer.optimizer, ALGORITHMS[name]):
             trainer.step()
             trainer.module.first.requires_grad_(False)
             for _ in range(3):
                 trainer.step()
-            names = {tensor.name for bucket in attachment.impl.buckets for tensor in bucket.tensors}
-            assert not {"first.weight", "first.bias"} & names
-        return weights_of(trainer.module)
+        return all_parameters(trainer.module)
 
     assert_same_weights(run_ranks(4, body))
 
 
+@EVERY
+def test_a_parameter_that_the_module_replaces(name: str) -> None:
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> Any:
+        trainer = Trainer(group, model, lr=0.01)
+        trainer.ddp = trainer.module
+        bagua_group = tb.BaguaProcessGroup(group)
+        with tb.attach(trainer.module, trainer.optimizer, ALGORITHMS[name], process_group=bagua_group):
+            trainer.step()
+            trainer.module.last = nn.Linear(47, 1)
+            nn.init.constant_(trainer.module.last.weight, group.rank())
+            trainer.optimizer.add_param_group({"params": trainer.module.last.parameters()})
+            for _ in range(3):
+                trainer.step()
+        return all_parameters(trainer.module)
+
+    assert_same_weights(run_ranks(2, body))
+
+
+@EVERY
+def test_generator_and_discriminator_that_freeze_each_other(name: str) -> None:
+    """The usual loop: one is frozen while the other one's optimizer steps, which is when weights are read."""
+    model = build(lambda: nn.ModuleList([nn.Linear(4, 10), nn.Linear(10, 1)]))
+
+    def body(group: dist.ProcessGroup) -> Any:
+        generator, discriminator = module = copy.deepcopy(model)
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in module]
+        data = torch.Generator().manual_seed(group.rank())
+        with tb.attach(module, optimizers, ALGORITHMS[name], process_group=tb.BaguaProcessGroup(group)):
+            for _ in range(4):
+                for frozen, trained, optimizer in zip(module, reversed(module), reversed(optimizers), strict=True):
+                    frozen.requires_grad_(False)
+                    trained.requires_grad_(True)
+                    optimizer.zero_grad()
+                    discriminator(generator(torch.randn(6, 4, generator=data))).square().sum().backward()
+                    optimizer.step()
+        return all_parameters(module)
+
+    assert_same_weights(run_ranks(2, body))
+
+
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_ranks_that_freeze_different_layers(name: str) -> None:
+def test_ranks_that_set_different_layers_free(name: str) -> None:
     """Of the same sizes: nothing but their names tells them apart."""
     model = build(lambda: nn.Sequential(*[nn.Linear(10, 10) for _ in range(3)]))
+    model[:2].requires_grad_(False)
 
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, model, lr=0.01)
         attachment = tb.attach(trainer.ddp, trainer.optimizer, ALGORITHMS[name])
         trainer.step()
-        trainer.module[group.rank()].requires_grad_(False)
+        trainer.module[group.rank()].requires_grad_(True)
 
         def train() -> None:
             with attachment:

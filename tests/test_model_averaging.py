@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -254,3 +255,22 @@ def test_compiled_module_is_trained_as_it_is_without() -> None:
     digests = re.findall(r"digests ([0-9a-f]{64}) ([0-9a-f]{64})", run.stdout)
     assert [plain for plain, _ in digests] == [compiled for _, compiled in digests]
     assert len({plain for plain, _ in digests}) == 2, "ranks should have weights of their own"
+
+
+def test_a_schedule_of_numpy_numbers_and_of_each_ranks_own() -> None:
+    """Detach shares the optimizer's moments; learning rates stay with the loop, whatever they are made of."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> tuple[Any, Any]:
+        trainer = Trainer(group, model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: np.float64(0.5) ** step)
+        with tb.attach(trainer.ddp, trainer.optimizer, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1)):
+            for _ in range(1 + group.rank()):
+                trainer.step()
+                scheduler.step()
+        momenta = [state["momentum_buffer"] for state in trainer.optimizer.state.values()]
+        return float(trainer.optimizer.param_groups[0]["lr"]), momenta
+
+    (first_lr, first), (second_lr, second) = run_ranks(2, body)
+    assert (first_lr, second_lr) == (0.05, 0.025)
+    assert all(map(torch.equal, first, second))

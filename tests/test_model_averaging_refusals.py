@@ -96,3 +96,36 @@ def test_async_interval_that_the_timeout_does_not_allow() -> None:
             tb.attach(trainer.ddp, trainer.optimizer, tb.AsyncModelAverageAlgorithm(sync_interval_ms=31_000))
 
     run_ranks(1, body)
+
+
+def uneven_buffer(rank: int) -> nn.Module:
+    module = nn.Linear(2, 1)
+    module.register_buffer("table", torch.zeros(5 - 2 * rank))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make_module", "num_optimizers", "message"),
+    [
+        (uneven_buffer, lambda rank: 1, "ranks disagree in the shapes and dtypes of buffers, as a digest"),
+        (lambda rank: nn.Linear(2, 1), lambda rank: 1 + rank, r"the optimizers, .* rank 0 has .*'SGD', \[2\]"),
+    ],
+)  # fmt: skip
+def test_ranks_that_attach_different_things(make_module: Any, num_optimizers: Any, message: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = make_module(group.rank())
+        optimizers = [torch.optim.SGD(module.parameters()) for _ in range(num_optimizers(group.rank()))]
+        with pytest.raises(ValueError, match=message):
+            tb.attach(module, optimizers, "decentralized", process_group=tb.BaguaProcessGroup(group))
+
+    run_ranks(2, body)
+
+
+def test_a_lazy_module() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Sequential(nn.Linear(2, 1), nn.LazyLinear(1))
+        optimizer = torch.optim.SGD(module[0].parameters())
+        with pytest.raises(ValueError, match=r"attach: 1\.weight has no shape yet; run a forward of the module first"):
+            tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
+
+    run_ranks(1, body)

@@ -187,3 +187,15 @@ def test_unknown_rate_is_refused(start: Callable[..., subprocess.Popen[str]]) ->
     assert benchmark.returncode == 2
     assert "--rates" in errors
     assert "'fast'" in errors
+
+
+@pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("network-*.json")), ids=lambda path: path.stem)
+def test_recorded_results_can_be_shown(path: Path) -> None:
+    shown = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "network.py"), "--show", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    assert shown.stdout.count("| compute only |") == len(json.loads(path.read_text())["networks"])

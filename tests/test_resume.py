@@ -173,3 +173,20 @@ def test_state_of_another_model_or_algorithm(name: str) -> None:
             trainer.step()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS.values(), tb.AsyncModelAverageAlgorithm(sync_interval_ms=1)])
+def test_state_of_another_rank_or_of_fewer_ranks(algorithm: tb.Algorithm) -> None:
+    """With another rank's replicas the weights would run away, a little in every round."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Normed))
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+            rank, state = group.rank(), attachment.state_dict()
+            for place in ({"rank": 1 - rank}, {"num_ranks": 4}):
+                got = "got that of rank {rank} of {num_ranks}".format(**{"rank": rank, "num_ranks": 2} | place)
+                with pytest.raises(ValueError, match=f"state must be that of rank {rank} of 2, {got}; every rank"):
+                    attachment.load_state_dict({**state, "impl": {**state["impl"], **place}})
+            attachment.load_state_dict(state)
+
+    run_ranks(2, body)

@@ -1,6 +1,5 @@
 """attach: put an algorithm to work on a module and its optimizer, and take it off again."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -12,14 +11,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua.algorithms.base import Algorithm, AlgorithmImpl
-from torchbagua.bucket import check_elements
+from torchbagua.attach_checks import (
+    check_detached,
+    check_module,
+    check_optimizers,
+    check_same_ranks,
+    check_unsharded,
+    facts_of,
+    mark_attached,
+)
 from torchbagua.collectives import BaguaProcessGroup, broadcast_state, broadcast_tensors
-from torchbagua.ddp import check_no_foreign_hook, silenced, trampoline_of
+from torchbagua.ddp import silenced, trampoline_of
 from torchbagua.events import Observer
 from torchbagua.step_hooks import agree_on_overflow, install_step_hooks
-
-# On a module with an algorithm attached: its id, which a copy of it has not, and the name of the impl.
-_MARK = "_torchbagua_attached"
 
 
 def attach(
@@ -39,16 +43,17 @@ def attach(
 
     Args:
         module: wrapped in DistributedDataParallel, with no communication hook of its own. An algorithm that averages
-            weights takes any module, and first gives all ranks rank 0's parameters, buffers and optimizer state, as DDP
-            did for weights and buffers when it wrapped the module.
+            weights takes any module, which the loop then calls itself, and first gives all ranks rank 0's parameters,
+            buffers and optimizer state, as DDP did for weights and buffers when it wrapped the module.
         optimizer: the optimizer of its parameters, or several; the steps of the first are the clock.
         algorithm: an Algorithm, or a registered name.
         process_group: the ranks and their nodes, where nodes are given explicitly; default: the module's group, or the
             world where there is no DDP, with nodes told by host names.
         grad_scaler: the loop's GradScaler, where an algorithm averages weights: all ranks then skip a step together.
         observers: hear of every exchange.
-        timeout: bound on every wait of the algorithm for another rank; default: that of the group, which bounds what
-            DDP itself sends, buffers for instance.
+        timeout: bound on every wait of the algorithm for another rank, except where asynchronous averaging ends, which
+            waits for the ranks that are still training; default: that of the group, which bounds what DDP itself sends,
+            buffers for instance.
 
     Raises:
         TypeError, ValueError: an argument does not fit; ranks disagree in algorithm, arguments, the version of the
@@ -65,20 +70,20 @@ def attach(
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"attach: algorithm must be an Algorithm or a registered name, got {algorithm!r}")
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    _check_module(module)
-    _check_optimizers(optimizers, module)
+    check_module(module)
+    check_optimizers(optimizers, module)
     if process_group is not None and not isinstance(process_group, BaguaProcessGroup):
         raise TypeError(f"attach: process_group must be a BaguaProcessGroup, got {type(process_group).__name__}")
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
         raise TypeError(f"attach: grad_scaler must be a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
     if process_group is not None and isinstance(module, DistributedDataParallel):
-        _check_same_ranks(module.process_group, process_group.process_group)
-    _check_detached(module)
+        check_same_ranks(module.process_group, process_group.process_group)
+    check_detached(module)
     impl = algorithm.reify(
         process_group or _group_of(module),
         observers=observers,
         timeout=timeout,
-        facts=_facts_of(module, with_scaler=grad_scaler is not None),
+        facts=facts_of(module, optimizers, with_scaler=grad_scaler is not None),
     )
     return Attachment(module, optimizers, algorithm, impl, grad_scaler)
 
@@ -102,14 +107,16 @@ class Attachment:
         self.algorithm = algorithm
         self.impl = impl
         self._optimizers = optimizers
+        self._grad_scaler = grad_scaler
         self._is_detached = False
         with ExitStack() as undo:  # closed here only where one of these steps raises
             undo.callback(impl.close)
-            undo.callback(delattr, module, _MARK)
-            setattr(module, _MARK, (id(module), type(impl).__name__))
             ddp = module if isinstance(module, DistributedDataParallel) else None
             inner = module if ddp is None else ddp.module
+            undo.callback(mark_attached(inner, type(impl).__name__).close)
             ignored_names = frozenset(() if ddp is None else ddp.parameters_to_ignore)
+            if impl.owns_buckets:
+                check_unsharded(optimizers)
             if ddp is None:
                 if not impl.owns_buckets:
                     raise TypeError(
@@ -117,7 +124,7 @@ class Attachment:
                         f"{type(module).__name__}: {type(algorithm).__name__} averages gradients"
                     )
                 broadcast_tensors(impl.process_group.world, [*module.parameters(), *module.buffers()], "the module")
-                self._broadcast_optimizer_state()
+                self._broadcast_state()
             impl.set_module(inner, ignored_names)
             trained = {
                 name: parameter
@@ -140,8 +147,10 @@ class Attachment:
     def detach(self) -> None:
         """Finish what is in flight and give the module back to plain DDP. Collective; may be called again.
 
-        Where the algorithm averages weights, all ranks then hold the same weights and rank 0's optimizer state, unless
-        it was constructed with `final_average=False`.
+        Where the algorithm averages weights, all ranks then hold the same weights, the same floating-point buffers if
+        these are averaged, and the state of rank 0's optimizers and of its `grad_scaler`, unless the algorithm was
+        constructed with `final_average=False`. Learning rates and their schedulers are the loop's: where ranks have
+        taken different numbers of steps, theirs differ.
 
         Raises:
             RuntimeError: what was in flight failed. The module is given back all the same.
@@ -154,14 +163,19 @@ class Attachment:
         self._is_detached = True
         with self._undo:
             if self.impl.finish(failed=failed):
-                self._broadcast_optimizer_state()
+                self._broadcast_state()
 
-    def _broadcast_optimizer_state(self) -> None:
+    def _broadcast_state(self) -> None:
         world = self.impl.process_group.world
         for optimizer in self._optimizers:
-            state = broadcast_state(world, optimizer.state_dict(), "the optimizer's state")
+            # Not its groups: learning rates belong to the loop, and to its schedulers.
+            groups = optimizer.state_dict()["param_groups"]
+            state = broadcast_state(world, optimizer.state_dict()["state"], f"the state of {type(optimizer).__name__}")
             if world.rank != 0:
-                optimizer.load_state_dict(state)
+                optimizer.load_state_dict({"state": state, "param_groups": groups})
+        if self._grad_scaler is not None and self._grad_scaler.is_enabled():
+            state = broadcast_state(world, self._grad_scaler.state_dict(), "the state of the GradScaler")
+            self._grad_scaler.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the algorithm: plain tensors and numbers, loadable with `weights_only=True`."""
@@ -198,17 +212,6 @@ class Attachment:
         self._end(failed=exception_type is not None)
 
 
-def _facts_of(module: torch.nn.Module, *, with_scaler: bool) -> dict[str, Any]:
-    """What ranks must have in common, in the order in which they are told of it."""
-    kinds = [(list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for tensor in module.parameters()]
-    digest = hashlib.sha256(repr(kinds).encode()).hexdigest()[:16]
-    return {
-        "the number of parameters": len(kinds),
-        "the shapes, dtypes and requires_grad of parameters, as a digest": digest,
-        "whether attach was given a grad_scaler": with_scaler,
-    }
-
-
 def _group_of(module: torch.nn.Module) -> dist.ProcessGroup:
     if isinstance(module, DistributedDataParallel):
         return module.process_group
@@ -219,64 +222,3 @@ def _group_of(module: torch.nn.Module) -> dist.ProcessGroup:
         )
     assert dist.group.WORLD is not None
     return dist.group.WORLD
-
-
-def _check_detached(module: torch.nn.Module) -> None:
-    attached_id, attached = getattr(module, _MARK, (None, None))
-    if attached_id == id(module):
-        raise ValueError(f"attach: {attached} is attached to the module already; detach it first")
-    if isinstance(module, DistributedDataParallel):
-        check_no_foreign_hook(module)
-
-
-def _check_module(module: torch.nn.Module) -> None:
-    inner, ignored_names = module, set[str]()
-    if isinstance(module, DistributedDataParallel):
-        inner, ignored_names = module.module, module.parameters_to_ignore
-        if module._delay_all_reduce_params:
-            raise ValueError(
-                "attach: the module was made with delay_all_reduce_named_params, whose gradients bypass communication "
-                "hooks; wrap the model without it"
-            )
-    for name, submodule in inner.named_modules():
-        if isinstance(submodule, DistributedDataParallel):
-            raise TypeError(
-                f"attach: module must be the DistributedDataParallel itself, got {type(module).__name__} with one in "
-                f"it ({name}); with torch.compile, attach to it and then call ddp.compile()"
-            )
-        if getattr(submodule, "sparse", False) and isinstance(submodule, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            raise ValueError(f"attach: {name or 'the module'} has sparse=True; sparse gradients are not supported")
-    for name, parameter in inner.named_parameters():
-        if parameter.requires_grad and name not in ignored_names:
-            check_elements(f"attach: parameter {name}", parameter)
-
-
-def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module) -> None:
-    if not optimizers:
-        raise ValueError("attach: optimizer must be a torch.optim.Optimizer or several, got an empty sequence")
-    own = {id(parameter) for parameter in module.parameters()}
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"attach: optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
-        foreign = [
-            tuple(parameter.shape)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) not in own
-        ]
-        if foreign:
-            raise ValueError(
-                f"attach: {type(optimizer).__name__} has {len(foreign)} parameters that are not the module's, the "
-                f"first of shape {foreign[0]}; was it made before the model was moved or copied?"
-            )
-
-
-def _check_same_ranks(own: dist.ProcessGroup, given: dist.ProcessGroup) -> None:
-    places = [f"rank {group.rank()} of {group.size()}" for group in (own, given)]
-    if places[0] == places[1]:
-        try:
-            places = [f"ranks {dist.get_process_group_ranks(group)}" for group in (own, given)]
-        except KeyError:  # a group made by hand does not know its global ranks
-            return
-    if places[0] != places[1]:
-        raise ValueError(f"attach: process_group must have the module's ranks: {places[0]}, got {places[1]}")

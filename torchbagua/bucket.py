@@ -33,7 +33,7 @@ class BaguaTensor:
 
 Finish = Callable[[], None]
 Operation = Callable[["BaguaBucket"], Finish | None]
-"""Changes a bucket's flat tensor in place. What it has to do once that is final, and may do later, it returns."""
+"""Works on a bucket's flat tensor, in place or into another. What is left to do once that is final, it may return."""
 
 
 def check_elements(what: str, tensor: torch.Tensor) -> None:

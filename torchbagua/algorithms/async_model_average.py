@@ -12,7 +12,7 @@ from torchbagua.algorithms.base import register
 from torchbagua.algorithms.model_averaging import ModelAveragingAlgorithm, ModelAveragingImpl, check_at_least
 from torchbagua.algorithms.warm_up import average_gradients
 from torchbagua.bucket import BaguaBucket
-from torchbagua.collectives import BaguaProcessGroup, check_in_step
+from torchbagua.collectives import BaguaProcessGroup
 
 State = Literal["warm-up", "running", "stopped", "ended"]
 
@@ -22,9 +22,10 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
     """Every rank trains alone, at its own speed; a background thread averages the weights of all ranks.
 
     A round averages snapshots that the ranks took between two steps; then, between two steps, x += mean - snapshot, so
-    that no rank loses what it has learnt meanwhile. Training waits for no network operation, and ranks may take
-    different numbers of steps (AD-PSGD, Lian et al., arXiv 1710.06952; Bagua, arXiv 2107.01499). A rank sends
-    8 (n-1)/n bytes a float32 parameter and round.
+    that no rank loses what it has learnt meanwhile. After the warm-up training waits for no network operation but in
+    `abort`, `resume`, detach, and where layers are set free; and ranks may take different numbers of steps (AD-PSGD,
+    Lian et al., arXiv 1710.06952; Bagua, arXiv 2107.01499). A rank sends 8 (n-1)/n bytes a float32 parameter and round.
+    Rounds go on until detach or the end of the process, also where a script has let go of module and attachment.
 
     Args:
         peer_selection_mode: "all"; there is no other.
@@ -197,6 +198,7 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         pending = None if self._rounds is None else self._rounds.pending()
         differences, snapshots = pending or self._nothing_pending()
         return {
+            **self.place,
             "step": self.step,
             "is_enabled": self._is_enabled,
             "has_differences": pending is not None,
@@ -209,7 +211,7 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
 
         Collective: rounds that are running stop, without a trace in the weights, and start again.
         """
-        self.check_keys(state, ("step", "is_enabled", "has_differences", "differences", "buffer_snapshots"))
+        self.check_state(state, ("step", "is_enabled", "has_differences", "differences", "buffer_snapshots"))
         differences, snapshots = self._nothing_pending()
         self.load_by_name(differences, state["differences"])
         self.load_by_name(snapshots, state["buffer_snapshots"], self.buffer_buckets)
@@ -231,9 +233,7 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         if self._rounds is not None:
             return self._stop("detach", self.final_average).has_mean
         if self.final_average:
-            self.read_weights(self.snapshots)
-            self._meet("the last mean", lambda: [bucket.run() for bucket in self.buckets], is_last=True)
-            self.write_weights(self.flats)
+            self.end_with_mean()
         return self.final_average
 
     def close(self) -> None:
@@ -284,22 +284,19 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
                 stacklevel=2,
             )
 
-    def _meet(self, purpose: str, run: Callable[[], Any] = lambda: None, *, is_last: bool = False) -> Any:
-        """Return what `run` returns, once all ranks are here; while no rounds are running."""
-        if self.is_alone:
-            return run()
-        facts = {
+    def facts(self, *, is_last: bool = False) -> dict[str, int]:
+        """Return how far this rank has come."""
+        return {
             "ended attachments": int(is_last),
             "optimizer steps of the warm-up": min(self.step, self.warmup_steps),
             "calls of abort and resume": self._num_calls,
+            "running series of rounds": int(self.state == "running"),
             "as fingerprint of the tensors to average": self.fingerprint,
         }
 
-        def job() -> Any:
-            check_in_step(self.process_group.world, facts, purpose)
-            return run()
-
-        return self.lane.start(job).result()
+    def _meet(self, purpose: str, run: Callable[[], Any] = lambda: None) -> Any:
+        """Return what `run` returns, once all ranks are here; while no rounds are running."""
+        return run() if self.is_alone else self.start_in_step(run, purpose).result()
 
     def _average_gradients(self) -> None:
         if self.is_alone or self.state != "warm-up":

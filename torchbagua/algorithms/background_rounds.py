@@ -1,7 +1,9 @@
 """Rounds of model averaging that a lane makes beside training, which never waits for them."""
 
+import math
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -81,7 +83,8 @@ class BackgroundRounds:
         self._world = impl.process_group.world
         self._interval_s = interval_s
         # The others wait for this rank meanwhile, on the network.
-        self._longest_patience_s = impl.process_group.timeout.total_seconds() / 4
+        self._timeout_s = impl.process_group.timeout.total_seconds()
+        self._longest_patience_s = self._timeout_s / 4
         self._clock = clock
         # Guards everything below. Snapshots are the training thread's while one is wanted, and the lane's otherwise.
         self._turn = threading.Condition()
@@ -95,11 +98,13 @@ class BackgroundRounds:
         self._reason = 0
         self._wants_mean = False
         self._is_last_snapshot = False
+        self._last_to_stop: int | None = None  # a rank that had not stopped yet at the last round
         self._leaves = False
         self._is_over = False
         self._step_s = 0.0
         self._last_step_at = clock.now()
         impl.read_weights(self._snapshots)
+        self._facts = impl.facts()
         self._ending = impl.lane.start(self._run, interrupt=self.leave)
 
     @property
@@ -115,9 +120,10 @@ class BackgroundRounds:
             self._serve()
 
     def stop(self, reason: str, *, with_mean: bool) -> Ending:
-        """Go on, on the training thread, until all ranks have called this.
+        """Go on, on the training thread, until all ranks have called this; they may train for long.
 
-        Where one of them wants it, there is a last mean then, and all ranks take it for their weights.
+        Where one of them wants it, there is a last mean then, and all ranks take it for their weights. A warning names
+        a rank that is waited for longer than the group's timeout.
 
         Args:
             reason: one of REASONS.
@@ -129,14 +135,26 @@ class BackgroundRounds:
         with self._turn:
             self._stops, self._wants_mean, self._reason = True, with_mean, REASONS.index(reason)
             self._turn.notify_all()
+            warn_at_s = self._clock.now() + self._timeout_s
             while not self._is_over and not self._ending.is_done():  # which it is at once on a lane that has failed
                 self._turn.wait_for(lambda: self._wants_snapshot or self._is_over)
                 self._serve()
+                if self._clock.now() > warn_at_s and self._last_to_stop is not None:
+                    warn_at_s = math.inf
+                    self._warn_of_waiting(reason)
             self._serve()
         ending = self._ending.result()
         if ending.has_mean:
             self._impl.write_weights(self._impl.flats)
         return ending
+
+    def _warn_of_waiting(self, reason: str) -> None:
+        warnings.warn(
+            f"torchbagua: {reason} has waited longer than the timeout of {self._timeout_s:g} s for rank "
+            f"{self._last_to_stop}, which still takes part in averaging: it is training, or stands still",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def leave(self) -> None:
         """End the rounds of all ranks, without waiting for it."""
@@ -164,8 +182,7 @@ class BackgroundRounds:
 
     def _run(self) -> Ending:
         try:
-            facts = {"as fingerprint of the tensors to average": self._impl.fingerprint}
-            check_in_step(self._world, facts, "the first of the averaging rounds")
+            check_in_step(self._world, self._facts, "the first of the averaging rounds")
             while True:
                 self._await_snapshot()
                 if (ending := self._agree_on_ending()) is not None and not ending.has_mean:
@@ -201,14 +218,15 @@ class BackgroundRounds:
     def _agree_on_ending(self) -> Ending | None:
         with self._turn:
             leaver = self._world.rank + 1 if self._leaves else 0
-            values = [leaver, -int(self._is_last_snapshot), int(self._wants_mean), self._reason, -self._reason]
-        leaver, *stopping, last_reason, minus_first_reason = maximum(
+            going_on = 0 if self._is_last_snapshot else self._world.rank + 1
+            values = [leaver, going_on, int(self._wants_mean), self._reason, -self._reason]
+        leaver, going_on, wants_mean, last_reason, minus_first_reason = maximum(
             self._world, values, f"averaging round {self.num_rounds}"
         )
-        minus_all_stop, wants_mean = stopping
         if leaver:
             return Ending(leaver=leaver - 1, has_mean=False)
-        if not minus_all_stop:
+        if going_on:
+            self._last_to_stop = going_on - 1
             return None
         if last_reason != -minus_first_reason:
             reasons = f"{REASONS[-minus_first_reason]} and {REASONS[last_reason]}"

@@ -112,6 +112,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         """Return step and rounds so far, and the finished round that is still to be added to the weights."""
         self._wait()
         return {
+            **self.place,
             "step": self.step,
             "num_rounds": self.num_rounds,
             "has_differences": self._has_differences,
@@ -121,7 +122,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; the round in flight is dropped. Collective."""
-        self.check_keys(state, ("step", "num_rounds", "has_differences", "differences", "buffer_snapshots"))
+        self.check_state(state, ("step", "num_rounds", "has_differences", "differences", "buffer_snapshots"))
         self._wait()
         self.load_by_name(self._differences, state["differences"])
         flats = [bucket.flat for bucket in self.buffer_buckets]
@@ -236,9 +237,11 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def after_step(self) -> None:
         """Where it is due, replace the weights by what the neighbours will hear of, and let the lane tell them."""
-        if self.is_due or (self._exchange is not None and self._exchange.is_done()):
+        is_due = self.is_due
+        self.step += 1
+        if is_due or (self._exchange is not None and self._exchange.is_done()):
             self.settle()
-        if self.is_due:
+        if is_due:
             self.read_weights(self.flats)
             # In a ring of ranks that sends nothing yet; nodes form their means first.
             submit = self.submit_round if self._is_of_nodes else self.lane.start
@@ -251,7 +254,6 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
             self._exchange = self.submit_round(exchange)
             self.num_rounds += 1
-        self.step += 1
 
     def settle(self) -> None:
         """Wait until the neighbours' replicas are up to date."""
@@ -262,11 +264,12 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
     def state_dict(self) -> dict[str, Any]:
         """Return the steps so far and the replicas."""
         self.settle()
-        return {"step": self.step, **{name: self.by_name(flats) for name, flats in self.replicas.items()}}
+        replicas = {name: self.by_name(flats) for name, flats in self.replicas.items()}
+        return {**self.place, "step": self.step, **replicas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned. Collective."""
-        self.check_keys(state, ("step", *_REPLICAS))
+        self.check_state(state, ("step", *_REPLICAS))
         self.settle()
         for name, flats in self.replicas.items():
             self.load_by_name(flats, state[name])

@@ -1,15 +1,18 @@
 """What the algorithms that average weights share: weights in buckets, read and changed between two steps."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from torchbagua.algorithms.base import Algorithm, AlgorithmImpl, check_flags
 from torchbagua.bucket import BaguaBucket, BaguaTensor, check_elements
-from torchbagua.collectives import BaguaProcessGroup, moved_within
+from torchbagua.collectives import BaguaProcessGroup, check_in_step, moved_within
+from torchbagua.lane import Job
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,7 @@ class ModelAveragingImpl(AlgorithmImpl):
         self.bucket_cap_bytes = bucket_cap_mb * 2**20
         self.buffer_buckets: list[BaguaBucket] = []
         self.fingerprint = 0
-        self._trainable: list[bool] = []
+        self._averaged: dict[int, torch.Tensor] = {}  # parameters, by id
 
     @property
     def is_alone(self) -> bool:
@@ -86,18 +89,24 @@ class ModelAveragingImpl(AlgorithmImpl):
         return [bucket.flat for bucket in self.buckets]
 
     def need_reset(self) -> bool:
-        """Return True where parameters have been frozen or set free since the buckets were made."""
-        return self._trainable != self._find_trainable()
+        """Return True where parameters have been set free, or replaced by others, since the buckets were made."""
+        return any(
+            parameter.requires_grad and id(parameter) not in self._averaged and name not in self.ignored_names
+            for name, parameter in self._attached_module.named_parameters()
+        )
 
     def init_tensors(self, module: torch.nn.Module) -> list[BaguaTensor]:
-        """Return the parameters that are trained, and the buffers that are averaged.
+        """Return the parameters that are trained, or once were, and the buffers that are averaged.
+
+        A layer that is frozen after some steps goes on being averaged: it would stay different on every rank.
 
         Raises:
             ValueError: one of them is not of a dtype that can be averaged.
         """
-        self._trainable = self._find_trainable()
         tensors = [
-            BaguaTensor(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad
+            BaguaTensor(name, parameter)
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad or id(parameter) in self._averaged
         ]
         if self.average_buffers:
             in_state = module.state_dict().keys()  # what is not in there is a cache, the same on all ranks
@@ -105,30 +114,54 @@ class ModelAveragingImpl(AlgorithmImpl):
             tensors += [BaguaTensor(name, buffer) for name, buffer in buffers if buffer.is_floating_point()]
         tensors = [tensor for tensor in tensors if tensor.name not in self.ignored_names]
         for tensor in tensors:
-            kind = "parameter" if tensor.parameter.requires_grad else "buffer"
+            kind = "parameter" if _is_parameter(tensor) else "buffer"
             check_elements(f"{type(self).__name__}: {kind} {tensor.name}", tensor.parameter)
-        return tensors
+        self._averaged = {id(tensor.parameter): tensor.parameter for tensor in tensors if _is_parameter(tensor)}
+        return [] if self.is_alone else tensors
 
     def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
         """Group tensors of one dtype into buckets of at most `bucket_cap_bytes`; buffers stand apart."""
-        kinds: dict[tuple[torch.dtype, bool], list[list[BaguaTensor]]] = {}
+        kinds: dict[tuple[torch.dtype, bool], list[BaguaTensor]] = {}
         for tensor in tensors:
-            parts = kinds.setdefault((tensor.parameter.dtype, tensor.parameter.requires_grad), [[]])
-            if parts[-1] and sum(one.parameter.nbytes for one in [*parts[-1], tensor]) > self.bucket_cap_bytes:
-                parts.append([])
-            parts[-1].append(tensor)
+            kinds.setdefault((tensor.parameter.dtype, _is_parameter(tensor)), []).append(tensor)
         buckets: list[BaguaBucket] = []
         self.buffer_buckets = []
-        for (dtype, is_trained), parts in kinds.items():
-            for members in parts:
-                name = f"{'weight' if is_trained else 'buffer'} bucket {len(buckets)}"
+        for (dtype, are_parameters), alike in kinds.items():
+            for members in _parted(alike, self.bucket_cap_bytes):
+                name = f"{'weight' if are_parameters else 'buffer'} bucket {len(buckets)}"
                 flat = torch.zeros(sum(one.parameter.numel() for one in members), dtype=dtype)
                 buckets.append(BaguaBucket(name, members, self.process_group, flat))
-                if not is_trained:
+                if not are_parameters:
                     self.buffer_buckets.append(buckets[-1])
         layout = [(tensor.name, tuple(tensor.parameter.shape), str(tensor.parameter.dtype)) for tensor in tensors]
         self.fingerprint = int.from_bytes(hashlib.sha256(repr(layout).encode()).digest()[:5], "big")
         return buckets
+
+    def facts(self, *, is_last: bool = False) -> dict[str, int]:
+        """Return what ranks must have in common when they meet, by what an error calls it; as many always.
+
+        Args:
+            is_last: whether they meet for the last time.
+        """
+        raise TypeError(f"{type(self).__name__} must override ModelAveragingImpl.facts")
+
+    def start_in_step(self, run: Callable[[], T], purpose: str, *, is_last: bool = False) -> Job[T]:
+        """Have the lane run `run` when all ranks have come to the same place; where they have not, all ranks raise."""
+        facts = self.facts(is_last=is_last)
+
+        def job() -> T:
+            check_in_step(self.process_group.world, facts, purpose)
+            return run()
+
+        return self.lane.start(job)
+
+    def end_with_mean(self) -> None:
+        """Give all ranks the mean of their weights; buckets serve for nothing else from then on."""
+        for bucket in self.buckets:
+            bucket.clear_ops().append_centralized_synchronous_op()
+        self.read_weights(self.flats)
+        self.start_in_step(lambda: [bucket.run() for bucket in self.buckets], "the last mean", is_last=True).result()
+        self.write_weights(self.flats)
 
     @torch.no_grad()
     def read_weights(self, flats: Sequence[torch.Tensor]) -> None:
@@ -197,20 +230,49 @@ class ModelAveragingImpl(AlgorithmImpl):
         for name, part in views.items():
             part.copy_(state[name])
 
-    def check_keys(self, state: Mapping[str, Any], keys: Sequence[str]) -> None:
-        """Raise ValueError where `state` has other keys than `keys`."""
-        if state.keys() != set(keys):
+    @property
+    def place(self) -> dict[str, int]:
+        """Whose state it is; a part of `state_dict`."""
+        return {"rank": self.process_group.rank, "num_ranks": self.process_group.size}
+
+    def check_state(self, state: Mapping[str, Any], keys: Sequence[str]) -> None:
+        """Raise ValueError where `state` has other keys than `place` and `keys`, or is another rank's."""
+        owner = f"{type(self).__name__}.load_state_dict: state must"
+        expected = {*self.place, *keys}
+        if state.keys() != expected:
+            raise ValueError(f"{owner} have the keys {sorted(expected)}, got {sorted(state)}")
+        given = {name: state[name] for name in self.place}
+        if given != self.place:
             raise ValueError(
-                f"{type(self).__name__}.load_state_dict: state must have the keys {sorted(keys)}, got {sorted(state)}"
+                f"{owner} be that of rank {self.place['rank']} of {self.place['num_ranks']}, got that of rank "
+                f"{given['rank']} of {given['num_ranks']}; every rank saves and loads its own. Where the number of "
+                "ranks has changed, load the weights before attach, and no state"
             )
 
     def _with_weights(self, bucket: BaguaBucket, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the module's tensors with their parts of `flat`; buffers by name, since a module may replace them."""
         if bucket not in self.buffer_buckets:
             return [(tensor.parameter, part) for tensor, part in bucket.views(flat)]
-        assert self._module is not None
-        return [(self._module.get_buffer(tensor.name), part) for tensor, part in bucket.views(flat)]
+        return [(self._attached_module.get_buffer(tensor.name), part) for tensor, part in bucket.views(flat)]
 
-    def _find_trainable(self) -> list[bool]:
+    @property
+    def _attached_module(self) -> torch.nn.Module:
         assert self._module is not None
-        return [parameter.requires_grad for parameter in self._module.parameters()]
+        return self._module
+
+
+def _is_parameter(tensor: BaguaTensor) -> bool:
+    return isinstance(tensor.parameter, torch.nn.Parameter)
+
+
+def _parted(tensors: Sequence[BaguaTensor], cap_bytes: float) -> list[list[BaguaTensor]]:
+    """Cut a list into parts of at most `cap_bytes`, or of one tensor."""
+    parts: list[list[BaguaTensor]] = [[]]
+    num_bytes = 0
+    for tensor in tensors:
+        if parts[-1] and num_bytes + tensor.parameter.nbytes > cap_bytes:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(tensor)
+        num_bytes += tensor.parameter.nbytes
+    return parts

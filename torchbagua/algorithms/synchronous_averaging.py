@@ -55,23 +55,16 @@ class SynchronousAveragingImpl(ModelAveragingImpl):
         """Communicate where it is due."""
         return lambda optimizer: self.after_step()
 
-    def submit_round(self, run: Callable[[], T], *, is_last: bool = False) -> Job[T]:
+    def submit_round(self, run: Callable[[], T]) -> Job[T]:
         """Have the lane run `run` when all ranks have come to the same step; where they have not, all ranks raise."""
-        facts = self._facts(is_last=is_last)
-        purpose = f"the {'last ' if is_last else ''}round after {self.step} steps"
-
-        def job() -> T:
-            check_in_step(self.process_group.world, facts, purpose)
-            return run()
-
-        return self.lane.start(job)
+        return self.start_in_step(run, f"the round after {self.step} steps")
 
     def agree_on_overflow(self, found_inf: bool) -> bool:
         """Return whether any rank has found an Inf or NaN in its gradients. Collective."""
         if self.is_alone:
             return found_inf
         self._num_overflow_checks += 1
-        world, facts = self.process_group.world, self._facts()
+        world, facts = self.process_group.world, self.facts()
         purpose = f"the search for Inf after {self.step} steps"
         return self.lane.start(lambda: check_in_step(world, facts, purpose, int(found_inf))).result() == 1
 
@@ -82,14 +75,11 @@ class SynchronousAveragingImpl(ModelAveragingImpl):
         self.settle()
         if self.is_alone or not self.final_average:
             return False
-        for bucket in self.buckets:
-            bucket.clear_ops().append_centralized_synchronous_op()
-        self.read_weights(self.flats)
-        self.submit_round(lambda: [bucket.run() for bucket in self.buckets], is_last=True).result()
-        self.write_weights(self.flats)
+        self.end_with_mean()
         return True
 
-    def _facts(self, *, is_last: bool = False) -> dict[str, int]:
+    def facts(self, *, is_last: bool = False) -> dict[str, int]:
+        """Return how far this rank has come."""
         return {
             "ended attachments": int(is_last),
             "optimizer steps": self.step,

@@ -11,7 +11,7 @@ from torchbagua.collectives.communicator import CommunicationError, Communicator
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor], purpose: str) -> None:
-    """Replace `tensors`, alike on every rank, by rank 0's, in place.
+    """Replace `tensors`, alike on every rank, by rank 0's, in place. Observers do not hear of it.
 
     Raises:
         CommunicationError: a peer is gone or did not take part within the group's timeout.
@@ -44,5 +44,7 @@ def broadcast_state(communicator: Communicator, state: dict[str, Any], purpose: 
     broadcast_tensors(communicator, [num_bytes], purpose)
     blob = bytearray(buffer.getvalue() or int(num_bytes))
     broadcast_tensors(communicator, [torch.frombuffer(blob, dtype=torch.uint8)], purpose)
+    if communicator.rank == 0:
+        return state
     received: dict[str, Any] = torch.load(io.BytesIO(blob), weights_only=True)
     return received

@@ -1,0 +1,126 @@
+"""What `attach` checks: that the module and its optimizers fit, on this rank and beside the others'."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from torchbagua.bucket import check_elements
+from torchbagua.ddp import check_no_foreign_hook
+
+# On a module with an algorithm attached, inside of its wrapper: its id, which a copy has not, and the impl's name.
+_MARK = "_torchbagua_attached"
+
+
+def mark_attached(module: torch.nn.Module, impl_name: str) -> ExitStack:
+    """Let `check_detached` know, until what is returned is closed, that an impl is attached to `module`."""
+    setattr(module, _MARK, (id(module), impl_name))
+    marked = ExitStack()
+    marked.callback(delattr, module, _MARK)
+    return marked
+
+
+def facts_of(
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, with_scaler: bool
+) -> dict[str, Any]:
+    """What ranks must have in common, in the order in which they are told of it."""
+
+    def digest(tensors: Iterable[torch.Tensor]) -> str:
+        kinds = [(list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for tensor in tensors]
+        return hashlib.sha256(repr(kinds).encode()).hexdigest()[:16]
+
+    sizes = [(type(one).__name__, [len(group["params"]) for group in one.param_groups]) for one in optimizers]
+    return {
+        "the number of parameters": len(list(module.parameters())),
+        "the shapes, dtypes and requires_grad of parameters, as a digest": digest(module.parameters()),
+        "the shapes and dtypes of buffers, as a digest": digest(module.buffers()),
+        "the optimizers, with the number of parameters in each group": repr(sizes),
+        "whether attach was given a grad_scaler": with_scaler,
+    }
+
+
+def check_detached(module: torch.nn.Module) -> None:
+    """Raise ValueError where an algorithm is attached to `module`, or to a part of it, or DDP has a foreign hook."""
+    for name, submodule in module.named_modules():
+        attached_id, attached = getattr(submodule, _MARK, (None, None))
+        if attached_id == id(submodule):
+            what = f"the module's {name}" if name and submodule is not getattr(module, "module", None) else "the module"
+            raise ValueError(f"attach: {attached} is attached to {what} already; detach it first")
+    if isinstance(module, DistributedDataParallel):
+        check_no_foreign_hook(module)
+
+
+def check_module(module: torch.nn.Module) -> None:
+    """Raise TypeError or ValueError where no algorithm can be attached to `module`."""
+    inner, ignored_names = module, set[str]()
+    if isinstance(module, DistributedDataParallel):
+        inner, ignored_names = module.module, module.parameters_to_ignore
+        if module._delay_all_reduce_params:
+            raise ValueError(
+                "attach: the module was made with delay_all_reduce_named_params, whose gradients bypass communication "
+                "hooks; wrap the model without it"
+            )
+    for name, submodule in inner.named_modules():
+        if isinstance(submodule, DistributedDataParallel):
+            raise TypeError(
+                f"attach: module must be the DistributedDataParallel itself, got {type(module).__name__} with one in "
+                f"it ({name}); with torch.compile, attach to it and then call ddp.compile()"
+            )
+        if getattr(submodule, "sparse", False) and isinstance(submodule, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            raise ValueError(f"attach: {name or 'the module'} has sparse=True; sparse gradients are not supported")
+    for name, tensor in chain(inner.named_parameters(), inner.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(f"attach: {name} has no shape yet; run a forward of the module first")
+    for name, parameter in inner.named_parameters():
+        if parameter.requires_grad and name not in ignored_names:
+            check_elements(f"attach: parameter {name}", parameter)
+
+
+def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module) -> None:
+    """Raise TypeError or ValueError unless `optimizers` are some, of the parameters of `module`."""
+    if not optimizers:
+        raise ValueError("attach: optimizer must be a torch.optim.Optimizer or several, got an empty sequence")
+    own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"attach: optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+        foreign = [
+            tuple(parameter.shape)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in own
+        ]
+        if foreign:
+            raise ValueError(
+                f"attach: {type(optimizer).__name__} has {len(foreign)} parameters that are not the module's, the "
+                f"first of shape {foreign[0]}; was it made before the model was moved or copied?"
+            )
+
+
+def check_unsharded(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ValueError where an optimizer does not step all weights, which algorithms that average them need."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            raise ValueError(
+                "attach: an algorithm that averages weights needs an optimizer that steps all weights on every rank, "
+                "got ZeroRedundancyOptimizer, in which a rank steps its own share and sends it to the others"
+            )
+
+
+def check_same_ranks(own: dist.ProcessGroup, given: dist.ProcessGroup) -> None:
+    """Raise ValueError unless both groups have the same ranks."""
+    places = [f"rank {group.rank()} of {group.size()}" for group in (own, given)]
+    if places[0] == places[1]:
+        try:
+            places = [f"ranks {dist.get_process_group_ranks(group)}" for group in (own, given)]
+        except KeyError:  # a group made by hand does not know its global ranks
+            return
+    if places[0] != places[1]:
+        raise ValueError(f"attach: process_group must have the module's ranks: {places[0]}, got {places[1]}")
