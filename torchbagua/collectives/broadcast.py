@@ -44,7 +44,6 @@ def broadcast_state(communicator: Communicator, state: dict[str, Any], purpose: 
     broadcast_tensors(communicator, [num_bytes], purpose)
     blob = bytearray(buffer.getvalue() or int(num_bytes))
     broadcast_tensors(communicator, [torch.frombuffer(blob, dtype=torch.uint8)], purpose)
-    if communicator.rank == 0:
-        return state
+    # On rank 0 too, so that a state which is not plain fails on all ranks.
     received: dict[str, Any] = torch.load(io.BytesIO(blob), weights_only=True)
     return received
