@@ -52,6 +52,10 @@ format: $(STAMPS)/dev ## format the Python and C++ sources in place
 bench-codec: $(STAMPS)/package ## time the native kernels against a copy
 	$(BIN)/python benchmarks/codec.py $(ARGS)
 
+.PHONY: bench-optimizer
+bench-optimizer: $(STAMPS)/package ## time QAdam's update beside torch's fused Adam
+	$(BIN)/python benchmarks/optimizer.py $(ARGS)
+
 .PHONY: bench-network
 bench-network: $(STAMPS)/package ## time training steps over emulated slow networks (as root, on Linux)
 	$(BIN)/python benchmarks/network.py $(ARGS)

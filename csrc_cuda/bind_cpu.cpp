@@ -3,15 +3,19 @@
 // or write outside its tensors.
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <limits>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "cpu/instruction_set.h"
 #include "cpu/minmax_uint8.h"
+#include "cpu/qadam.h"
 
 namespace {
 
@@ -85,27 +89,35 @@ cpu::Table check_table(const char* op, const Tensor& table, int64_t num_elements
   return result;
 }
 
-// Calls `body` with a value of the element type of x.
+// Calls `body` with a value of the type of x's elements; returns whether there is one.
 template <typename Body>
-void with_element_of(const char* op, const Tensor& x, const Body& body) {
-  if (is_plain(x, 1)) {
-    switch (x.scalar_type()) {
-      case ScalarType::Float:
-        return body(float{});
-      case ScalarType::BFloat16:
-        return body(torchbagua::BFloat16{});
-      case ScalarType::Half:
-        return body(torchbagua::Float16{});
-      default:
-        break;
-    }
+bool with_element_of(const Tensor& x, const Body& body) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float:
+      body(float{});
+      return true;
+    case ScalarType::BFloat16:
+      body(torchbagua::BFloat16{});
+      return true;
+    case ScalarType::Half:
+      body(torchbagua::Float16{});
+      return true;
+    default:
+      return false;
   }
-  refuse(op, "x", "contiguous float32, bfloat16 or float16 [N]", describe(x));
+}
+
+// The same for the x of a codec, which must be [N].
+template <typename Body>
+void with_element_of_x(const char* op, const Tensor& x, const Body& body) {
+  if (!is_plain(x, 1) || !with_element_of(x, body)) {
+    refuse(op, "x", "contiguous float32, bfloat16 or float16 [N]", describe(x));
+  }
 }
 
 void encode(const Tensor& x, const Tensor& table, const Tensor& wire) {
   constexpr const char* kOp = "minmax_uint8_encode";
-  with_element_of(kOp, x, [&](auto element) {
+  with_element_of_x(kOp, x, [&](auto element) {
     check_bytes(kOp, "wire", wire, 1);
     const cpu::Table checked = check_table(kOp, table, x.numel(), wire.numel());
     const auto* values = static_cast<const decltype(element)*>(x.const_data_ptr());
@@ -116,7 +128,7 @@ void encode(const Tensor& x, const Tensor& table, const Tensor& wire) {
 
 void decode(const Tensor& wire, const Tensor& table, const Tensor& x) {
   constexpr const char* kOp = "minmax_uint8_decode";
-  with_element_of(kOp, x, [&](auto element) {
+  with_element_of_x(kOp, x, [&](auto element) {
     check_bytes(kOp, "wire", wire, 1);
     const cpu::Table checked = check_table(kOp, table, x.numel(), wire.numel());
     const auto* bytes = static_cast<const uint8_t*>(wire.const_data_ptr());
@@ -145,6 +157,55 @@ void decode_mean_encode(const Tensor& rows, const Tensor& table, double divisor,
   cpu::run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { cpu::decode_mean_encode(senders, checked, bytes); });
 }
 
+// Refuses unless `tensors` are contiguous and like `weights`, one by one.
+void check_like(const char* op, const char* argument, const std::vector<Tensor>& tensors,
+                const std::vector<Tensor>& weights) {
+  if (tensors.size() != weights.size()) {
+    refuse(op, argument, text_of("a list of ", weights.size(), " tensors"), text_of("a list of ", tensors.size()));
+  }
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const auto own = tensors[i].sizes(), expected = weights[i].sizes();
+    if (!tensors[i].is_cpu() || !tensors[i].is_contiguous() || tensors[i].scalar_type() != weights[i].scalar_type() ||
+        !std::equal(own.begin(), own.end(), expected.begin(), expected.end())) {
+      refuse(op, argument, text_of("like weights, ", describe(weights[i])), describe(tensors[i]));
+    }
+  }
+}
+
+// Elements that a thread takes at least: less is not worth waking it.
+constexpr int64_t kGrain = 1 << 15;
+
+void qadam_update(const std::vector<Tensor>& weights, const std::vector<Tensor>& gradients,
+                  const std::vector<Tensor>& momenta, const std::vector<Tensor>& second_moments, double gradient_sign,
+                  double weight_decay, double shrink, double beta1, double root_correction2, double eps,
+                  double step_size) {
+  constexpr const char* kOp = "qadam_update";
+  const torchbagua::QAdamStep step{static_cast<float>(gradient_sign), static_cast<float>(weight_decay),
+                                   static_cast<float>(shrink),        static_cast<float>(beta1),
+                                   static_cast<float>(1.0 - beta1),   static_cast<float>(root_correction2),
+                                   static_cast<float>(eps),           static_cast<float>(step_size)};
+  check_like(kOp, "gradients", gradients, weights);
+  check_like(kOp, "momenta", momenta, weights);
+  check_like(kOp, "second_moments", second_moments, weights);
+  for (const Tensor& weight : weights) {
+    if (!weight.is_cpu() || !weight.is_contiguous() || !with_element_of(weight, [](auto) {})) {
+      refuse(kOp, "weights", "contiguous float32, bfloat16 or float16", describe(weight));
+    }
+  }
+  for (size_t i = 0; i < weights.size(); ++i) {
+    with_element_of(weights[i], [&](auto element) {
+      using Element = decltype(element);
+      const cpu::QAdamTensors<Element> tensors{static_cast<Element*>(weights[i].mutable_data_ptr()),
+                                               static_cast<const Element*>(gradients[i].const_data_ptr()),
+                                               static_cast<Element*>(momenta[i].mutable_data_ptr()),
+                                               static_cast<const Element*>(second_moments[i].const_data_ptr())};
+      torch::stable::parallel_for(0, weights[i].numel(), kGrain, [&](int64_t begin, int64_t end) {
+        cpu::run_under(kInstructionSet, [&]() TORCHBAGUA_INLINED { cpu::qadam_update(step, tensors, begin, end); });
+      });
+    });
+  }
+}
+
 std::string cpu_instruction_set() { return cpu::name_of(kInstructionSet); }
 
 }  // namespace
@@ -153,6 +214,7 @@ STABLE_TORCH_LIBRARY_IMPL(torchbagua, CPU, library) {
   library.impl("minmax_uint8_encode", TORCH_BOX(&encode));
   library.impl("minmax_uint8_decode", TORCH_BOX(&decode));
   library.impl("minmax_uint8_decode_mean_encode", TORCH_BOX(&decode_mean_encode));
+  library.impl("qadam_update", TORCH_BOX(&qadam_update));
 }
 
 // An operation without a tensor has no device to be dispatched on.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchbagua.native.schema import check_codec, check_mean, refusal
+from torchbagua.native.schema import check_codec, check_mean, check_qadam, refusal
 
 _HEADER_BYTES = 8
 _UNUSABLE_MAGNITUDE = 0x7E800000  # bits of 2^126
@@ -147,5 +147,32 @@ def minmax_uint8_decode_mean_encode(rows: Tensor, table: Tensor, divisor: float,
         _write(wire, group, torch.div(total_kl, torch.full_like(total_kl, divisor)))
 
 
-for _kernel in (minmax_uint8_encode, minmax_uint8_decode, minmax_uint8_decode_mean_encode):
+def qadam_update(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    momenta: list[Tensor],
+    second_moments: list[Tensor],
+    *,
+    gradient_sign: float,
+    weight_decay: float,
+    shrink: float,
+    beta1: float,
+    root_correction2: float,
+    eps: float,
+    step_size: float,
+) -> None:
+    """`torchbagua::qadam_update`, see schema.py."""
+    check_qadam(weights, gradients=gradients, momenta=momenta, second_moments=second_moments)
+    for weight, gradient, momentum, second_moment in zip(weights, gradients, momenta, second_moments, strict=True):
+        kept = weight.float() * shrink
+        slope = gradient.float() * gradient_sign + kept * weight_decay
+        moved = momentum.float() * beta1 + slope * (1.0 - beta1)
+        variance = second_moment.float()
+        denominator = torch.div(variance.sqrt(), torch.full_like(variance, root_correction2)) + eps
+        distance = torch.div(moved, denominator) * step_size
+        momentum.copy_(moved)
+        weight.copy_(kept - torch.where(variance == 0, 0.0, distance))
+
+
+for _kernel in (minmax_uint8_encode, minmax_uint8_decode, minmax_uint8_decode_mean_encode, qadam_update):
     torch.library.impl(f"torchbagua::{_kernel.__name__}", "default", _kernel)

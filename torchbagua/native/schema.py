@@ -75,6 +75,21 @@ def check_mean(operation: str, rows: Tensor, table: Tensor, divisor: float, wire
     check_device(operation, "table", table, rows)
 
 
+def check_qadam(weights: list[Tensor], **others: list[Tensor]) -> None:
+    """Raise ValueError for arguments that `qadam_update` refuses; `others` by name."""
+    operation = "qadam_update"
+    for name, tensors in others.items():
+        if len(tensors) != len(weights):
+            raise refusal(operation, name, f"a list of {len(weights)} tensors", f"a list of {len(tensors)}")
+        for tensor, weight in zip(tensors, weights, strict=True):
+            kinds = [(one.shape, one.dtype, one.device) for one in (tensor, weight)]
+            if not tensor.is_contiguous() or kinds[0] != kinds[1]:
+                raise refusal(operation, name, f"like weights, {_describe(weight)}", _describe(tensor))
+    for weight in weights:
+        if not weight.is_contiguous() or weight.dtype not in ELEMENT_TYPES:
+            raise refusal(operation, "weights", "contiguous float32, bfloat16 or float16", _describe(weight))
+
+
 # MinMaxUInt8, block-wise (algorithms.md, "MinMaxUInt8"). x: [N] float32, bfloat16 or float16; wire: [W] uint8.
 # Reads x, writes the header and the codes of every block; other bytes of the wire stay as they are.
 torch.library.define("torchbagua::minmax_uint8_encode", "(Tensor x, Tensor table, Tensor(a!) wire) -> ()")
@@ -88,6 +103,16 @@ torch.library.define("torchbagua::minmax_uint8_decode", "(Tensor wire, Tensor ta
 torch.library.define(
     "torchbagua::minmax_uint8_decode_mean_encode",
     "(Tensor rows, Tensor table, float divisor, Tensor(a!) wire) -> ()",
+)
+
+# QAdam after its warm-up (algorithms.md, "QAdam"), for each of several parameters, of any shape; arithmetic in float32.
+# With w = weight * shrink and g = gradient * gradient_sign + weight_decay * w, in this order:
+#   momentum = beta1 * momentum + (1 - beta1) * g
+#   weight = w - step_size * (momentum / (sqrt(second_moment) / root_correction2 + eps)), or w where second_moment is 0.
+torch.library.define(
+    "torchbagua::qadam_update",
+    "(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] momenta, Tensor[] second_moments, *, float gradient_sign, "
+    "float weight_decay, float shrink, float beta1, float root_correction2, float eps, float step_size) -> ()",
 )
 
 # "default", "avx2" or "avx512": what the loaded CPU library uses. It has no kernel until a library is loaded.
@@ -106,6 +131,17 @@ def _decode_mean_encode_fake(rows: Tensor, table: Tensor, divisor: float, wire: 
     check_mean("minmax_uint8_decode_mean_encode", rows, table, divisor, wire)
 
 
+def _qadam_fake(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    momenta: list[Tensor],
+    second_moments: list[Tensor],
+    **numbers: float,
+) -> None:
+    check_qadam(weights, gradients=gradients, momenta=momenta, second_moments=second_moments)
+
+
+torch.library.register_fake("torchbagua::qadam_update", _qadam_fake)
 torch.library.register_fake("torchbagua::minmax_uint8_encode", _encode_fake)
 torch.library.register_fake("torchbagua::minmax_uint8_decode", _decode_fake)
 torch.library.register_fake("torchbagua::minmax_uint8_decode_mean_encode", _decode_mean_encode_fake)

@@ -1,0 +1,98 @@
+"""Times QAdamOptimizer's step past its warm-up beside torch's fused Adam, on the same parameters, in one run.
+
+    python benchmarks/optimizer.py [--threads 1 2] [--rounds 31] [--json PATH]
+
+They take turns, and a time is a median over the rounds. The floor is a copy of as many bytes as the step reads and
+writes: gradient, second moment, momentum and weight are read, momentum and weight written, 24 bytes a float32
+parameter; Adam writes the second moment too, 28. This is the step alone, without what the momentum's mean costs.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from environment import environment_record
+from torchbagua import QAdamOptimizer
+
+WIDTH, NUM_LAYERS = 512, 8
+QADAM_BYTES_PER_PARAMETER = 24
+
+
+class Server:
+    """In the place of the algorithm that averages momenta."""
+
+
+def build_model() -> nn.Module:
+    """Transformer layers of 25 M parameters together, matrices and vectors."""
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, batch_first=True) for _ in range(NUM_LAYERS)]
+    model = nn.Sequential(*layers)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return model
+
+
+def time_all(steps: dict[str, Callable[[], object]], num_rounds: int) -> dict[str, float]:
+    """Median milliseconds of each, which take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(num_rounds):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, torch.get_num_threads()])
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    model = build_model()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    source = torch.zeros(num_parameters * QADAM_BYTES_PER_PARAMETER // 8)  # float32, read once and written once
+    target = torch.zeros_like(source)
+    server = Server()
+
+    def with_gradients() -> nn.Module:
+        own = copy.deepcopy(model)
+        for parameter, original in zip(own.parameters(), model.parameters(), strict=True):
+            parameter.grad = original.grad
+        return own
+
+    adams = {
+        "Adam, fused": torch.optim.Adam(with_gradients().parameters(), fused=True),
+        "Adam": torch.optim.Adam(with_gradients().parameters()),
+        "QAdam past its warm-up": QAdamOptimizer(with_gradients().parameters(), warmup_steps=1),
+    }
+    for adam in adams.values():
+        if isinstance(adam, QAdamOptimizer):
+            adam.serve(server)
+        adam.step()
+        adam.step()
+    results = []
+    print(f"{num_parameters / 1e6:.1f} M parameters in {len(list(model.parameters()))} tensors, float32")
+    print("\n| threads | step | ms | x fused Adam | x copy of QAdam's bytes |\n| ---: | --- | ---: | ---: | ---: |")
+    for num_threads in dict.fromkeys(arguments.threads):
+        torch.set_num_threads(num_threads)
+        steps: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
+        milliseconds = time_all(steps | {name: adam.step for name, adam in adams.items()}, arguments.rounds)
+        for name, value in milliseconds.items():
+            ratios = value / milliseconds["Adam, fused"], value / milliseconds["copy"]
+            print(f"| {num_threads} | {name} | {value:.2f} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+        results.append({"num_threads": num_threads, "ms": milliseconds})
+    if arguments.json is not None:
+        record = {"environment": environment_record(), "num_parameters": num_parameters, "results": results}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+// QAdam's update on the CPU: loops over element/qadam.h.
+#pragma once
+
+#include <cstdint>
+
+#include "../element/qadam.h"
+#include "instruction_set.h"
+
+namespace torchbagua::cpu {
+
+// The four tensors of one parameter, `num_elements` each.
+template <typename Element>
+struct QAdamTensors {
+  Element* weight;
+  const Element* gradient;
+  Element* momentum;
+  const Element* second_moment;
+};
+
+template <typename Element>
+TORCHBAGUA_ELEMENT void qadam_update(const QAdamStep& step, const QAdamTensors<Element>& of, int64_t begin,
+                                     int64_t end) {
+  Element* const weight = of.weight;
+  const Element* const gradient = of.gradient;
+  Element* const momentum = of.momentum;
+  const Element* const second_moment = of.second_moment;
+#pragma omp simd
+  for (int64_t i = begin; i < end; ++i) {
+    torchbagua::qadam_update(step, gradient[i], second_moment[i], momentum[i], weight[i]);
+  }
+}
+
+}  // namespace torchbagua::cpu

@@ -1,0 +1,45 @@
+// One element of QAdam after its warm-up: Adam's step with a second moment that stands still. An element whose second
+// moment is zero is not moved: it saw no gradient in the warm-up, and eps alone would divide by next to nothing.
+// Freestanding: g++, nvcc and NVRTC compile this header and nothing else, and all give the same bits.
+#pragma once
+
+#include "casts.h"
+
+namespace torchbagua {
+
+// The numbers of a step that all elements of a tensor share.
+struct QAdamStep {
+  float gradient_sign;  // -1 where the objective is maximised
+  float weight_decay;   // added to the gradient; 0 where it is decoupled
+  float shrink;         // what decoupled weight decay leaves of a weight, 1 - lr * weight_decay
+  float beta1;
+  float one_minus_beta1;
+  float root_correction2;  // square root of the frozen bias correction of the second moment
+  float eps;
+  float step_size;  // lr / bias correction of the momentum
+};
+
+// Correctly rounded, on both.
+TORCHBAGUA_ELEMENT float square_root(float value) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(value);
+#else
+  return __builtin_sqrtf(value);
+#endif
+}
+
+// Reads all four; changes the weight and the momentum.
+template <typename Element>
+TORCHBAGUA_ELEMENT void qadam_update(const QAdamStep& step, Element gradient, Element second_moment, Element& momentum,
+                                     Element& weight) {
+  const float kept = to_float(weight) * step.shrink;
+  const float slope = to_float(gradient) * step.gradient_sign + step.weight_decay * kept;
+  const float moved = step.beta1 * to_float(momentum) + step.one_minus_beta1 * slope;
+  const float variance = to_float(second_moment);
+  const float denominator = square_root(variance) / step.root_correction2 + step.eps;
+  const float distance = step.step_size * (moved / denominator);
+  from_float(moved, momentum);
+  from_float(kept - float_of(select(variance == 0.0f, 0u, bits_of(distance))), weight);
+}
+
+}  // namespace torchbagua

@@ -1,0 +1,122 @@
+"""The kernel of QAdam's update: the native one gives the bits of the reference, in parallel too, and both refuse alike.
+
+The test whose name has `bits` runs once more under every other instruction set that this CPU has.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from test_native_kernels import random_bits
+from torchbagua import native
+from torchbagua.native import reference
+
+OPS = torch.ops.torchbagua
+NUMBERS = {
+    "gradient_sign": -1.0,
+    "weight_decay": 0.1,
+    "shrink": 0.99,
+    "beta1": 0.9,
+    "root_correction2": 0.3,
+    "eps": 1e-8,
+    "step_size": 1e-3,
+}
+INTEGERS = {2: torch.int16, 4: torch.int32}
+LENGTHS = [0, 1, 15, 16, 17, 1000, 3 * 2**15 + 5]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _native_kernels() -> None:
+    native.load()
+    assert {row.path for row in native.status()} <= {"aot", "jit"}, native.status()
+
+
+def arguments(dtype: torch.dtype, *, is_hostile: bool = False) -> list[list[Tensor]]:
+    """Weights, gradients, momenta and second moments of LENGTHS elements; a third of the last are zero."""
+
+    def values(seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        if is_hostile:
+            return [random_bits(length, seed + length).to(dtype) for length in LENGTHS]
+        return [torch.randn(length, generator=generator).to(dtype) for length in LENGTHS]
+
+    weights, gradients, momenta, second_moments = map(values, range(4))
+    for second_moment in second_moments:
+        second_moment.square_()[::3] = 0
+    return [weights, gradients, momenta, second_moments]
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """Equal bits, or NaN in both: which of two NaN an operation passes on is not defined."""
+    unlike = first.view(INTEGERS[first.itemsize]) != second.view(INTEGERS[first.itemsize])
+    return bool((~unlike | (first.isnan() & second.isnan())).all())
+
+
+def copies(lists: list[list[Tensor]]) -> list[list[Tensor]]:
+    return [[tensor.clone() for tensor in tensors] for tensors in lists]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_hostile", [False, True])
+def test_native_gives_the_bits_of_the_reference(dtype: torch.dtype, is_hostile: bool) -> None:
+    mine = arguments(dtype, is_hostile=is_hostile)
+    theirs = copies(mine)
+    before = copies(mine)
+    OPS.qadam_update(*mine, **NUMBERS)
+    reference.qadam_update(*theirs, **NUMBERS)
+    for own, others in zip(mine, theirs, strict=True):
+        assert all(map(same, own, others))
+    for index in (1, 3):
+        assert all(map(same, mine[index], before[index]))
+    if not is_hostile:
+        assert not torch.equal(mine[0][-1], before[0][-1])
+
+
+@pytest.mark.parametrize("instruction_set", ["default", "avx2"])
+def test_under_other_instruction_sets(instruction_set: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-k", "bits", __file__],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": instruction_set},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert run.returncode == 0, run.stdout
+    assert "6 passed" in run.stdout
+
+
+Change = Callable[[list[list[Tensor]]], Any]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lists: lists[1].pop(), "gradients must be a list of 7 tensors, got a list of 6"),
+        (lambda lists: lists[2].__setitem__(2, torch.zeros(14)), "momenta must be like weights, "),
+        (lambda lists: lists[3].__setitem__(2, torch.zeros(15).double()), "second_moments must be like weights, "),
+        (lambda lists: lists[1].__setitem__(2, torch.zeros(30)[::2]), "gradients must be like weights, .*non-contig"),
+        (
+            lambda lists: [tensors.__setitem__(3, torch.zeros(16).double()) for tensors in lists],
+            "weights must be contiguous float32, bfloat16 or float16, got",
+        ),
+    ],
+)
+def test_refusals(change: Change, message: str) -> None:
+    for operation in (OPS.qadam_update, reference.qadam_update):
+        lists = arguments(torch.float32)
+        change(lists)
+        before = copies(lists)
+        with pytest.raises(ValueError, match=f"torchbagua::qadam_update: {message}"):
+            operation(*lists, **NUMBERS)
+        assert all(all(map(torch.equal, own, old)) for own, old in zip(lists, before, strict=True))
+
+
+def test_opcheck() -> None:
+    torch.library.opcheck(OPS.qadam_update.default, tuple(arguments(torch.float32)), NUMBERS)
