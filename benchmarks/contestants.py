@@ -53,7 +53,7 @@ class Entry:
     pause: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-3)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-3)
 
     def train_step(self, batch: torch.Tensor) -> None:
         self.optimizer.zero_grad()
@@ -146,6 +146,21 @@ def _wrap_torchbagua(algorithm_name: str, **arguments: Any) -> Wrap:
     return wrap
 
 
+def _wrap_qadam(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
+    import torchbagua as tb
+
+    recorder = tb.traces.Recorder()
+    assert dist.group.WORLD is not None
+    entry = Entry(_ddp(model, bucket_cap_mb), sent_bytes=lambda: int(recorder.bytes_sent))
+    entry.optimizer = tb.QAdamOptimizer(entry.module.parameters(), warmup_steps=1)
+    group = tb.BaguaProcessGroup(dist.group.WORLD, nodes=nodes)
+    attachment = tb.attach(
+        entry.module, entry.optimizer, tb.QAdamAlgorithm(entry.optimizer), process_group=group, observers=[recorder]
+    )
+    entry.close = attachment.detach
+    return entry
+
+
 def _wrap_averaging(algorithm_name: str, **arguments: Any) -> Wrap:
     def wrap(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
         import torchbagua as tb
@@ -188,6 +203,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "fp16": Contestant("DDP fp16 hook", _wrap_cast(torch.float16), lambda numel: 2 * numel),
     "powersgd": Contestant(f"DDP PowerSGD rank {POWERSGD_RANK}, one bucket", _wrap_powersgd, None),
     "bytegrad": Contestant("ByteGrad", _wrap_torchbagua("ByteGradAlgorithm"), _uint8_wire_bytes),
+    "qadam": Contestant("QAdam", _wrap_qadam, _uint8_wire_bytes),
     "decentralized": Contestant(
         "Decentralized, all", _wrap_averaging("DecentralizedAlgorithm"), lambda numel: 4 * numel
     ),

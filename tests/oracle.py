@@ -61,6 +61,38 @@ def bytegrad(
     return quantise(ordered_sum(sent) / F32(len(rows)), segments, block)
 
 
+def qadam_gradient(
+    rows: Sequence[Array], momentum: Array, beta1: float, nodes: Sequence[int] | None = None, block: int = 2048
+) -> Array:
+    """The gradient that explains the mean of the ranks' momenta: (Q(mean_j Q(m_j)) - b1 m) / (1 - b1)."""
+    history, share = momentum * F32(beta1), F32(1 - beta1)
+    mean = bytegrad([row * share + history for row in rows], [momentum.size], nodes, block)
+    return (mean - history) / share
+
+
+def qadam_step(
+    weight: Array,
+    gradient: Array,
+    momentum: Array,
+    second_moment: Array,
+    *,
+    num_warm: int,
+    num_since: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> tuple[Array, Array]:
+    """Return weight and momentum after a step past the warm-up of `num_warm` steps, the `num_since`th of these."""
+    kept = weight * F32(1 - lr * weight_decay if decoupled else 1)
+    slope = gradient + kept * F32(0 if decoupled else weight_decay)
+    moved = momentum * F32(betas[0]) + slope * F32(1 - betas[0])
+    denominator = np.sqrt(second_moment) / F32((1 - betas[1] ** num_warm) ** 0.5) + F32(eps)
+    distance = moved / denominator * F32(lr / (1 - betas[0] ** (num_warm + num_since)))
+    return kept - np.where(second_moment == 0, F32(0), distance), moved
+
+
 def node_sums(rows: Sequence[Array], nodes: Sequence[int] | None) -> list[Array]:
     """Return the sums of the rows of each node, in node order; without nodes, the rows themselves."""
     if nodes is None:

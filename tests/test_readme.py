@@ -34,7 +34,7 @@ def test_python_blocks(tmp_path: Path) -> None:
     diffs = [side_of_diff(text, "+") for language, text in BLOCKS if language == "diff"]
     python = [text for language, text in BLOCKS if language == "python"]
     assert len(diffs) == 1
-    assert len(python) == 4
+    assert len(python) == 5
     script = tmp_path / "train.py"
     setting = diffs[0].replace(LAST_LINE, "")  # the blocks go on where the script ends
     script.write_text("\n".join([setting, *python]) + ENDING)

@@ -93,11 +93,29 @@ def check_async_on_an_emulated_network(output: str) -> None:
     assert rows["async, ranks alike"][2] < rows["DDP, ranks alike"][2]
 
 
+def check_qadam(output: str) -> None:
+    rows = {
+        name: [float(number) for number in numbers.split()]
+        for name, numbers in re.findall(r"^(Adam|QAdam) +([\d. ]+)$", output, re.MULTILINE)
+    }
+    assert rows["QAdam"][0] == pytest.approx(rows["Adam"][0], rel=0.01), (
+        "in its warm-up it averages gradients in float32"
+    )
+    # 8 bits for 32, and 8 bytes of range for each block.
+    assert 3.9 < rows["Adam"][1] / rows["QAdam"][1] < 4
+    losses = [rows["Adam"][2], rows["QAdam"][2], *map(float, re.findall(r"from there: loss (\S+)", output))]
+    assert len(losses) == 3
+    # Not the same path, since the second moment stands still; 5.55 nats is what guessing gives, and 3.2 single bytes.
+    assert max(losses) < 1.8
+    assert "ranks whose weights differ from rank 0's: 0" in output
+
+
 CHECKS = {
     ("01_ddp_to_bytegrad", "torchrun"): check_ddp_to_bytegrad,
     ("02_decentralized", "torchrun"): check_decentralized,
     ("03_async_on_a_slow_network", "torchrun"): check_async_on_a_slow_network,
     ("03_async_on_a_slow_network", "unshare"): check_async_on_an_emulated_network,
+    ("04_qadam", "torchrun"): check_qadam,
 }
 
 

@@ -9,6 +9,8 @@ from torchbagua.algorithms import (
     DecentralizedAlgorithm,
     GradientAllReduceAlgorithm,
     LowPrecisionDecentralizedAlgorithm,
+    QAdamAlgorithm,
+    QAdamOptimizer,
     available_algorithms,
     register,
 )
@@ -34,6 +36,8 @@ __all__ = [
     "GradientAllReduceAlgorithm",
     "LowPrecisionDecentralizedAlgorithm",
     "Observer",
+    "QAdamAlgorithm",
+    "QAdamOptimizer",
     "__version__",
     "attach",
     "available_algorithms",

@@ -49,7 +49,8 @@ def attach(
         algorithm: an Algorithm, or a registered name.
         process_group: the ranks and their nodes, where nodes are given explicitly; default: the module's group, or the
             world where there is no DDP, with nodes told by host names.
-        grad_scaler: the loop's GradScaler, where an algorithm averages weights: all ranks then skip a step together.
+        grad_scaler: the loop's GradScaler. Where an algorithm averages weights, all ranks then skip a step together;
+            QAdam learns from it in which unit gradients are.
         observers: hear of every exchange.
         timeout: bound on every wait of the algorithm for another rank, except where asynchronous averaging ends, which
             waits for the ranks that are still training; default: that of the group, which bounds what DDP itself sends,
@@ -72,6 +73,7 @@ def attach(
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     check_module(module)
     check_optimizers(optimizers, module)
+    algorithm.check_optimizers(optimizers)
     if process_group is not None and not isinstance(process_group, BaguaProcessGroup):
         raise TypeError(f"attach: process_group must be a BaguaProcessGroup, got {type(process_group).__name__}")
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
@@ -125,6 +127,7 @@ class Attachment:
                     )
                 broadcast_tensors(impl.process_group.world, [*module.parameters(), *module.buffers()], "the module")
                 self._broadcast_state()
+            impl.grad_scaler = grad_scaler
             impl.set_module(inner, ignored_names)
             trained = {
                 name: parameter

@@ -10,6 +10,7 @@ from torchbagua.algorithms.decentralized import (
     LowPrecisionDecentralizedAlgorithmImpl,
 )
 from torchbagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
+from torchbagua.algorithms.q_adam import QAdamAlgorithm, QAdamAlgorithmImpl, QAdamOptimizer
 
 __all__ = [
     "Algorithm",
@@ -24,6 +25,9 @@ __all__ = [
     "GradientAllReduceAlgorithmImpl",
     "LowPrecisionDecentralizedAlgorithm",
     "LowPrecisionDecentralizedAlgorithmImpl",
+    "QAdamAlgorithm",
+    "QAdamAlgorithmImpl",
+    "QAdamOptimizer",
     "available_algorithms",
     "get",
     "register",

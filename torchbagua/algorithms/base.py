@@ -37,6 +37,15 @@ class Algorithm:
         """
         native.load()
 
+    def arguments(self) -> dict[str, str]:
+        """Return what must be the same on all ranks, by name: the dataclass fields that `repr` shows."""
+        if not dataclasses.is_dataclass(self):
+            return {}
+        return {field.name: repr(getattr(self, field.name)) for field in dataclasses.fields(self) if field.repr}
+
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raise ValueError where the algorithm cannot be attached with these. Overridden by one that has its own."""
+
     def make_impl(self, process_group: BaguaProcessGroup) -> "AlgorithmImpl":
         """Return the object that runs this algorithm over `process_group`, whose private groups it owns."""
         raise TypeError(f"{type(self).__name__} must override Algorithm.make_impl")
@@ -66,9 +75,7 @@ class Algorithm:
         """
         self.prepare()
         own: dict[str, Any] = {"the algorithm": type(self).__qualname__}
-        if dataclasses.is_dataclass(self):
-            for field in dataclasses.fields(self):
-                own[f"{type(self).__name__}'s argument {field.name}"] = repr(getattr(self, field.name))
+        own |= {f"{type(self).__name__}'s argument {name}": value for name, value in self.arguments().items()}
         own.update(facts or {})
         if isinstance(process_group, BaguaProcessGroup):
             group = process_group.duplicate(timeout=timeout, observers=observers, facts=own)
@@ -105,6 +112,7 @@ class AlgorithmImpl:
         lane: runs what the impl communicates.
         buckets: a weight algorithm's buckets; empty for a gradient algorithm, which runs in DDP's.
         ignored_names: the module's parameters and buffers that DDP was told to ignore.
+        grad_scaler: what `attach` was given.
 
     Raises:
         TypeError: the class overrides `tensors_to_buckets` but not `init_tensors`.
@@ -122,6 +130,7 @@ class AlgorithmImpl:
         self.lane = Lane(f"torchbagua lane of {cls.__name__}", on_failure=process_group.close)
         self.buckets: list[BaguaBucket] = []
         self.ignored_names: frozenset[str] = frozenset()
+        self.grad_scaler: torch.amp.GradScaler | None = None
         self._gradient_buckets: dict[int, BaguaBucket] = {}
         self._names: Mapping[int, str] = {}
         self._module: torch.nn.Module | None = None

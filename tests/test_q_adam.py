@@ -1,0 +1,425 @@
+"""QAdam under DDP: every step of every rank equals the oracle's, in the warm-up, at the switch and after it."""
+
+import copy
+import gc
+import io
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import oracle
+import torchbagua as tb
+from ranks import run_ranks
+from training import Branches, Tower, build
+
+SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+NUM_WARM, NUM_STEPS = 3, 7
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Life:
+    """What one rank saw, by step and parameter name.
+
+    Attributes:
+        local: gradients before averaging.
+        gradients: after averaging.
+        weights, momenta, second_moments: after the step.
+    """
+
+    local: list[Tensors] = field(default_factory=list)
+    gradients: list[Tensors] = field(default_factory=list)
+    weights: list[Tensors] = field(default_factory=list)
+    momenta: list[Tensors] = field(default_factory=list)
+    second_moments: list[Tensors] = field(default_factory=list)
+
+
+class Trainer:
+    """One rank's copy of a model under DDP with a QAdamOptimizer."""
+
+    def __init__(self, group: dist.ProcessGroup, model: nn.Module, *, warmup_steps: int = NUM_WARM, **options: Any):
+        self.group = group
+        self.ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **options)
+        self.named = {name: p for name, p in self.ddp.module.named_parameters() if p.requires_grad}
+        self.optimizer = tb.QAdamOptimizer(self.named.values(), warmup_steps=warmup_steps, **SETTINGS)
+        self.data = torch.Generator().manual_seed(1000 + group.rank())
+        self.life = Life()
+        self.num_micro_batches = 1
+
+    def hook(self, nodes: Sequence[int] | None = None) -> tb.AlgorithmImpl:
+        """Register the plain hook, which records local gradients on the way."""
+        names = {parameter: name for name, parameter in self.named.items()}
+
+        def recording_hook(state: tb.AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            gradients = zip(bucket.parameters(), bucket.gradients(), strict=True)
+            self.life.local[-1].update({names[parameter]: gradient.clone() for parameter, gradient in gradients})
+            return tb.comm_hook(state, bucket)
+
+        group = self.group if nodes is None else tb.BaguaProcessGroup(self.group, nodes=nodes)
+        impl = tb.QAdamAlgorithm(self.optimizer).reify(group)
+        self.ddp.register_comm_hook(impl, recording_hook)
+        return impl
+
+    def step(self) -> None:
+        index = len(self.life.weights)
+        self.life.local.append({})
+        self.optimizer.zero_grad()
+        for micro_batch in range(self.num_micro_batches):
+            is_last = micro_batch == self.num_micro_batches - 1
+            with nullcontext() if is_last else self.ddp.no_sync():
+                x = torch.randn(6, 10, generator=self.data)
+                self.ddp(x, self.group.rank() + index).square().sum().backward()
+        self.life.gradients.append({n: p.grad.clone() for n, p in self.named.items() if p.grad is not None})
+        self.optimizer.step()
+        states = {name: self.optimizer.state[parameter] for name, parameter in self.named.items()}
+        self.life.weights.append({name: p.detach().clone() for name, p in self.named.items()})
+        self.life.momenta.append({n: s["exp_avg"].clone() for n, s in states.items() if s})
+        self.life.second_moments.append({n: s["exp_avg_sq"].clone() for n, s in states.items() if s})
+
+
+def check_lives(lives: Sequence[Life], initial: Tensors, nodes: Sequence[int] | None = None) -> None:
+    """Gradients and steps are the oracle's; Adam's own steps are those of torch.optim.Adam on its gradients."""
+    adams = {name: nn.Parameter(value.clone()) for name, value in initial.items()}
+    adam = torch.optim.Adam(adams.values(), **SETTINGS)
+    for step in range(len(lives[0].weights)):
+        for name in initial:
+            for life in lives[1:]:
+                for seen, first in ((life.weights, lives[0].weights), (life.momenta, lives[0].momenta)):
+                    assert torch.equal(seen[step][name], first[step][name]), f"replicas differ in {name}, step {step}"
+            rows = [life.local[step][name].flatten().numpy() for life in lives]
+            gradient = lives[0].gradients[step][name].flatten().numpy()
+            if step < NUM_WARM:
+                np.testing.assert_array_equal(gradient, oracle.gradient_allreduce(rows, nodes))
+                adams[name].grad = lives[0].gradients[step][name]
+                continue
+            before = lives[0].momenta[step - 1][name].flatten().numpy()
+            np.testing.assert_array_equal(gradient, oracle.qadam_gradient(rows, before, SETTINGS["betas"][0], nodes))
+            weight, momentum = oracle.qadam_step(
+                lives[0].weights[step - 1][name].flatten().numpy(),
+                gradient,
+                before,
+                lives[0].second_moments[NUM_WARM - 1][name].flatten().numpy(),
+                num_warm=NUM_WARM,
+                num_since=step - NUM_WARM + 1,
+                decoupled=False,
+                **SETTINGS,
+            )
+            np.testing.assert_array_equal(lives[0].weights[step][name].flatten().numpy(), weight)
+            np.testing.assert_array_equal(lives[0].momenta[step][name].flatten().numpy(), momentum)
+        if step < NUM_WARM:
+            adam.step()
+            for name in initial:
+                assert torch.equal(adams[name], lives[0].weights[step][name])
+
+
+def initial_of(model: nn.Module) -> Tensors:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("size", "nodes"),
+    [(2, None), (4, None), (8, None), (4, [0, 0, 1, 1]), (8, [0, 0, 0, 0, 1, 1, 1, 1]), (3, [0, 0, 1])],
+)
+@pytest.mark.parametrize("bucket_cap_mb", [25, 0.01])
+def test_the_whole_life_equals_the_oracle(size: int, nodes: list[int] | None, bucket_cap_mb: float) -> None:
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> Life:
+        trainer = Trainer(group, model, bucket_cap_mb=bucket_cap_mb)
+        impl = trainer.hook(nodes)
+        for _ in range(NUM_STEPS):
+            trainer.step()
+        impl.close()
+        return trainer.life
+
+    check_lives(run_ranks(size, body), initial_of(model), nodes)
+
+
+def test_accumulation_moves_the_momentum_once() -> None:
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> Life:
+        trainer = Trainer(group, model)
+        trainer.num_micro_batches = 3
+        impl = trainer.hook()
+        for _ in range(NUM_STEPS):
+            trainer.step()
+        impl.close()
+        return trainer.life
+
+    check_lives(run_ranks(2, body), initial_of(model))
+
+
+def test_attach_does_what_the_hook_does() -> None:
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> tuple[Life, Life]:
+        hooked, attached = Trainer(group, model), Trainer(group, model)
+        impl = hooked.hook()
+        with tb.attach(attached.ddp, attached.optimizer, tb.QAdamAlgorithm(attached.optimizer)):
+            for _ in range(NUM_STEPS):
+                hooked.step()
+                attached.step()
+        impl.close()
+        return hooked.life, attached.life
+
+    for hooked, attached in run_ranks(2, body):
+        for step in range(NUM_STEPS):
+            assert all(torch.equal(attached.weights[step][n], w) for n, w in hooked.weights[step].items())
+
+
+def test_what_differs_from_adam_under_ddp_is_the_rounding_of_the_mean() -> None:
+    """With four ranks both means are exact in binary where the sums are: with gradients of few bits they are equal."""
+    model = build(lambda: nn.Linear(10, 3))
+
+    def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        results = []
+        for is_mine in (True, False):
+            ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+            parameters = ddp.parameters()
+            optimizer = tb.QAdamOptimizer(parameters, warmup_steps=50) if is_mine else torch.optim.Adam(parameters)
+            impl = None
+            if is_mine:
+                impl = tb.QAdamAlgorithm(optimizer).reify(group)
+                ddp.register_comm_hook(impl, tb.comm_hook)
+            data = torch.Generator().manual_seed(group.rank())
+            for _ in range(40):
+                optimizer.zero_grad()
+                ddp(torch.randint(-8, 8, (6, 10), generator=data).float()).sum().backward()
+                optimizer.step()
+            if impl is not None:
+                impl.close()
+            results.append(ddp.module.weight.detach().clone())
+        return results[0], results[1]
+
+    for mine, theirs in run_ranks(4, body):
+        assert torch.equal(mine, theirs)
+
+
+def test_parameters_that_some_ranks_or_nobody_use() -> None:
+    """Each has a warm-up of its own, so that one bucket may hold both kinds."""
+    model = build(Branches)
+
+    def body(group: dist.ProcessGroup) -> tuple[Tensors, dict[str, bool]]:
+        trainer = Trainer(group, model, find_unused_parameters=True)
+        # Both branches in turn, by rank and step; "never" nobody.
+        with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer)):
+            for _ in range(NUM_STEPS):
+                trainer.step()
+            past = {name: trainer.optimizer.is_past_warmup(p) for name, p in trainer.named.items()}
+        return trainer.life.weights[-1], past
+
+    (first, past), *others = run_ranks(2, body)
+    for weights, _ in others:
+        assert all(torch.equal(weights[name], value) for name, value in first.items())
+    assert past["left.weight"]
+    assert not past["never.weight"]
+    assert torch.equal(first["never.weight"], model.never.weight)
+
+
+def test_a_bucket_of_parameters_in_and_past_their_warm_up() -> None:
+    model = build(lambda: Tower((10, 20, 5, 1)))
+
+    def body(group: dist.ProcessGroup) -> Tensors:
+        trainer = Trainer(group, model)
+        late = model_part = list(trainer.ddp.module.layers[1].parameters())
+        names = [name for name, p in trainer.named.items() if any(p is one for one in model_part)]
+        early = [p for name, p in trainer.named.items() if name not in names]
+        trainer.optimizer = tb.QAdamOptimizer(
+            [{"params": early}, {"params": late, "warmup_steps": 5}], warmup_steps=2, **SETTINGS
+        )
+        impl = trainer.hook()
+        for _ in range(4):
+            trainer.step()
+        impl.close()
+        # In the fourth step the early ones were past their warm-up and the late ones in it.
+        local, averaged = trainer.life.local[3], trainer.life.gradients[3]
+        return {name: torch.stack((local[name], averaged[name])) for name in local}
+
+    runs = run_ranks(2, body)
+    for name in runs[0]:
+        mean = (runs[0][name][0] + runs[1][name][0]) / 2
+        if mean.numel() > 1:  # a block of one element is exact in 8 bits too
+            assert torch.equal(runs[0][name][1], mean) == name.startswith("layers.1"), name
+        assert torch.allclose(runs[0][name][1], mean, atol=0.05 * float(mean.abs().max()) + 1e-3)
+
+
+@pytest.mark.parametrize("stop", [NUM_WARM - 1, NUM_WARM, NUM_WARM + 2])
+def test_resume_bit_for_bit(stop: int) -> None:
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> tuple[Tensors, Tensors]:
+        first = Trainer(group, model, bucket_cap_mb=0.01)
+        with tb.attach(first.ddp, first.optimizer, tb.QAdamAlgorithm(first.optimizer)) as attachment:
+            for step in range(NUM_STEPS):
+                if step == stop:
+                    file = io.BytesIO()
+                    torch.save(
+                        {
+                            "model": first.ddp.module.state_dict(),
+                            "optimizer": first.optimizer.state_dict(),
+                            "attachment": attachment.state_dict(),
+                            "data": first.data.get_state(),
+                        },
+                        file,
+                    )
+                first.step()
+        second = Trainer(group, model, bucket_cap_mb=0.01)
+        second.life.weights += [{}] * stop
+        with tb.attach(second.ddp, second.optimizer, tb.QAdamAlgorithm(second.optimizer)) as attachment:
+            state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+            second.ddp.module.load_state_dict(state["model"])
+            second.optimizer.load_state_dict(state["optimizer"])
+            attachment.load_state_dict(state["attachment"])
+            second.data.set_state(state["data"])
+            for _ in range(stop, NUM_STEPS):
+                second.step()
+        return first.life.weights[-1], second.life.weights[-1]
+
+    for first, second in run_ranks(2, body):
+        assert all(torch.equal(second[name], weight) for name, weight in first.items())
+
+
+@pytest.mark.parametrize("gives_scaler", [True, False])
+def test_a_step_that_amp_skips_leaves_no_trace(gives_scaler: bool) -> None:
+    """Inf on one rank alone: all skip, weights, moments and counters stay; and gradients are in the scaler's unit."""
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> tuple[float, bool]:
+        trainer = Trainer(group, model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        given = {"grad_scaler": scaler} if gives_scaler else {}
+        errors = []
+        with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer), **given):
+            for step in range(NUM_STEPS):
+                trainer.optimizer.zero_grad()
+                x = torch.randn(6, 10, generator=trainer.data)
+                if step == NUM_WARM + 1 and group.rank() == 1:
+                    x[0, 0] = torch.inf
+                before = copy.deepcopy((initial_of(trainer.ddp.module), trainer.optimizer.state_dict()["state"]))
+                scaler.scale(trainer.ddp(x, 0).square().sum()).backward()
+                scaler.step(trainer.optimizer)
+                scaler.update()
+                after = (initial_of(trainer.ddp.module), trainer.optimizer.state_dict()["state"])
+                errors.append(repr(before) != repr(after))
+        return scaler.get_scale(), errors == [step != NUM_WARM + 1 for step in range(NUM_STEPS)]
+
+    assert run_ranks(2, body) == [(512.0, True)] * 2
+
+
+def test_the_loss_scale_changes_nothing() -> None:
+    """It is a power of two, and the momentum that travels carries it."""
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> tuple[Tensors, Tensors]:
+        plain, scaled = Trainer(group, model), Trainer(group, model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        with (
+            tb.attach(plain.ddp, plain.optimizer, tb.QAdamAlgorithm(plain.optimizer)),
+            tb.attach(scaled.ddp, scaled.optimizer, tb.QAdamAlgorithm(scaled.optimizer), grad_scaler=scaler),
+        ):
+            for _ in range(NUM_STEPS):
+                plain.step()
+                scaled.optimizer.zero_grad()
+                index = len(plain.life.weights) - 1
+                loss = scaled.ddp(torch.randn(6, 10, generator=scaled.data), group.rank() + index).square().sum()
+                scaler.scale(loss).backward()
+                scaler.step(scaled.optimizer)
+                scaler.update()
+        return plain.life.weights[-1], initial_of(scaled.ddp.module)
+
+    for plain, scaled in run_ranks(2, body):
+        assert all(torch.equal(scaled[name], weight) for name, weight in plain.items())
+
+
+def test_a_group_of_one_sends_nothing_and_goes_on_past_the_warm_up() -> None:
+    model = build(Tower)
+    recorder = tb.traces.Recorder()
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model)
+        with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer), observers=[recorder]):
+            for _ in range(NUM_STEPS):
+                trainer.step()
+        for local, averaged in zip(trainer.life.local, trainer.life.gradients, strict=True):
+            assert all(torch.equal(averaged[name], gradient) for name, gradient in local.items())
+
+    run_ranks(1, body)
+    assert recorder.events == []
+
+
+def test_another_optimizer_of_the_same_model_is_averaged_in_full_precision() -> None:
+    model = build(lambda: Tower((10, 20, 5, 1)))
+
+    def body(group: dist.ProcessGroup) -> Tensors:
+        trainer = Trainer(group, model, warmup_steps=1)
+        others = [p for name, p in trainer.named.items() if name.startswith("layers.1")]
+        own = [p for name, p in trainer.named.items() if not name.startswith("layers.1")]
+        trainer.optimizer = tb.QAdamOptimizer(own, warmup_steps=1, **SETTINGS)
+        sgd = torch.optim.SGD(others, lr=0.1)
+        impl = trainer.hook()
+        for _ in range(3):
+            trainer.step()
+            sgd.step()
+            sgd.zero_grad()
+        impl.close()
+        local, averaged = trainer.life.local[2], trainer.life.gradients[2]
+        return {name: torch.stack((local[name], averaged[name])) for name in local if name.startswith("layers.1")}
+
+    runs = run_ranks(2, body)
+    for name, (local, averaged) in runs[0].items():
+        assert torch.equal(averaged, (local + runs[1][name][0]) / 2)
+
+
+def test_refusals() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Tower))
+        with pytest.raises(ValueError, match="q_adam_optimizer must be a QAdamOptimizer, got SGD"):
+            tb.QAdamAlgorithm(torch.optim.SGD(trainer.ddp.parameters()))
+        other = tb.QAdamOptimizer(trainer.ddp.parameters())
+        with pytest.raises(
+            ValueError, match="q_adam_optimizer must be the optimizer that is attached, got another one"
+        ):
+            tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(other))
+        with (
+            tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer)),
+            pytest.raises(ValueError, match="q_adam_optimizer is attached already; detach it first"),
+        ):
+            tb.QAdamAlgorithm(trainer.optimizer).reify(group)
+        assert not trainer.optimizer.is_served
+
+    run_ranks(1, body)
+
+
+def test_ranks_with_different_warm_ups() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Tower), warmup_steps=3 + group.rank())
+        with pytest.raises(ValueError, match=r"disagree in QAdamAlgorithm's argument q_adam_optimizer \(warmup_steps"):
+            tb.QAdamAlgorithm(trainer.optimizer).reify(group)
+
+    run_ranks(2, body)
+
+
+def test_nothing_keeps_the_impl_of_a_forgotten_hook() -> None:
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> bool:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        optimizer = tb.QAdamOptimizer(ddp.parameters(), warmup_steps=1)
+        ddp.register_comm_hook(tb.QAdamAlgorithm(optimizer).reify(group), tb.comm_hook)
+        ddp(torch.ones(2, 10), 0).sum().backward()
+        assert optimizer.is_served
+        del ddp
+        gc.collect()
+        return optimizer.is_served
+
+    assert run_ranks(2, body) == [False, False]

@@ -1,0 +1,268 @@
+"""QAdamOptimizer on one rank: it is Adam in its warm-up, to the bit, and what it does after it."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import oracle
+import torchbagua as tb
+from training import build
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weight decay": {"weight_decay": 0.1},
+    "AdamW": {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    "foreach": {"foreach": True, "weight_decay": 0.1},
+    "fused": {"fused": True},
+    "maximize": {"maximize": True, "weight_decay": 0.1},
+}
+
+
+class Server:
+    """In the place of the algorithm that averages momenta."""
+
+
+def small_model() -> nn.Module:
+    return build(lambda: nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 2)))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int, seed: int = 1) -> None:
+    data = torch.Generator().manual_seed(seed)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 7, generator=data)).square().sum().backward()
+        optimizer.step()
+
+
+def assert_equal_models(first: nn.Module, second: nn.Module) -> None:
+    for (name, one), (_, other) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_is_adam_for_a_thousand_steps(name: str) -> None:
+    options = OPTIONS[name]
+    mine, theirs = small_model(), small_model()
+    adam = torch.optim.Adam(theirs.parameters(), lr=0.01, **options)
+    train(mine, tb.QAdamOptimizer(mine.parameters(), lr=0.01, warmup_steps=2000, **options), 1000)
+    train(theirs, adam, 1000)
+    assert_equal_models(mine, theirs)
+
+
+def test_hooks_are_called_once_though_adam_has_been_patched() -> None:
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # wraps Adam.step
+    model = small_model()
+    optimizer = tb.QAdamOptimizer(model.parameters(), warmup_steps=10)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    train(model, optimizer, 2)
+    assert calls == ["pre", "post"] * 2
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_steps_after_the_warm_up_equal_the_oracle(decoupled: bool, channels_last: bool) -> None:
+    model = build(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.LazyLinear(1)))
+    model(torch.ones(1, 2, 5, 5))
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+    num_warm = 3
+    optimizer = tb.QAdamOptimizer(
+        model.parameters(), warmup_steps=num_warm, decoupled_weight_decay=decoupled, **settings
+    )
+    server = Server()
+    optimizer.serve(server)
+    data = torch.Generator().manual_seed(3)
+    for step in range(8):
+        optimizer.zero_grad()
+        model(torch.randn(4, 2, 5, 5, generator=data)).square().sum().backward()
+        before = {name: p.detach().clone().numpy() for name, p in model.named_parameters()}
+        state = {name: copy.deepcopy(optimizer.state[p]) for name, p in model.named_parameters()}
+        optimizer.step()
+        if step < num_warm:
+            continue
+        for name, parameter in model.named_parameters():
+            moments = [state[name][key].numpy() for key in ("exp_avg", "exp_avg_sq")]
+            weight, momentum = oracle.qadam_step(
+                before[name],
+                parameter.grad.numpy(),
+                *moments,
+                num_warm=num_warm,
+                num_since=step - num_warm + 1,
+                decoupled=decoupled,
+                **settings,
+            )
+            np.testing.assert_array_equal(parameter.detach().numpy(), weight)
+            np.testing.assert_array_equal(optimizer.state[parameter]["exp_avg"].numpy(), momentum)
+            np.testing.assert_array_equal(optimizer.state[parameter]["exp_avg_sq"].numpy(), moments[1])
+
+
+def test_an_element_without_gradient_in_the_warm_up_is_not_moved_after_it() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = tb.QAdamOptimizer([weight], warmup_steps=1)
+    server = Server()
+    optimizer.serve(server)
+    for gradient in ([1.0, 1, 1, 0], [1.0, 1, 1, 1]):
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+    assert (weight[:3] < 0.9985).all()
+    assert weight[3] == 1
+
+
+def test_past_the_warm_up_it_wants_an_algorithm() -> None:
+    model = small_model()
+    optimizer = tb.QAdamOptimizer(model.parameters(), warmup_steps=2)
+    train(model, optimizer, 2)
+    with pytest.raises(
+        RuntimeError, match=r"after the warm-up of 2 steps momenta have to be averaged: torchbagua\.att"
+    ):
+        train(model, optimizer, 1)
+    server = Server()
+    optimizer.serve(server)
+    train(model, optimizer, 1)
+    del server
+    with pytest.raises(RuntimeError, match="after the warm-up of 2 steps"):
+        train(model, optimizer, 1)
+
+
+def test_state_goes_to_adam_and_comes_from_it() -> None:
+    first, second = small_model(), small_model()
+    adam = torch.optim.AdamW(first.parameters(), lr=0.01)
+    train(first, adam, 5)
+    mine = tb.QAdamOptimizer(second.parameters(), lr=0.5, warmup_steps=8, decoupled_weight_decay=True)
+    second.load_state_dict(first.state_dict())
+    mine.load_state_dict(copy.deepcopy(adam.state_dict()))
+    assert mine.param_groups[0]["lr"] == 0.01
+    assert mine.param_groups[0]["warmup_steps"] == 8
+    train(first, adam, 3, seed=2)
+    train(second, mine, 3, seed=2)
+    assert_equal_models(first, second)
+    server = Server()
+    mine.serve(server)
+    train(second, mine, 4, seed=3)
+    # The second moment is of 8 steps, so Adam has to correct the bias of 8.
+    assert {float(state["step"]) for state in mine.state.values()} == {8.0}
+    third = copy.deepcopy(second)
+    back = torch.optim.AdamW(third.parameters(), lr=0.01)
+    back.load_state_dict(copy.deepcopy(mine.state_dict()))
+    train(third, back, 2, seed=4)
+    fourth = copy.deepcopy(second)
+    resumed = tb.QAdamOptimizer(fourth.parameters(), warmup_steps=8, decoupled_weight_decay=True)
+    resumed.load_state_dict(copy.deepcopy(mine.state_dict()))
+    resumed.serve(server)
+    train(second, mine, 3, seed=5)
+    train(fourth, resumed, 3, seed=5)
+    assert_equal_models(second, fourth)
+
+
+def test_wrap_takes_over_an_adam() -> None:
+    first, second = small_model(), small_model()
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    adams = [
+        torch.optim.AdamW([{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2].parameters()}], **options)
+        for model in (first, second)
+    ]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(adam, 0.5) for adam in adams]
+    for model, adam in zip((first, second), adams, strict=True):
+        train(model, adam, 3)
+    wrapped = tb.QAdamOptimizer.wrap(adams[1], warmup_steps=10)
+    for scheduler in schedulers:
+        scheduler.step()
+    assert [group["lr"] for group in wrapped.param_groups] == [0.01, 0.005]
+    train(first, adams[0], 4, seed=2)
+    train(second, wrapped, 4, seed=2)
+    assert_equal_models(first, second)
+    with pytest.raises(TypeError, match="optimizer must be an Adam or AdamW, got SGD"):
+        tb.QAdamOptimizer.wrap(torch.optim.SGD(first.parameters()))
+    with pytest.raises(ValueError, match="must be without amsgrad, got amsgrad=True"):
+        tb.QAdamOptimizer.wrap(torch.optim.Adam(first.parameters(), amsgrad=True))
+
+
+def test_a_group_added_later_has_a_warm_up_of_its_own() -> None:
+    model = small_model()
+    optimizer = tb.QAdamOptimizer(model[0].parameters(), warmup_steps=2)
+    server = Server()
+    optimizer.serve(server)
+    train(model, optimizer, 3)
+    optimizer.add_param_group({"params": model[2].parameters(), "warmup_steps": 3})
+    assert [optimizer.is_past_warmup(parameter) for parameter in model.parameters()] == [True, True, False, False]
+    train(model, optimizer, 3)
+    assert all(map(optimizer.is_past_warmup, model.parameters()))
+    assert float(optimizer.state[model[2].weight]["step"]) == 3
+
+
+def test_closures() -> None:
+    first, second = small_model(), small_model()
+    x = torch.ones(2, 7)
+    for model, optimizer in (
+        (first, tb.QAdamOptimizer(first.parameters(), warmup_steps=10)),
+        (second, torch.optim.Adam(second.parameters())),
+    ):
+
+        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(x).square().sum()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) > 0
+    assert_equal_models(first, second)
+
+
+def test_no_graph_and_no_growth() -> None:
+    model = small_model()
+    optimizer = tb.QAdamOptimizer(model.parameters(), warmup_steps=1, weight_decay=0.1)
+    server = Server()
+    optimizer.serve(server)
+    train(model, optimizer, 5)
+    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    assert all(tensor.grad_fn is None and not tensor.requires_grad for tensor in tensors)
+    assert all(parameter.is_leaf for parameter in model.parameters())
+
+
+def test_betas_are_frozen_with_the_second_moment() -> None:
+    model = small_model()
+    optimizer = tb.QAdamOptimizer(model.parameters(), warmup_steps=2)
+    server = Server()
+    optimizer.serve(server)
+    optimizer.param_groups[0]["betas"] = (0.8, 0.999)  # in the warm-up, as Adam
+    train(model, optimizer, 3)
+    optimizer.param_groups[0]["betas"] = (0.7, 0.999)
+    with pytest.raises(
+        ValueError, match=r"betas must stay \(0\.8, 0\.999\) after the warm-up, .* cycle_momentum=False"
+    ):
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lr": -1.0}, ValueError, r"lr must be at least 0, got -1\.0"),
+        ({"lr": float("nan")}, ValueError, "lr must be at least 0, got nan"),
+        ({"eps": -1e-8}, ValueError, "eps must be at least 0, got -1e-08"),
+        ({"weight_decay": -0.1}, ValueError, r"weight_decay must be at least 0, got -0\.1"),
+        ({"betas": (0.9, 1.0)}, ValueError, r"betas must be two numbers in \[0, 1\), got \(0\.9, 1\.0\)"),
+        ({"betas": (-0.1, 0.9)}, ValueError, r"betas must be two numbers in \[0, 1\), got \(-0\.1, 0\.9\)"),
+        ({"warmup_steps": 0}, ValueError, "warmup_steps must be at least 1, got 0"),
+        ({"warmup_steps": 1.5}, TypeError, r"warmup_steps must be an integer, got 1\.5"),
+    ],
+)
+def test_refused_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"QAdamOptimizer: {message}"):
+        tb.QAdamOptimizer(small_model().parameters(), **options)
+
+
+def test_refused_tensors() -> None:
+    with pytest.raises(ValueError, match=r"params must be real, got one of torch\.complex64"):
+        tb.QAdamOptimizer([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+    embedding = nn.Embedding(5, 2, sparse=True)
+    optimizer = tb.QAdamOptimizer(embedding.parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"gradients must be dense, got a sparse one of shape \[5, 2\]"):
+        optimizer.step()

@@ -1,0 +1,281 @@
+"""QAdamOptimizer: Adam, and after a warm-up Adam whose second moment stands still."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchbagua import native
+
+# In the state of a parameter past its warm-up: updates since then. Adam's own "step" stands still with the second
+# moment whose bias it corrects, so that Adam can go on from this state.
+_UPDATES_SINCE = "updates_since_warmup"
+# In a group with such a parameter: the betas of its warm-up.
+_FROZEN_BETAS = "frozen_betas"
+
+
+class QAdamOptimizer(torch.optim.Adam):
+    """Adam for its first steps, and then Adam with the second moment as it is by then.
+
+    The first `warmup_steps` updates of every parameter are those of `torch.optim.Adam`, bit for bit. Then v and its
+    bias correction stand still, and only the momentum moves, which `QAdamAlgorithm` averages in 8 bits (1-bit Adam,
+    Tang et al., arXiv 2102.02888; Bagua, arXiv 2107.01499): with the weight decay of Adam, or of AdamW,
+    m = b1 m + (1 - b1) g and w -= lr m / (1 - b1^t) / (sqrt(v / (1 - b2^W)) + eps). An element that has seen no
+    gradient in the warm-up, so that v is 0, is not moved after it.
+
+    `state_dict` can be loaded into torch.optim.Adam, and its into this. Groups may have a `warmup_steps` of their own.
+
+    Args:
+        params: parameters or groups of them; real ones.
+        lr, betas, eps, weight_decay: as Adam's.
+        warmup_steps: updates of a parameter before its second moment stands still.
+        decoupled_weight_decay: AdamW's.
+        maximize, foreach, fused: as Adam's; the last two concern the warm-up.
+
+    Raises:
+        TypeError, ValueError: an argument is none of these.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        warmup_steps: int = 100,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        decoupled_weight_decay: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        self._group_of: dict[int, dict[str, Any]] = {}
+        self._default_warmup_steps = warmup_steps
+        self._server: weakref.ref[object] | None = None
+        _check_numbers({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        self.defaults["warmup_steps"] = warmup_steps
+        # GradScaler unscales and skips; a fused Adam would have to do both itself.
+        self._step_supports_amp_scaling = False
+        native.load()
+
+    @classmethod
+    def wrap(cls, optimizer: torch.optim.Adam, warmup_steps: int = 100) -> "QAdamOptimizer":
+        """Return a QAdamOptimizer that goes on where `optimizer`, an Adam or AdamW, has come to.
+
+        It shares groups, state and gradients with `optimizer`, which must not step any more; schedulers of it go on
+        setting its groups' learning rates. Its updates so far count as warm-up.
+
+        Raises:
+            TypeError: `optimizer` is no Adam.
+            ValueError: it has an option that QAdam has not: amsgrad, capturable or differentiable.
+        """
+        if not isinstance(optimizer, torch.optim.Adam) or isinstance(optimizer, cls):
+            raise TypeError(f"QAdamOptimizer.wrap: optimizer must be an Adam or AdamW, got {type(optimizer).__name__}")
+        for option in ("amsgrad", "capturable", "differentiable"):
+            if any(group[option] for group in optimizer.param_groups):
+                raise ValueError(f"QAdamOptimizer.wrap: optimizer must be without {option}, got {option}=True")
+        first = optimizer.param_groups[0]
+        own = cls(first["params"], warmup_steps=warmup_steps)
+        own.defaults.update(optimizer.defaults)
+        own.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+        return own
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its parameters have a warm-up of their own.
+
+        Raises:
+            TypeError, ValueError: an option of it is not allowed, or a parameter is complex.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("warmup_steps", self._default_warmup_steps)
+        try:
+            self._check_group(group)
+        except (TypeError, ValueError):
+            del self.param_groups[-1]
+            raise
+        self._group_of |= {id(parameter): group for parameter in group["params"]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a state, of Adam perhaps."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's is not typed
+        self._server = getattr(self, "_server", None)
+        self._default_warmup_steps = self.defaults["warmup_steps"]
+        for group in self.param_groups:
+            group.setdefault("warmup_steps", self._default_warmup_steps)
+            self._check_group(group)
+        self._group_of = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+
+    def serve(self, server: object) -> None:
+        """Let steps after the warm-up happen while `server` lives, which averages momenta; one at a time."""
+        if self.is_served:
+            raise ValueError("QAdamAlgorithm: q_adam_optimizer is attached already; detach it first")
+        self._server = weakref.ref(server)
+
+    def release(self, server: object) -> None:
+        """End what `serve` began."""
+        if self._server is not None and self._server() is server:
+            self._server = None
+
+    @property
+    def is_served(self) -> bool:
+        """Whether momenta are averaged."""
+        return self._server is not None and self._server() is not None
+
+    @property
+    def num_past_warmup(self) -> int:
+        """Parameters whose second moment stands still."""
+        return sum(
+            map(self.is_past_warmup, [parameter for group in self.param_groups for parameter in group["params"]])
+        )
+
+    def beta1_of(self, parameter: Tensor) -> float:
+        """Return the decay of its momentum."""
+        beta1: float = self._group_of[id(parameter)]["betas"][0]
+        return beta1
+
+    def is_past_warmup(self, parameter: Tensor) -> bool:
+        """Return whether the second moment of `parameter` stands still.
+
+        Raises:
+            ValueError: betas have been changed since it does.
+        """
+        group, state = self._group_of.get(id(parameter)), self.state.get(parameter)
+        if group is None or not state:
+            return False
+        if _UPDATES_SINCE not in state:
+            if state["step"] < group["warmup_steps"]:
+                return False
+            state[_UPDATES_SINCE] = 0
+        frozen, betas = tuple(group.setdefault(_FROZEN_BETAS, group["betas"])), tuple(group["betas"])
+        if betas != frozen:
+            raise ValueError(
+                f"QAdamOptimizer: betas must stay {frozen} after the warm-up, when the second moment and its bias "
+                f"correction stand still, got {betas}; a OneCycleLR or CyclicLR wants cycle_momentum=False"
+            )
+        return True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step: Adam's for parameters in their warm-up, QAdam's for those past it.
+
+        Raises:
+            RuntimeError: parameters are past their warm-up, and no QAdamAlgorithm averages their momenta.
+            ValueError: gradients are sparse, or betas have been changed after the warm-up.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            with_gradient = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            for parameter in with_gradient:
+                if parameter.grad.is_sparse:
+                    raise ValueError(
+                        f"QAdamOptimizer: gradients must be dense, got a sparse one of shape {list(parameter.shape)}"
+                    )
+            past = [parameter for parameter in with_gradient if self.is_past_warmup(parameter)]
+            if past and not self.is_served:
+                raise RuntimeError(
+                    "QAdamOptimizer: after the warm-up of "
+                    f"{self._group_of[id(past[0])]['warmup_steps']} steps momenta have to be averaged: "
+                    "torchbagua.attach(ddp, optimizer, torchbagua.QAdamAlgorithm(optimizer))"
+                )
+            if len(past) < len(with_gradient) or not with_gradient:
+                self._adam_step(without=past)
+            self._update(past)
+        return loss
+
+    def _adam_step(self, without: list[Tensor]) -> None:
+        gradients = [parameter.grad for parameter in without]
+        for parameter in without:
+            parameter.grad = None
+        try:
+            step = torch.optim.Adam.step
+            # An instance of Adam itself makes Adam.step call the optimizer's hooks, which step has called (torch 2.13).
+            if getattr(step, "hooked", False):
+                step = step.__wrapped__  # type: ignore[attr-defined]
+            step(self)
+        finally:
+            for parameter, gradient in zip(without, gradients, strict=True):
+                parameter.grad = gradient
+
+    def _update(self, parameters: list[Tensor]) -> None:
+        """Take QAdam's step of these parameters; those alike go through one call of the kernel."""
+        alike: dict[tuple[int, float, int], list[Tensor]] = {}
+        for parameter in parameters:
+            state = self.state[parameter]
+            state[_UPDATES_SINCE] += 1
+            key = (id(self._group_of[id(parameter)]), float(state["step"]), state[_UPDATES_SINCE])
+            alike.setdefault(key, []).append(parameter)
+        for (_, num_warm, num_since), members in alike.items():
+            group = self._group_of[id(members[0])]
+            lr, decay, is_decoupled = float(group["lr"]), group["weight_decay"], group["decoupled_weight_decay"]
+            beta1, beta2 = group["betas"]
+            tensors = [_contiguous(parameter, self.state[parameter]) for parameter in members]
+            torch.ops.torchbagua.qadam_update(
+                *map(list, zip(*tensors, strict=True)),
+                gradient_sign=-1.0 if group["maximize"] else 1.0,
+                weight_decay=0.0 if is_decoupled else decay,
+                shrink=1.0 - lr * decay if is_decoupled else 1.0,
+                beta1=beta1,
+                root_correction2=(1.0 - beta2**num_warm) ** 0.5,
+                eps=group["eps"],
+                step_size=lr / (1.0 - beta1 ** (num_warm + num_since)),
+            )
+            for parameter, (weight, _, momentum, _) in zip(members, tensors, strict=True):
+                for changed, result in ((parameter, weight), (self.state[parameter]["exp_avg"], momentum)):
+                    if result.data_ptr() != changed.data_ptr():  # a copy
+                        changed.permute(_memory_order(parameter)).copy_(result)
+
+    @staticmethod
+    def _check_group(group: dict[str, Any]) -> None:
+        warmup_steps = group["warmup_steps"]
+        if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool):
+            raise TypeError(f"QAdamOptimizer: warmup_steps must be an integer, got {warmup_steps!r}")
+        if warmup_steps < 1:
+            raise ValueError(f"QAdamOptimizer: warmup_steps must be at least 1, got {warmup_steps}")
+        _check_numbers(group)
+        for option in ("amsgrad", "capturable", "differentiable"):
+            if group[option]:
+                raise ValueError(f"QAdamOptimizer: {option} must be False, got {group[option]!r}")
+        for parameter in group["params"]:
+            if parameter.is_complex():
+                raise ValueError(f"QAdamOptimizer: params must be real, got one of {parameter.dtype}")
+
+
+def _check_numbers(options: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not options[name] >= 0:  # NaN compares false
+            raise ValueError(f"QAdamOptimizer: {name} must be at least 0, got {options[name]}")
+    betas = options["betas"]
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"QAdamOptimizer: betas must be two numbers in [0, 1), got {betas}")
+
+
+def _memory_order(parameter: Tensor) -> list[int]:
+    """Return the dimensions from the slowest to the fastest; channels_last has another order than contiguous."""
+    return sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+
+
+def _contiguous(parameter: Tensor, state: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Return weight, gradient and both moments, dimensions in the order of the weight's memory: views, or copies."""
+    assert parameter.grad is not None
+    tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return tensors
+    order = _memory_order(parameter)
+    return tuple(tensor.permute(order).contiguous() for tensor in tensors)
