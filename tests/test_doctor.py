@@ -27,6 +27,7 @@ def test_status_tells_native_from_reference() -> None:
         "minmax_uint8_decode",
         "minmax_uint8_decode_mean_encode",
         "minmax_uint8_encode",
+        "qadam_update",
     }
     for row in rows:
         native = row.path in ("aot", "jit")
