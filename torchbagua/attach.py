@@ -172,10 +172,10 @@ class Attachment:
         world = self.impl.process_group.world
         for optimizer in self._optimizers:
             # Not its groups: learning rates belong to the loop, and to its schedulers.
-            groups = optimizer.state_dict()["param_groups"]
-            state = broadcast_state(world, optimizer.state_dict()["state"], f"the state of {type(optimizer).__name__}")
+            own = optimizer.state_dict()
+            state = broadcast_state(world, own["state"], f"the state of {type(optimizer).__name__}")
             if world.rank != 0:
-                optimizer.load_state_dict({"state": state, "param_groups": groups})
+                optimizer.load_state_dict({**own, "state": state})
         if self._grad_scaler is not None and self._grad_scaler.is_enabled():
             state = broadcast_state(world, self._grad_scaler.state_dict(), "the state of the GradScaler")
             self._grad_scaler.load_state_dict(state)
