@@ -33,9 +33,10 @@ PYTHON_TAG = "cp310"
 
 
 def sources_digest(csrc: Path) -> str:
-    """Names what a library is built from: 16 hexadecimal digits over every file below `csrc` and the flags.
+    """Names what a library is built from: 16 hexadecimal digits over the C++ files below `csrc` and the flags.
 
     A built-ahead library carries it in its file name, so one that is older than its sources is never taken for theirs.
+    The CUDA kernels (.cuh) are no part of it.
 
     Args:
         csrc: the folder `csrc_cuda`, in a checkout or as installed.
