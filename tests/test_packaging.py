@@ -31,6 +31,10 @@ def only_wheel(folder: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(wheel)
 
 
+def relative_files(folder: Path) -> set[Path]:
+    return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+
+
 def libraries(wheel: zipfile.ZipFile) -> list[str]:
     return [name for name in wheel.namelist() if name.endswith(".so")]
 
@@ -55,9 +59,12 @@ def test_isolated_install_is_pure_complete_and_fetches_no_torch(checkout: Path, 
     assert not list(packages.rglob("*.so"))
     assert "Tag: py3-none-any" in next(packages.glob("*.dist-info/WHEEL")).read_text()
     # The first use finds there all that the checkout has.
-    assert recipe.sources_digest(packages / "torchbagua" / "_csrc") == recipe.sources_digest(checkout / "csrc_cuda")
+    installed = packages / "torchbagua" / "_csrc"
+    assert recipe.sources_digest(installed) == recipe.sources_digest(checkout / "csrc_cuda")
+    assert relative_files(installed) == relative_files(checkout / "csrc_cuda")
+    assert Path("kernels/qadam.cuh") in relative_files(installed)
     code = "from torchbagua.native import loader; print(loader.sources())"
-    assert finish(start_python(code, packages)) == (0, f"{packages / 'torchbagua' / '_csrc'}\n", "")
+    assert finish(start_python(code, packages)) == (0, f"{installed}\n", "")
 
 
 def test_wheel_built_beside_torch_holds_the_library(checkout: Path, tmp_path: Path) -> None:
@@ -98,3 +105,4 @@ def test_source_distribution_holds_the_cpp_sources(checkout: Path, tmp_path: Pat
         archive.extractall(tmp_path, filter="data")
     (unpacked,) = tmp_path.glob("torchbagua-*")
     assert recipe.sources_digest(unpacked / "csrc_cuda") == recipe.sources_digest(checkout / "csrc_cuda")
+    assert relative_files(unpacked / "csrc_cuda") == relative_files(checkout / "csrc_cuda")
