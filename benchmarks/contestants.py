@@ -146,32 +146,44 @@ def _wrap_torchbagua(algorithm_name: str, **arguments: Any) -> Wrap:
     return wrap
 
 
-def _wrap_qadam(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
+def _attach(entry: Entry, algorithm: Any, nodes: list[int]) -> Any:
+    """Attach `algorithm` to the entry's module and optimizer, and let the entry count its bytes and end it."""
     import torchbagua as tb
 
     recorder = tb.traces.Recorder()
     assert dist.group.WORLD is not None
-    entry = Entry(_ddp(model, bucket_cap_mb), sent_bytes=lambda: int(recorder.bytes_sent))
-    entry.optimizer = tb.QAdamOptimizer(entry.module.parameters(), warmup_steps=1)
     group = tb.BaguaProcessGroup(dist.group.WORLD, nodes=nodes)
-    attachment = tb.attach(
-        entry.module, entry.optimizer, tb.QAdamAlgorithm(entry.optimizer), process_group=group, observers=[recorder]
-    )
+    attachment = tb.attach(entry.module, entry.optimizer, algorithm, process_group=group, observers=[recorder])
+    entry.sent_bytes = lambda: int(recorder.bytes_sent)
     entry.close = attachment.detach
+    return attachment
+
+
+def _wrap_compute_only_adam(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
+    entry = Entry(copy.deepcopy(model))
+    entry.optimizer = torch.optim.Adam(entry.module.parameters(), fused=True)
     return entry
+
+
+def _wrap_qadam(**arguments: Any) -> Wrap:
+    def wrap(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
+        import torchbagua as tb
+
+        entry = Entry(_ddp(model, bucket_cap_mb))
+        entry.optimizer = tb.QAdamOptimizer(entry.module.parameters(), warmup_steps=1, fused=True)
+        _attach(entry, tb.QAdamAlgorithm(entry.optimizer, **arguments), nodes)
+        return entry
+
+    return wrap
 
 
 def _wrap_averaging(algorithm_name: str, **arguments: Any) -> Wrap:
     def wrap(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
         import torchbagua as tb
 
-        recorder = tb.traces.Recorder()
-        assert dist.group.WORLD is not None
-        entry = Entry(_ddp(model, bucket_cap_mb), sent_bytes=lambda: int(recorder.bytes_sent))
+        entry = Entry(_ddp(model, bucket_cap_mb))
         algorithm = getattr(tb, algorithm_name)(bucket_cap_mb=bucket_cap_mb, final_average=False, **arguments)
-        group = tb.BaguaProcessGroup(dist.group.WORLD, nodes=nodes)
-        attachment = tb.attach(entry.module, entry.optimizer, algorithm, process_group=group, observers=[recorder])
-        entry.close = attachment.detach
+        attachment = _attach(entry, algorithm, nodes)
         if algorithm_name == "AsyncModelAverageAlgorithm":
             entry.resume = lambda: attachment.impl.resume(entry.module)
             entry.pause = lambda: attachment.impl.abort(entry.module)
@@ -189,6 +201,11 @@ def _uint8_wire_bytes(numel: int) -> int:
     return numel + 8 * -(-numel // 2048)
 
 
+def _one_bit_wire_bytes(numel: int) -> int:
+    """One bit an element and a float32 for every block of 2048."""
+    return -(-numel // 8) + 4 * -(-numel // 2048)
+
+
 COMPUTE_ONLY = "compute"
 CONTROL = "control"
 BASELINE = "ddp"
@@ -203,7 +220,11 @@ CONTESTANTS: dict[str, Contestant] = {
     "fp16": Contestant("DDP fp16 hook", _wrap_cast(torch.float16), lambda numel: 2 * numel),
     "powersgd": Contestant(f"DDP PowerSGD rank {POWERSGD_RANK}, one bucket", _wrap_powersgd, None),
     "bytegrad": Contestant("ByteGrad", _wrap_torchbagua("ByteGradAlgorithm"), _uint8_wire_bytes),
-    "qadam": Contestant("QAdam", _wrap_qadam, _uint8_wire_bytes),
+    "compute_adam": Contestant("compute only, Adam", _wrap_compute_only_adam, lambda numel: 0),
+    "qadam": Contestant("QAdam", _wrap_qadam(), _uint8_wire_bytes),
+    "qadam_1bit": Contestant(
+        "QAdam, 1 bit", _wrap_qadam(compression="sign1bit", error_feedback=True), _one_bit_wire_bytes
+    ),
     "decentralized": Contestant(
         "Decentralized, all", _wrap_averaging("DecentralizedAlgorithm"), lambda numel: 4 * numel
     ),

@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import torchbagua as tb
-from convergence_tasks import TASKS, Batch, Data, Task
+from convergence_contestants import Contestant
+from convergence_tasks import TASKS, Batch, Data
 from processes import die_with_parent, leave_process_group, report_progress
-from torchbagua.cli.demo.train import WARMUP_STEPS, learning_rate_factor
+from torchbagua.cli.demo.train import learning_rate_factor
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -42,8 +43,8 @@ class Training:
     """What is to be trained, and how."""
 
     task: str
-    contestant: str  # its label
-    algorithm: tb.Algorithm
+    label: str
+    contestant: Contestant
     seed: int
     num_steps: int
     num_held_out: int | None
@@ -64,27 +65,13 @@ class Run:
     held_out_accuracy: float
 
 
-def contestants(task: Task, num_steps: int) -> dict[str, tb.Algorithm]:
-    """Every algorithm by its label; the first is what the others are compared with."""
-    return {
-        "GradientAllReduce": tb.GradientAllReduceAlgorithm(),
-        "ByteGrad": tb.ByteGradAlgorithm(),
-        "Decentralized, all": tb.DecentralizedAlgorithm(),
-        "Decentralized, shift_one": tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
-        "LowPrecisionDecentralized": tb.LowPrecisionDecentralizedAlgorithm(),
-        f"AsyncModelAverage, {task.sync_interval_ms} ms": tb.AsyncModelAverageAlgorithm(
-            sync_interval_ms=task.sync_interval_ms, warmup_steps=min(WARMUP_STEPS, num_steps // 4)
-        ),
-    }
-
-
 def plan(settings: Settings) -> list[Training]:
     """Every training, in the order in which they run."""
     return [
-        Training(name, label, algorithm, seed, num_steps, settings.num_held_out)
+        Training(name, label, contestant, seed, num_steps, settings.num_held_out)
         for name, num_steps in settings.steps.items()
         for seed in range(settings.num_seeds)
-        for label, algorithm in contestants(TASKS[name], num_steps).items()
+        for label, contestant in TASKS[name].contestants(num_steps).items()
     ]
 
 
@@ -110,13 +97,14 @@ def train(training: Training, data: Data, report_step: Callable[[str], None]) ->
     torch.manual_seed(training.seed)
     batches = torch.Generator().manual_seed(training.seed * dist.get_world_size() + rank)
     ddp = DistributedDataParallel(task.build_model())
-    optimizer = task.build_optimizer(ddp.parameters())
+    optimizer = training.contestant.wrap(task.build_optimizer(ddp.parameters()))
+    algorithm = training.contestant.algorithm(optimizer)
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, training.num_steps))
     recorder = tb.traces.Recorder()
     losses: list[float] = []
 
     start = time.perf_counter()
-    with tb.attach(ddp, optimizer, training.algorithm, observers=[recorder]):
+    with tb.attach(ddp, optimizer, algorithm, observers=[recorder]):
         for _ in range(training.num_steps):
             inputs, targets = data.sample(batches)
             loss = cross_entropy(ddp(inputs), targets)
@@ -125,18 +113,18 @@ def train(training: Training, data: Data, report_step: Callable[[str], None]) ->
             optimizer.step()
             schedule.step()
             losses.append(loss.item())
-            report_step(training.contestant)
+            report_step(training.label)
         seconds = time.perf_counter() - start
         sent_bytes = recorder.bytes_sent
 
-    check_equal_weights(ddp.module, training.contestant)
+    check_equal_weights(ddp.module, training.label)
     held_out_loss, held_out_accuracy = math.nan, math.nan
     if rank == 0:
         held_out_loss, held_out_accuracy = evaluate(ddp.module, data.held_out, training.num_held_out)
     return Run(
         task=training.task,
-        contestant=training.contestant,
-        algorithm=repr(training.algorithm),
+        contestant=training.label,
+        algorithm=repr(algorithm),
         seed=training.seed,
         losses=mean_over_ranks(losses),
         step_sent_bytes=mean_over_ranks([sent_bytes / training.num_steps])[0],

@@ -14,7 +14,7 @@ Row = dict[str, Any]  # one contestant of one task; lists have one entry a seed
 Section = dict[str, Any]  # one task: what was trained, and its rows
 
 # Okabe and Ito's palette, which is told apart with every kind of colour vision; the baseline is black.
-COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00")
+COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#0072B2", "#F0E442")
 SMOOTHED_STEPS = 15
 
 
@@ -82,7 +82,8 @@ def draw(sections: Sequence[Section]) -> Figure:
     figure = Figure(figsize=(6.5 * len(sections), 5), dpi=150, layout="constrained")
     for axes, section in zip(figure.subplots(1, len(sections), squeeze=False)[0], sections, strict=True):
         # Curves that lie on the baseline would hide it, were it not wider.
-        for row, colour, width in zip(section["rows"], COLOURS, [3.5] + [1.5] * (len(COLOURS) - 1), strict=True):
+        for row, colour in zip(section["rows"], COLOURS, strict=False):
+            width = 3.5 if row is section["rows"][0] else 1.5
             curves = np.array([_smooth(losses) for losses in row["losses"]])
             steps = np.arange(curves.shape[1])
             axes.fill_between(steps, curves.min(0), curves.max(0), color=colour, alpha=0.15, linewidth=0)

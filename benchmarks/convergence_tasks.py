@@ -1,12 +1,13 @@
 """What the convergence benchmark trains: a GPT on the standard library's sources and a small CNN on digits."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from convergence_contestants import QADAM_WARM_UP, Contestants, averaging, qadam, warm_ups
 from torchbagua.cli.demo.model import GPT
 from torchbagua.cli.demo.text import read_standard_library
 from torchbagua.cli.demo.train import CONTEXT, PEAK_LEARNING_RATE, next_batch
@@ -34,7 +35,7 @@ class Task:
     title: str
     loss_unit: str
     steps: int
-    sync_interval_ms: int  # of the asynchronous algorithm: a few steps of this task on two cores
+    contestants: Callable[[int], Contestants]  # of the number of steps
     load_data: Callable[[], Data]
     build_model: Callable[[], nn.Module]
     build_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -76,21 +77,25 @@ def build_cnn() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 2 * 2, 10))
 
 
+GPT_TASK = Task(
+    title="GPT on the standard library's sources",
+    loss_unit="nats/byte",
+    steps=240,
+    # The asynchronous algorithm averages every few steps of a task on two cores.
+    contestants=lambda num_steps: averaging(num_steps, sync_interval_ms=500) | qadam(num_steps, QADAM_WARM_UP),
+    load_data=load_text,
+    build_model=lambda: GPT(width=160, num_layers=4, num_heads=5),
+    build_optimizer=lambda parameters: AdamW(parameters, lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95)),
+)
+
 TASKS = {
-    "gpt": Task(
-        title="GPT on the standard library's sources",
-        loss_unit="nats/byte",
-        steps=240,
-        sync_interval_ms=500,
-        load_data=load_text,
-        build_model=lambda: GPT(width=160, num_layers=4, num_heads=5),
-        build_optimizer=lambda parameters: AdamW(parameters, lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95)),
-    ),
+    "gpt": GPT_TASK,
+    "warm_up": replace(GPT_TASK, title="The same GPT, and QAdam's warm-up", contestants=warm_ups),
     "digits": Task(
         title="CNN with BatchNorm on scikit-learn's digits",
         loss_unit="nats",
         steps=150,
-        sync_interval_ms=20,
+        contestants=lambda num_steps: averaging(num_steps, sync_interval_ms=20),
         load_data=load_digits,
         build_model=build_cnn,
         build_optimizer=lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4),

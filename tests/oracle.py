@@ -1,6 +1,6 @@
 """The algorithms in one process, on stacked numpy arrays, written from the formulas and from nothing of torchbagua."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,14 +28,20 @@ def quantise_block(x: Array) -> Array:
     return np.clip(pivot + (code + lower) * step, low, high)
 
 
-def quantise(x: Array, segments: Sequence[int], block: int = 2048) -> Array:
+def sign_block(x: Array) -> Array:
+    return quantise_block(x)  # TEMPORARY
+
+
+def quantise(
+    x: Array, segments: Sequence[int], block: int = 2048, of_block: Callable[[Array], Array] = quantise_block
+) -> Array:
     """Quantise blocks of at most `block` elements that do not cross the ends of segments."""
     result = np.empty_like(x)
     start = 0
     for length in segments:
         for first in range(start, start + length, block):
             stop = min(first + block, start + length)
-            result[first:stop] = quantise_block(x[first:stop])
+            result[first:stop] = of_block(x[first:stop])
         start += length
     return result
 
@@ -61,13 +67,32 @@ def bytegrad(
     return quantise(ordered_sum(sent) / F32(len(rows)), segments, block)
 
 
+class ErrorFeedback:
+    """The compressed mean of stacked arrays, with the residuals of what ranks, or nodes, send and of the mean."""
+
+    def __init__(self, quantise: Callable[[Array], Array], nodes: Sequence[int] | None = None) -> None:
+        self.quantise, self.nodes = quantise, nodes
+        self.sent: list[Array] | None = None
+        self.mean = F32(0)
+
+    def __call__(self, rows: Sequence[Array]) -> Array:
+        """Return the mean, and take what is left out for the residuals."""
+        sums = node_sums(rows, self.nodes)
+        full = sums if self.sent is None else [row + left for row, left in zip(sums, self.sent, strict=True)]
+        wires = [self.quantise(row) for row in full]
+        self.sent = [row - wire for row, wire in zip(full, wires, strict=True)]
+        mean = ordered_sum(wires) / F32(len(rows)) + self.mean
+        result = self.quantise(mean)
+        self.mean = mean - result
+        return result
+
+
 def qadam_gradient(
-    rows: Sequence[Array], momentum: Array, beta1: float, nodes: Sequence[int] | None = None, block: int = 2048
+    rows: Sequence[Array], momentum: Array, beta1: float, average: Callable[[Sequence[Array]], Array]
 ) -> Array:
-    """The gradient that explains the mean of the ranks' momenta: (Q(mean_j Q(m_j)) - b1 m) / (1 - b1)."""
+    """The gradient that explains the ranks' averaged momenta: (average(m_j) - b1 m) / (1 - b1)."""
     history, share = momentum * F32(beta1), F32(1 - beta1)
-    mean = bytegrad([row * share + history for row in rows], [momentum.size], nodes, block)
-    return (mean - history) / share
+    return (average([row * share + history for row in rows]) - history) / share
 
 
 def qadam_step(

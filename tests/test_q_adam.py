@@ -4,126 +4,17 @@ import copy
 import gc
 import io
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import oracle
 import torchbagua as tb
+from q_adam_life import NUM_STEPS, NUM_WARM, SETTINGS, Life, Tensors, Trainer, check_lives, initial_of
 from ranks import run_ranks
 from training import Branches, Tower, build
-
-SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
-NUM_WARM, NUM_STEPS = 3, 7
-
-Tensors = dict[str, torch.Tensor]
-
-
-@dataclass
-class Life:
-    """What one rank saw, by step and parameter name.
-
-    Attributes:
-        local: gradients before averaging.
-        gradients: after averaging.
-        weights, momenta, second_moments: after the step.
-    """
-
-    local: list[Tensors] = field(default_factory=list)
-    gradients: list[Tensors] = field(default_factory=list)
-    weights: list[Tensors] = field(default_factory=list)
-    momenta: list[Tensors] = field(default_factory=list)
-    second_moments: list[Tensors] = field(default_factory=list)
-
-
-class Trainer:
-    """One rank's copy of a model under DDP with a QAdamOptimizer."""
-
-    def __init__(self, group: dist.ProcessGroup, model: nn.Module, *, warmup_steps: int = NUM_WARM, **options: Any):
-        self.group = group
-        self.ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **options)
-        self.named = {name: p for name, p in self.ddp.module.named_parameters() if p.requires_grad}
-        self.optimizer = tb.QAdamOptimizer(self.named.values(), warmup_steps=warmup_steps, **SETTINGS)
-        self.data = torch.Generator().manual_seed(1000 + group.rank())
-        self.life = Life()
-        self.num_micro_batches = 1
-
-    def hook(self, nodes: Sequence[int] | None = None) -> tb.AlgorithmImpl:
-        """Register the plain hook, which records local gradients on the way."""
-        names = {parameter: name for name, parameter in self.named.items()}
-
-        def recording_hook(state: tb.AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            gradients = zip(bucket.parameters(), bucket.gradients(), strict=True)
-            self.life.local[-1].update({names[parameter]: gradient.clone() for parameter, gradient in gradients})
-            return tb.comm_hook(state, bucket)
-
-        group = self.group if nodes is None else tb.BaguaProcessGroup(self.group, nodes=nodes)
-        impl = tb.QAdamAlgorithm(self.optimizer).reify(group)
-        self.ddp.register_comm_hook(impl, recording_hook)
-        return impl
-
-    def step(self) -> None:
-        index = len(self.life.weights)
-        self.life.local.append({})
-        self.optimizer.zero_grad()
-        for micro_batch in range(self.num_micro_batches):
-            is_last = micro_batch == self.num_micro_batches - 1
-            with nullcontext() if is_last else self.ddp.no_sync():
-                x = torch.randn(6, 10, generator=self.data)
-                self.ddp(x, self.group.rank() + index).square().sum().backward()
-        self.life.gradients.append({n: p.grad.clone() for n, p in self.named.items() if p.grad is not None})
-        self.optimizer.step()
-        states = {name: self.optimizer.state[parameter] for name, parameter in self.named.items()}
-        self.life.weights.append({name: p.detach().clone() for name, p in self.named.items()})
-        self.life.momenta.append({n: s["exp_avg"].clone() for n, s in states.items() if s})
-        self.life.second_moments.append({n: s["exp_avg_sq"].clone() for n, s in states.items() if s})
-
-
-def check_lives(lives: Sequence[Life], initial: Tensors, nodes: Sequence[int] | None = None) -> None:
-    """Gradients and steps are the oracle's; Adam's own steps are those of torch.optim.Adam on its gradients."""
-    adams = {name: nn.Parameter(value.clone()) for name, value in initial.items()}
-    adam = torch.optim.Adam(adams.values(), **SETTINGS)
-    for step in range(len(lives[0].weights)):
-        for name in initial:
-            for life in lives[1:]:
-                for seen, first in ((life.weights, lives[0].weights), (life.momenta, lives[0].momenta)):
-                    assert torch.equal(seen[step][name], first[step][name]), f"replicas differ in {name}, step {step}"
-            rows = [life.local[step][name].flatten().numpy() for life in lives]
-            gradient = lives[0].gradients[step][name].flatten().numpy()
-            if step < NUM_WARM:
-                np.testing.assert_array_equal(gradient, oracle.gradient_allreduce(rows, nodes))
-                adams[name].grad = lives[0].gradients[step][name]
-                continue
-            before = lives[0].momenta[step - 1][name].flatten().numpy()
-            np.testing.assert_array_equal(gradient, oracle.qadam_gradient(rows, before, SETTINGS["betas"][0], nodes))
-            weight, momentum = oracle.qadam_step(
-                lives[0].weights[step - 1][name].flatten().numpy(),
-                gradient,
-                before,
-                lives[0].second_moments[NUM_WARM - 1][name].flatten().numpy(),
-                num_warm=NUM_WARM,
-                num_since=step - NUM_WARM + 1,
-                decoupled=False,
-                **SETTINGS,
-            )
-            np.testing.assert_array_equal(lives[0].weights[step][name].flatten().numpy(), weight)
-            np.testing.assert_array_equal(lives[0].momenta[step][name].flatten().numpy(), momentum)
-        if step < NUM_WARM:
-            adam.step()
-            for name in initial:
-                assert torch.equal(adams[name], lives[0].weights[step][name])
-
-
-def initial_of(model: nn.Module) -> Tensors:
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.parametrize(
@@ -381,6 +272,57 @@ def test_another_optimizer_of_the_same_model_is_averaged_in_full_precision() -> 
         assert torch.equal(averaged, (local + runs[1][name][0]) / 2)
 
 
+@pytest.mark.parametrize("num_steps", [80, pytest.param(2000, marks=pytest.mark.soak)])
+def test_nothing_grows_and_no_graph_is_kept(num_steps: int) -> None:
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> list[int]:
+        trainer = Trainer(group, model)
+        algorithm = tb.QAdamAlgorithm(trainer.optimizer, compression="sign1bit", error_feedback=True)
+        num_tensors = []
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+            for step in range(num_steps):
+                trainer.step()
+                trainer.life = Life()
+                if step in (num_steps // 4, num_steps - 1):
+                    dist.barrier(group)
+                    gc.collect()
+                    num_tensors.append(sum(type(one) is torch.Tensor for one in gc.get_objects()))
+                    dist.barrier(group)
+            states = [*trainer.optimizer.state.values(), *attachment.impl.state_dict().values()]
+        kept = [value for state in states if isinstance(state, dict) for value in state.values()]
+        assert all(value.grad_fn is None for value in kept if isinstance(value, torch.Tensor))
+        return num_tensors
+
+    for before, after in run_ranks(2, body):
+        assert after <= before
+
+
+@pytest.mark.parametrize(("compression", "least", "most"), [("MinMaxUInt8", 0.97, 1.03), ("sign1bit", 1.3, 4.0)])
+def test_the_norm_that_clipping_sees(compression: str, least: float, most: float) -> None:
+    """In 8 bits that of the mean gradient, in one bit a larger one: see QAdamAlgorithm."""
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> Life:
+        trainer = Trainer(group, model)
+        impl = trainer.hook(compression=compression, error_feedback=True)
+        for _ in range(60):
+            trainer.step()
+        impl.close()
+        return trainer.life
+
+    lives = run_ranks(4, body)
+
+    def norm(gradients: Tensors) -> float:
+        return float(torch.cat([gradient.flatten() for gradient in gradients.values()]).norm())
+
+    ratios = []
+    for step in range(NUM_WARM, 60):
+        mean = {name: sum(life.local[step][name] for life in lives) / 4 for name in lives[0].local[step]}
+        ratios.append(norm(lives[0].gradients[step]) / norm(mean))
+    assert least < sorted(ratios)[len(ratios) // 2] < most
+
+
 def test_refusals() -> None:
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, build(Tower))
@@ -397,6 +339,10 @@ def test_refusals() -> None:
         ):
             tb.QAdamAlgorithm(trainer.optimizer).reify(group)
         assert not trainer.optimizer.is_served
+        with pytest.raises(ValueError, match=r"needs exactly one QAdamOptimizer, got \['SGD'\]"):
+            tb.attach(trainer.ddp, torch.optim.SGD(trainer.ddp.parameters()), "qadam")
+        with tb.attach(trainer.ddp, trainer.optimizer, "qadam") as attachment:
+            assert attachment.algorithm == tb.QAdamAlgorithm(trainer.optimizer)
 
     run_ranks(1, body)
 

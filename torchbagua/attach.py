@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torchbagua.algorithms.base import Algorithm, AlgorithmImpl
+from torchbagua.algorithms.base import Algorithm, init_for
+from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.attach_checks import (
     check_detached,
     check_module,
@@ -66,13 +67,13 @@ def attach(
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"attach: module must be a torch.nn.Module, got {type(module).__name__}")
-    if isinstance(algorithm, str):
-        algorithm = Algorithm.init(algorithm)
-    if not isinstance(algorithm, Algorithm):
-        raise TypeError(f"attach: algorithm must be an Algorithm or a registered name, got {algorithm!r}")
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     check_module(module)
     check_optimizers(optimizers, module)
+    if isinstance(algorithm, str):
+        algorithm = init_for(algorithm, optimizers)
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(f"attach: algorithm must be an Algorithm or a registered name, got {algorithm!r}")
     algorithm.check_optimizers(optimizers)
     if process_group is not None and not isinstance(process_group, BaguaProcessGroup):
         raise TypeError(f"attach: process_group must be a BaguaProcessGroup, got {type(process_group).__name__}")

@@ -8,6 +8,7 @@ import torch
 
 from torchbagua.collectives import (
     BaguaProcessGroup,
+    ErrorFeedback,
     Mean,
     Replicas,
     centralized_mean,
@@ -156,6 +157,8 @@ class BaguaBucket:
         scattergather: bool = False,
         compression: str | Compressor | None = None,
         group: BaguaProcessGroup | None = None,
+        *,
+        error_feedback: ErrorFeedback | None = None,
     ) -> "BaguaBucket":
         """Append the mean (or sum) of the flat tensor over the group, bit-identical on all ranks afterwards.
 
@@ -165,11 +168,17 @@ class BaguaBucket:
             scattergather: accepted for Bagua's sake; every mean here is a scatter and a gather.
             compression: None for full precision, "MinMaxUInt8", "bfloat16", "float16", or a Compressor.
             group: default the bucket's.
+            error_feedback: what compression leaves out is kept there, and added the next time, when it has been
+                committed; a float32 bucket.
 
         Raises:
-            ValueError: no compression has that name.
+            ValueError: no compression has that name, or the bucket cannot have error feedback.
         """
-        mean = self._centralized_mean(group, compression, hierarchical=hierarchical, average=average)
+        if error_feedback is not None and self.flat.dtype != torch.float32:
+            raise ValueError(f"BaguaBucket: error_feedback needs a float32 bucket, got {self.flat.dtype}")
+        mean = self._centralized_mean(
+            group, compression, hierarchical=hierarchical, average=average, error_feedback=error_feedback
+        )
         self._operations.append(lambda bucket: mean(bucket.flat))
         return self
 
@@ -292,6 +301,7 @@ class BaguaBucket:
         *,
         hierarchical: bool,
         average: bool,
+        error_feedback: ErrorFeedback | None = None,
     ) -> Mean:
         return centralized_mean(
             self._using(group),
@@ -302,6 +312,7 @@ class BaguaBucket:
             hierarchical=hierarchical,
             average=average,
             bucket=self.name,
+            error_feedback=error_feedback,
         )
 
     @property

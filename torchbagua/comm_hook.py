@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from torchbagua.algorithms.base import AlgorithmImpl
+from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import check_elements
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from torchbagua.algorithms.base import AlgorithmImpl
+from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.comm_hook import comm_hook
 
 

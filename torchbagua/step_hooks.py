@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torchbagua.algorithms.base import AlgorithmImpl
+from torchbagua.algorithms.impl import AlgorithmImpl
 
 # On a GradScaler that attachments have been given.
 _IMPLS_OF_SCALER = "_torchbagua_impls"

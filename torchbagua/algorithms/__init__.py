@@ -1,7 +1,7 @@
 """The algorithms, one module each under Bagua's names, and the registry of names."""
 
 from torchbagua.algorithms.async_model_average import AsyncModelAverageAlgorithm, AsyncModelAverageAlgorithmImpl
-from torchbagua.algorithms.base import Algorithm, AlgorithmImpl, available_algorithms, get, register
+from torchbagua.algorithms.base import Algorithm, available_algorithms, get, register
 from torchbagua.algorithms.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
 from torchbagua.algorithms.decentralized import (
     DecentralizedAlgorithm,
@@ -10,6 +10,7 @@ from torchbagua.algorithms.decentralized import (
     LowPrecisionDecentralizedAlgorithmImpl,
 )
 from torchbagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
+from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.q_adam import QAdamAlgorithm, QAdamAlgorithmImpl, QAdamOptimizer
 
 __all__ = [

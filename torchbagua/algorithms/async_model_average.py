@@ -10,6 +10,7 @@ import torch
 from torchbagua.algorithms.background_rounds import BackgroundRounds, Clock, Ending, MonotonicClock
 from torchbagua.algorithms.base import register
 from torchbagua.algorithms.model_averaging import ModelAveragingAlgorithm, ModelAveragingImpl, check_at_least
+from torchbagua.algorithms.rank_state import check_rank_state, place_of
 from torchbagua.algorithms.warm_up import average_gradients
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup
@@ -198,7 +199,7 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         pending = None if self._rounds is None else self._rounds.pending()
         differences, snapshots = pending or self._nothing_pending()
         return {
-            **self.place,
+            **place_of(self.process_group),
             "step": self.step,
             "is_enabled": self._is_enabled,
             "has_differences": pending is not None,
@@ -211,7 +212,12 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
 
         Collective: rounds that are running stop, without a trace in the weights, and start again.
         """
-        self.check_state(state, ("step", "is_enabled", "has_differences", "differences", "buffer_snapshots"))
+        check_rank_state(
+            type(self).__name__,
+            state,
+            ("step", "is_enabled", "has_differences", "differences", "buffer_snapshots"),
+            self.process_group,
+        )
         differences, snapshots = self._nothing_pending()
         self.load_by_name(differences, state["differences"])
         self.load_by_name(snapshots, state["buffer_snapshots"], self.buffer_buckets)

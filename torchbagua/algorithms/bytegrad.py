@@ -4,7 +4,8 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
-from torchbagua.algorithms.base import Algorithm, AlgorithmImpl, check_flags, register
+from torchbagua.algorithms.base import Algorithm, check_flags, register
+from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.compressors import DEFAULT_BLOCK, MinMaxUInt8, check_block

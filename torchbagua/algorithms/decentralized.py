@@ -8,6 +8,7 @@ import torch
 
 from torchbagua.algorithms.base import check_flags, register
 from torchbagua.algorithms.model_averaging import ModelAveragingAlgorithm, check_at_least
+from torchbagua.algorithms.rank_state import check_rank_state, place_of
 from torchbagua.algorithms.synchronous_averaging import SynchronousAveragingImpl
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import PEER_SELECTION_MODES, BaguaProcessGroup, check_peers
@@ -112,7 +113,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         """Return step and rounds so far, and the finished round that is still to be added to the weights."""
         self._wait()
         return {
-            **self.place,
+            **place_of(self.process_group),
             "step": self.step,
             "num_rounds": self.num_rounds,
             "has_differences": self._has_differences,
@@ -122,7 +123,12 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; the round in flight is dropped. Collective."""
-        self.check_state(state, ("step", "num_rounds", "has_differences", "differences", "buffer_snapshots"))
+        check_rank_state(
+            type(self).__name__,
+            state,
+            ("step", "num_rounds", "has_differences", "differences", "buffer_snapshots"),
+            self.process_group,
+        )
         self._wait()
         self.load_by_name(self._differences, state["differences"])
         flats = [bucket.flat for bucket in self.buffer_buckets]
@@ -265,11 +271,11 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         """Return the steps so far and the replicas."""
         self.settle()
         replicas = {name: self.by_name(flats) for name, flats in self.replicas.items()}
-        return {**self.place, "step": self.step, **replicas}
+        return {**place_of(self.process_group), "step": self.step, **replicas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned. Collective."""
-        self.check_state(state, ("step", *_REPLICAS))
+        check_rank_state(type(self).__name__, state, ("step", *_REPLICAS), self.process_group)
         self.settle()
         for name, flats in self.replicas.items():
             self.load_by_name(flats, state[name])

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchbagua.algorithms.base import Algorithm, AlgorithmImpl, check_flags
+from torchbagua.algorithms.base import Algorithm, check_flags
+from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import BaguaBucket, BaguaTensor, check_elements
 from torchbagua.collectives import BaguaProcessGroup, check_in_step, moved_within
 from torchbagua.lane import Job
@@ -229,25 +230,6 @@ class ModelAveragingImpl(AlgorithmImpl):
             )
         for name, part in views.items():
             part.copy_(state[name])
-
-    @property
-    def place(self) -> dict[str, int]:
-        """Whose state it is; a part of `state_dict`."""
-        return {"rank": self.process_group.rank, "num_ranks": self.process_group.size}
-
-    def check_state(self, state: Mapping[str, Any], keys: Sequence[str]) -> None:
-        """Raise ValueError where `state` has other keys than `place` and `keys`, or is another rank's."""
-        owner = f"{type(self).__name__}.load_state_dict: state must"
-        expected = {*self.place, *keys}
-        if state.keys() != expected:
-            raise ValueError(f"{owner} have the keys {sorted(expected)}, got {sorted(state)}")
-        given = {name: state[name] for name in self.place}
-        if given != self.place:
-            raise ValueError(
-                f"{owner} be that of rank {self.place['rank']} of {self.place['num_ranks']}, got that of rank "
-                f"{given['rank']} of {given['num_ranks']}; every rank saves and loads its own. Where the number of "
-                "ranks has changed, load the weights before attach, and no state"
-            )
 
     def _with_weights(self, bucket: BaguaBucket, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the module's tensors with their parts of `flat`; buffers by name, since a module may replace them."""

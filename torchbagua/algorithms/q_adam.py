@@ -1,34 +1,48 @@
-"""QAdam: after a warm-up, Adam's momentum travels in 8 bits, and nothing else does."""
+"""QAdam: after a warm-up, Adam's momentum travels in 8 bits or in one, and nothing else does."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
 
-from torchbagua.algorithms.base import Algorithm, AlgorithmImpl, check_flags, register
+from torchbagua.algorithms.base import Algorithm, check_flags, register
+from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.q_adam_optimizer import QAdamOptimizer
+from torchbagua.algorithms.rank_state import check_rank_state, place_of
+from torchbagua.algorithms.residuals import ResidualsByParameter
 from torchbagua.bucket import BaguaBucket, BaguaTensor
-from torchbagua.collectives import BaguaProcessGroup
-from torchbagua.compressors import DEFAULT_BLOCK, MinMaxUInt8, check_block
+from torchbagua.collectives import BaguaProcessGroup, Held
+from torchbagua.compressors import DEFAULT_BLOCK, Compressor, MinMaxUInt8, Sign1Bit, check_block
+
+_COMPRESSORS: dict[str, type[MinMaxUInt8 | Sign1Bit]] = {"MinMaxUInt8": MinMaxUInt8, "sign1bit": Sign1Bit}
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 
 
 @dataclass(frozen=True)
 class QAdamAlgorithm(Algorithm):
-    """Average gradients in full precision while QAdamOptimizer warms up, and momenta in 8 bits then.
+    """Average gradients in full precision while QAdamOptimizer warms up, and compressed momenta then.
 
     After the warm-up rank i forms m_i = b1 m + (1 - b1) g_i of its own gradient, and the mean of m_i over the ranks
     travels as ByteGrad's gradients do (1-bit Adam, Tang et al., arXiv 2102.02888; Bagua, arXiv 2107.01499). The
-    gradient becomes (mean - b1 m) / (1 - b1), from which the optimizer's step forms the mean again; so clipping,
-    GradScaler and whatever else stands between backward and step act on a gradient, as everywhere. What other
-    optimizers train is averaged in full precision.
+    gradient becomes (mean - b1 m) / (1 - b1), from which the optimizer's step forms the mean again; so GradScaler and
+    whatever else stands between backward and step act on a gradient, as everywhere. In 8 bits its norm is true to
+    about one per cent. In one bit all of a block's momenta have one magnitude, and the norm is about twice the mean
+    gradient's: so has to be a clipping threshold. What other optimizers train is averaged in
+    full precision.
+
+    With error feedback every rank adds to its momentum what compression left out of the last one, and the owner of a
+    chunk likewise to the mean (1-bit Adam, Algorithm 1), which counts for parameters that step() moves. It takes 8
+    bytes a parameter, and 8 a parameter divided by the number of ranks; `state_dict` holds it, another for each rank.
 
     Args:
         q_adam_optimizer: the optimizer that is attached with it.
-        hierarchical: where there are several nodes with several ranks, full precision within nodes and 8 bits between.
-        block: elements that share a quantisation range, see `ByteGradAlgorithm`.
+        hierarchical: where there are several nodes with several ranks, full precision within nodes and compressed
+            between.
+        block: elements that share a quantisation range, see `ByteGradAlgorithm`, or a scale.
+        compression: "MinMaxUInt8", or "sign1bit" with error feedback only: sign and one scale a block.
+        error_feedback: add what compression leaves out to what is sent next.
 
     Raises:
         TypeError, ValueError: an argument is none of these.
@@ -38,14 +52,34 @@ class QAdamAlgorithm(Algorithm):
     hierarchical: bool = True
     _: KW_ONLY
     block: int | None = DEFAULT_BLOCK
+    compression: str = "MinMaxUInt8"
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.q_adam_optimizer, QAdamOptimizer):
             raise ValueError(
                 f"QAdamAlgorithm: q_adam_optimizer must be a QAdamOptimizer, got {type(self.q_adam_optimizer).__name__}"
             )
-        check_flags(self, "hierarchical")
+        check_flags(self, "hierarchical", "error_feedback")
         check_block("QAdamAlgorithm", self.block)
+        if self.compression not in _COMPRESSORS:
+            raise ValueError(
+                f"QAdamAlgorithm: compression must be one of {sorted(_COMPRESSORS)}, got {self.compression!r}"
+            )
+        if self.compression == "sign1bit" and not self.error_feedback:
+            raise ValueError(
+                "QAdamAlgorithm: compression 'sign1bit' needs error_feedback=True: one bit leaves so much out that "
+                "training fails where it is lost"
+            )
+
+    @classmethod
+    def for_optimizers(cls, optimizers: Sequence[torch.optim.Optimizer]) -> "QAdamAlgorithm":
+        """Return the algorithm of the QAdamOptimizer in `optimizers`. Raises ValueError unless there is one."""
+        own = [optimizer for optimizer in optimizers if isinstance(optimizer, QAdamOptimizer)]
+        if len(own) != 1:
+            names = [type(optimizer).__name__ for optimizer in optimizers]
+            raise ValueError(f"QAdamAlgorithm: by its name it needs exactly one QAdamOptimizer, got {names}")
+        return cls(own[0])
 
     def arguments(self) -> dict[str, str]:
         """Return the arguments, and what of the optimizer must be the same on all ranks."""
@@ -60,7 +94,14 @@ class QAdamAlgorithm(Algorithm):
 
     def make_impl(self, process_group: BaguaProcessGroup) -> "QAdamAlgorithmImpl":
         """Return the impl over `process_group`. Raises ValueError where another one serves the optimizer."""
-        return QAdamAlgorithmImpl(process_group, self.q_adam_optimizer, self.hierarchical, block=self.block)
+        return QAdamAlgorithmImpl(
+            process_group,
+            self.q_adam_optimizer,
+            self.hierarchical,
+            block=self.block,
+            compression=self.compression,
+            error_feedback=self.error_feedback,
+        )
 
 
 class QAdamAlgorithmImpl(AlgorithmImpl):
@@ -73,11 +114,15 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         hierarchical: bool = True,
         *,
         block: int | None = DEFAULT_BLOCK,
+        compression: str = "MinMaxUInt8",
+        error_feedback: bool = False,
     ) -> None:
         super().__init__(process_group)
         self.optimizer = q_adam_optimizer
         self.hierarchical = hierarchical
-        self.compressor = MinMaxUInt8(block)
+        self.compressor: Compressor = _COMPRESSORS[compression](block)
+        # A group of one sends nothing, of which nothing can be left out.
+        self.residuals = ResidualsByParameter() if error_feedback and process_group.size > 1 else None
         self._num_past_warmup = 0
         q_adam_optimizer.serve(self)
 
@@ -87,54 +132,85 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         return before != self._num_past_warmup
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        """Append the mean of gradients, or of momenta, or of both kinds apart."""
+        """Append the mean of gradients, or of momenta; where it is of both kinds, of each apart."""
         past = [tensor for tensor in bucket.tensors if self.optimizer.is_past_warmup(tensor.parameter)]
         if not past:
             bucket.append_centralized_synchronous_op(hierarchical=self.hierarchical)
-        elif len(past) == len(bucket.tensors):
-            bucket.append_python_op(self._form_momenta)
-            bucket.append_centralized_synchronous_op(
-                hierarchical=self.hierarchical, scattergather=True, compression=self.compressor
-            )
-            bucket.append_python_op(self._form_gradients)
+        elif len(past) == len(bucket.tensors) and bucket.flat.dtype == torch.float32:
+            self._append_mean_of_momenta(bucket)
         else:
             rest = [tensor for tensor in bucket.tensors if tensor not in past]
-            parts = [self._part_of(bucket, some) for some in (past, rest)]
+            # Momenta in float32 always: (mean - b1 m) / (1 - b1) would magnify the rounding of a shorter format.
+            parts = [self._part_of(bucket, past, torch.float32)]
+            if rest:
+                parts.append(self._part_of(bucket, rest, bucket.flat.dtype))
             bucket.append_python_op(lambda whole, _: _run_parts(whole, parts))
+
+    def on_step(self, moved: Collection[torch.Tensor]) -> None:
+        """Take what compression left out of these parameters' momenta for their residuals: the optimizer moves them."""
+        if self.residuals is not None:
+            self.residuals.commit(moved)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residuals that this rank holds, where there is error feedback."""
+        if self.residuals is None:
+            return {}
+        return {**place_of(self.process_group), **self.residuals.state_dict(self._named)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned on this rank."""
+        if self.residuals is None:
+            super().load_state_dict(state)
+            return
+        check_rank_state(type(self).__name__, state, Held._fields, self.process_group)
+        self.residuals.load_state_dict(state, self._named)
+        self.reset()
 
     def close(self) -> None:
         """End the lane, and let go of the optimizer."""
         super().close()
         self.optimizer.release(self)
 
-    def _part_of(self, bucket: BaguaBucket, tensors: list[BaguaTensor]) -> BaguaBucket:
-        flat = bucket.flat.new_zeros(sum(tensor.parameter.numel() for tensor in tensors))
+    def _append_mean_of_momenta(self, bucket: BaguaBucket) -> None:
+        bucket.append_python_op(self._form_momenta)
+        bucket.append_centralized_synchronous_op(
+            hierarchical=self.hierarchical,
+            scattergather=True,
+            compression=self.compressor,
+            error_feedback=None if self.residuals is None else self.residuals.of_bucket(bucket),
+        )
+        bucket.append_python_op(self._form_gradients)
+
+    def _part_of(self, bucket: BaguaBucket, tensors: list[BaguaTensor], dtype: torch.dtype) -> BaguaBucket:
+        flat = bucket.flat.new_zeros(sum(tensor.parameter.numel() for tensor in tensors), dtype=dtype)
         part = BaguaBucket(bucket.name, tensors, bucket.group, flat)
         self.init_operations(None, part)
         return part
 
     @property
-    def _loss_scale(self) -> float:
-        return 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
+    def _named(self) -> dict[str, torch.Tensor]:
+        """The optimizer's parameters, by their names in the module; by their places behind the plain hook."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return {self._names.get(id(p), f"parameter {index}"): p for index, p in enumerate(parameters)}
 
     @torch.no_grad()
     def _form_momenta(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-        for part, history, beta1 in self._with_histories(bucket):
-            part.mul_(1.0 - beta1).add_(history)
+        for gradient, history, share in self._with_histories(bucket):
+            gradient.mul_(share).add_(history)
 
     @torch.no_grad()
     def _form_gradients(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-        for part, history, beta1 in self._with_histories(bucket):
+        for momentum, history, share in self._with_histories(bucket):
             # By a tensor: on CUDA, division by a Python number is a multiplication by its reciprocal.
-            part.sub_(history).div_(torch.full((1,), 1.0 - beta1, dtype=part.dtype, device=part.device))
+            momentum.sub_(history).div_(torch.full((1,), share, device=momentum.device))
 
-    def _with_histories(self, bucket: BaguaBucket) -> Any:
-        """Yield of each parameter its part of the flat tensor, b1 m in the unit of its gradient, and b1."""
-        scale = self._loss_scale
+    def _with_histories(self, bucket: BaguaBucket) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+        """Yield of each parameter its part of the flat tensor, b1 m, and (1 - b1) / loss scale."""
+        scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
         for tensor, part in bucket.views(bucket.flat):
             beta1 = self.optimizer.beta1_of(tensor.parameter)
             momentum = self.optimizer.state[tensor.parameter]["exp_avg"]
-            yield part, (momentum * beta1).mul_(scale), beta1
+            yield part, momentum.float() * beta1, (1.0 - beta1) / scale
 
 
 def _run_parts(whole: BaguaBucket, parts: Sequence[BaguaBucket]) -> None:
@@ -147,4 +223,4 @@ def _run_parts(whole: BaguaBucket, parts: Sequence[BaguaBucket]) -> None:
             values[id(tensor)].copy_(place)
 
 
-register("qadam", QAdamAlgorithm, "Adam whose momentum is averaged in 8 bits after a warm-up")
+register("qadam", QAdamAlgorithm, "Adam whose momentum is averaged in 8 bits, or in one, after a warm-up")

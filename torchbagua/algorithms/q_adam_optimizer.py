@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,14 @@ from torchbagua import native
 _UPDATES_SINCE = "updates_since_warmup"
 # In a group with such a parameter: the betas of its warm-up.
 _FROZEN_BETAS = "frozen_betas"
+
+
+class MomentumServer(Protocol):
+    """Averages momenta for an optimizer."""
+
+    def on_step(self, moved: list[Tensor]) -> None:
+        """Hear that a step moves these parameters, by their averaged momenta."""
+        ...
 
 
 class QAdamOptimizer(torch.optim.Adam):
@@ -54,7 +62,7 @@ class QAdamOptimizer(torch.optim.Adam):
     ) -> None:
         self._group_of: dict[int, dict[str, Any]] = {}
         self._default_warmup_steps = warmup_steps
-        self._server: weakref.ref[object] | None = None
+        self._server: weakref.ref[MomentumServer] | None = None
         _check_numbers({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         super().__init__(
             params,
@@ -120,13 +128,13 @@ class QAdamOptimizer(torch.optim.Adam):
             self._check_group(group)
         self._group_of = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
 
-    def serve(self, server: object) -> None:
+    def serve(self, server: MomentumServer) -> None:
         """Let steps after the warm-up happen while `server` lives, which averages momenta; one at a time."""
         if self.is_served:
             raise ValueError("QAdamAlgorithm: q_adam_optimizer is attached already; detach it first")
         self._server = weakref.ref(server)
 
-    def release(self, server: object) -> None:
+    def release(self, server: MomentumServer) -> None:
         """End what `serve` began."""
         if self._server is not None and self._server() is server:
             self._server = None
@@ -188,7 +196,8 @@ class QAdamOptimizer(torch.optim.Adam):
                         f"QAdamOptimizer: gradients must be dense, got a sparse one of shape {list(parameter.shape)}"
                     )
             past = [parameter for parameter in with_gradient if self.is_past_warmup(parameter)]
-            if past and not self.is_served:
+            server = None if self._server is None else self._server()
+            if past and server is None:
                 raise RuntimeError(
                     "QAdamOptimizer: after the warm-up of "
                     f"{self._group_of[id(past[0])]['warmup_steps']} steps momenta have to be averaged: "
@@ -197,6 +206,8 @@ class QAdamOptimizer(torch.optim.Adam):
             if len(past) < len(with_gradient) or not with_gradient:
                 self._adam_step(without=past)
             self._update(past)
+            if past and server is not None:
+                server.on_step(past)
         return loss
 
     def _adam_step(self, without: list[Tensor]) -> None:

@@ -10,6 +10,7 @@ from torchbagua.collectives.decentralized_mean import (
     moved_within,
     shift_one_peer,
 )
+from torchbagua.collectives.error_feedback import ErrorFeedback, Held
 from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.lockstep import check_in_step, maximum
 from torchbagua.collectives.low_precision_ring import LowPrecisionRing, Replicas, low_precision_ring
@@ -21,6 +22,8 @@ __all__ = [
     "BaguaProcessGroup",
     "CommunicationError",
     "Communicator",
+    "ErrorFeedback",
+    "Held",
     "Hierarchical",
     "LowPrecisionRing",
     "Mean",

@@ -9,10 +9,11 @@ from typing import Protocol
 import torch
 
 from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.error_feedback import ErrorFeedback
 from torchbagua.collectives.exchange import Exchange
 from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.compressors import Compressor
+from torchbagua.compressors import Compressor, Identity
 from torchbagua.compressors.blocks import block_bounds, deal_blocks
 
 
@@ -34,6 +35,7 @@ def centralized_mean(
     hierarchical: bool,
     average: bool,
     bucket: str,
+    error_feedback: ErrorFeedback | None = None,
 ) -> Mean:
     """Return the function that averages a flat tensor over `group`, flat or with respect to nodes.
 
@@ -45,6 +47,7 @@ def centralized_mean(
         hierarchical: average within nodes in full precision first, where there are several nodes with several ranks.
         average: divide the sum by the number of ranks.
         bucket: the tensor's name, for events and errors.
+        error_feedback: takes part, for a float32 tensor that is averaged in place.
 
     Returns:
         A function of the tensor, which leaves the same bits on all ranks. A group of one changes nothing.
@@ -53,10 +56,20 @@ def centralized_mean(
     divisor = float(group.size) if average else 1.0
     if group.size == 1:
         return _copy
-    if hierarchical and group.intra_node is not None:
+
+    def two_phase(communicator: Communicator, own_bounds_B: torch.Tensor, own_dtype: torch.dtype, start: int) -> Mean:
+        result = TwoPhaseMean(communicator, compressor, own_bounds_B, own_dtype, device, divisor, bucket)
+        if error_feedback is not None:
+            result.keep_residuals(error_feedback, start)
+        return result
+
+    node = group.intra_node if hierarchical else None
+    if node is None:
+        mean = two_phase(group.world, bounds, dtype, 0)
+    else:
 
         def make_inner(owners: Communicator, shard: slice, shard_bounds_B: torch.Tensor) -> Mean:
-            return TwoPhaseMean(owners, compressor, shard_bounds_B, torch.float32, device, divisor, bucket)
+            return two_phase(owners, shard_bounds_B, torch.float32, shard.start)
 
         over_nodes = Hierarchical(group, bounds, dtype, device, make_inner, bucket)
 
@@ -64,8 +77,21 @@ def centralized_mean(
             _copy(x_N, out_N)
             over_nodes(x_N if out_N is None else out_N)
 
+    if error_feedback is None:
         return mean
-    return TwoPhaseMean(group.world, compressor, bounds, dtype, device, divisor, bucket)
+
+    def sum_over(communicator: Communicator, x_N: torch.Tensor) -> None:
+        TwoPhaseMean(communicator, Identity(), bounds, x_N.dtype, device, 1.0, bucket)(x_N)
+
+    def mean_with_feedback(x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
+        if (held := error_feedback.held) is not None:
+            if node is not None:  # otherwise every rank holds all that it sends
+                sum_over(node, held.sent)
+            sum_over(group.world, held.mean)
+            error_feedback.start_from(held)
+        mean(x_N, out_N)
+
+    return mean_with_feedback
 
 
 def _copy(x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
@@ -103,6 +129,17 @@ class TwoPhaseMean:
         self._device = device
         self._layout = compressor.layout(bounds_B, deal_blocks(bounds_B, communicator.size), dtype, device)
         self._chunks = [self._layout.chunk(rank) for rank in range(communicator.size)]
+        self._feedback: ErrorFeedback | None = None
+
+    def keep_residuals(self, feedback: ErrorFeedback, start: int = 0) -> None:
+        """Add what compression left out before, and keep what it leaves out now.
+
+        The tensor, float32, is then averaged in place, and lies at element `start` of its bucket.
+        """
+        own = self._layout.elements[self._communicator.rank]
+        num_elements = self._layout.elements[-1].stop
+        feedback.allot(sent=slice(start, start + num_elements), mean=slice(start + own.start, start + own.stop))
+        self._feedback = feedback
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
         """Write the mean of `x_N` over the ranks to `out_N`, another tensor like it; by default in place.
@@ -124,9 +161,13 @@ class TwoPhaseMean:
         wires = [wire_W[row] for row in self._layout.rows]
         mean_wires = [mean_W[row] for row in self._layout.rows]
 
-        def encode(peer: int) -> torch.Tensor:
-            compressor.encode(values[peer], self._chunks[peer], wires[peer])
-            return wires[peer]
+        def encode_into(wire: torch.Tensor, peer: int) -> torch.Tensor:
+            if self._feedback is None:
+                compressor.encode(values[peer], self._chunks[peer], wire)
+            else:
+                elements = self._layout.elements[peer]
+                self._feedback.sent.encode(values[peer], compressor, self._chunks[peer], wire, elements)
+            return wire
 
         def decode(peer: int) -> None:
             compressor.decode(mean_wires[peer], self._chunks[peer], means[peer])
@@ -136,10 +177,25 @@ class TwoPhaseMean:
         # when it has received that chunk from everybody.
         gather = Exchange(communicator, "all_gather", mean_wires, self._bucket)
         scatter.expect()
-        compressor.encode(values[rank], self._chunks[rank], rows_RW[rank])
-        scatter.run(encode)
+        encode_into(rows_RW[rank], rank)
+        scatter.run(lambda peer: encode_into(wires[peer], peer))
         gather.expect()
         if row_bytes:
-            compressor.decode_mean_encode(rows_RW, self._chunks[rank], self._divisor, mean_wires[rank])
+            self._form_mean(rows_RW, means[rank], mean_wires[rank])
         gather.run(lambda peer: mean_wires[rank], decode)
         decode(rank)
+
+    def _form_mean(self, rows_RW: torch.Tensor, mean_L: torch.Tensor, mean_W: torch.Tensor) -> None:
+        """Write the encoded mean of own chunk's copies to `mean_W`; `mean_L` is memory for it."""
+        compressor, layout = self._compressor, self._chunks[self._communicator.rank]
+        if self._feedback is None:
+            compressor.decode_mean_encode(rows_RW, layout, self._divisor, mean_W)
+            return
+        row_L = self._communicator.scratch("row", mean_L.nbytes, self._device).view(mean_L.dtype)
+        compressor.decode(rows_RW[0], layout, mean_L)
+        for row_W in rows_RW[1:]:
+            compressor.decode(row_W, layout, row_L)
+            mean_L.add_(row_L)
+        # By a tensor: on CUDA, division by a Python number is a multiplication by its reciprocal.
+        mean_L.div_(torch.full((1,), self._divisor, device=self._device))
+        self._feedback.mean.encode(mean_L, compressor, layout, mean_W, slice(0, mean_L.numel()))

@@ -6,6 +6,7 @@ from torchbagua.compressors.cast import Cast, Identity
 from torchbagua.compressors.compressor import Compressor
 from torchbagua.compressors.minmax_uint8 import DEFAULT_BLOCK, MinMaxUInt8, check_block
 
+
 __all__ = ["DEFAULT_BLOCK", "Cast", "Compressor", "Identity", "MinMaxUInt8", "by_name", "check_block"]
 
 _NAMED: dict[str, Callable[[], Compressor]] = {

@@ -1,0 +1,165 @@
+"""AlgorithmImpl: what runs an algorithm. With Algorithm, the interface of the built-in ones and of users' own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchbagua.bucket import BaguaBucket, BaguaTensor
+from torchbagua.collectives import BaguaProcessGroup
+from torchbagua.lane import Lane
+
+
+class AlgorithmImpl:
+    """An algorithm bound to a group, with all of its changing state. Override what the algorithm needs.
+
+    An impl that overrides `init_tensors` communicates weights in buckets of its own; any other communicates gradients
+    in DDP's buckets, from a DDP communication hook.
+
+    Args:
+        process_group: owned by the impl, closed with it.
+
+    Attributes:
+        process_group: the group, with private communicators for the lane.
+        lane: runs what the impl communicates.
+        buckets: a weight algorithm's buckets; empty for a gradient algorithm, which runs in DDP's.
+        ignored_names: the module's parameters and buffers that DDP was told to ignore.
+        grad_scaler: what `attach` was given.
+
+    Raises:
+        TypeError: the class overrides `tensors_to_buckets` but not `init_tensors`.
+    """
+
+    def __init__(self, process_group: BaguaProcessGroup) -> None:
+        cls = type(self)
+        overrides_buckets = cls.tensors_to_buckets is not AlgorithmImpl.tensors_to_buckets
+        if overrides_buckets and not self.owns_buckets:
+            raise TypeError(
+                f"{cls.__name__} overrides tensors_to_buckets without init_tensors: a gradient algorithm runs in DDP's "
+                "buckets, and a weight algorithm overrides both"
+            )
+        self.process_group = process_group
+        self.lane = Lane(f"torchbagua lane of {cls.__name__}", on_failure=process_group.close)
+        self.buckets: list[BaguaBucket] = []
+        self.ignored_names: frozenset[str] = frozenset()
+        self.grad_scaler: torch.amp.GradScaler | None = None
+        self._gradient_buckets: dict[int, BaguaBucket] = {}
+        self._names: Mapping[int, str] = {}
+        self._module: torch.nn.Module | None = None
+
+    @property
+    def owns_buckets(self) -> bool:
+        """Whether this is a weight algorithm, with buckets of its own."""
+        return type(self).init_tensors is not AlgorithmImpl.init_tensors
+
+    def need_reset(self) -> bool:
+        """Return True to have buckets initialised again; asked at the first bucket of a backward, or at each step."""
+        return False
+
+    def init_tensors(self, module: torch.nn.Module) -> list[BaguaTensor]:
+        """Return the tensors to communicate. Overridden by weight algorithms only."""
+        raise TypeError(f"{type(self).__name__} is a gradient algorithm: DDP gives it its tensors")
+
+    def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
+        """Group tensors into buckets. Overridden by weight algorithms only."""
+        raise TypeError(f"{type(self).__name__} must override tensors_to_buckets as it overrides init_tensors")
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
+        """Append to `bucket` the operations to run on it. `module` is None behind the plain DDP hook."""
+        raise TypeError(f"{type(self).__name__} must override AlgorithmImpl.init_operations")
+
+    def init_forward_pre_hook(self, module: torch.nn.Module) -> Callable[[Any], None] | None:
+        """Return a function of the module's inputs to call before each forward in training, or None."""
+        return None
+
+    def init_backward_hook(self, module: torch.nn.Module) -> Callable[[str, torch.Tensor], None] | None:
+        """Return a function of (name, parameter) to call when a parameter's gradient is accumulated, or None."""
+        return None
+
+    def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None] | None:
+        """Return a function to call when autograd has finished a backward, or None. DDP may not have finished then."""
+        return None
+
+    def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None] | None:
+        """Return a function of the optimizer to call after each of its steps, or None."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs: plain tensors and numbers, keyed by parameter name."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned.
+
+        Raises:
+            ValueError: `state` is not this algorithm's.
+        """
+        if state:
+            raise ValueError(f"{type(self).__name__} has no state to load, got the keys {sorted(state)}")
+
+    def agree_on_overflow(self, found_inf: bool) -> bool:
+        """Return whether GradScaler has to skip the step, where `found_inf` says it of this rank's gradients.
+
+        Overridden where all ranks must skip together although their gradients are not averaged.
+        """
+        return found_inf
+
+    def finish(self, *, failed: bool) -> bool:
+        """End the work on the module, before `close`; return whether this made weights equal on all ranks.
+
+        Args:
+            failed: an exception ends it, and other ranks may not be at this point.
+        """
+        return False
+
+    def close(self) -> None:
+        """Finish what is queued, end the lane's thread and close the private groups. May be called again."""
+        self.lane.close()
+        self.process_group.close()
+
+    def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
+        """Make the module and its parameters' names known; called by `attach` before anything else."""
+        self._module = module
+        self.ignored_names = ignored_names
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self.reset()
+
+    def reset(self) -> None:
+        """Run all initialisation of buckets again: at once for own buckets, when they next come for DDP's."""
+        self._gradient_buckets.clear()
+        if self.owns_buckets and self._module is not None:
+            self.buckets = self.tensors_to_buckets(self.init_tensors(self._module), do_flatten=True)
+            for bucket in self.buckets:
+                self.init_operations(self._module, bucket)
+
+    def gradient_bucket(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor, *, index: int) -> BaguaBucket:
+        """Return the bucket that stands for a DDP bucket of these parameters, with `flat` as its flat tensor.
+
+        Buckets are told apart by their parameters' identity, since DDP forms other buckets after its first step;
+        `index` is DDP's number of it, which is 0 for the first one of each backward.
+        """
+        if index == 0 and self.need_reset():
+            self.reset()
+        bucket = self._gradient_buckets.get(id(parameters[0]))
+        if bucket is None or not _same(bucket.tensors, parameters):
+            members = {id(parameter) for parameter in parameters}
+            self._gradient_buckets = {
+                key: other
+                for key, other in self._gradient_buckets.items()
+                if members.isdisjoint(id(tensor.parameter) for tensor in other.tensors)
+            }
+            tensors = [
+                BaguaTensor(self._names.get(id(parameter), f"parameter {position} of bucket {index}"), parameter)
+                for position, parameter in enumerate(parameters)
+            ]
+            bucket = BaguaBucket(f"gradient bucket {index}", tensors, self.process_group, flat)
+            self.init_operations(self._module, bucket)
+            self._gradient_buckets[id(parameters[0])] = bucket
+        bucket.flat = flat
+        return bucket
+
+
+def _same(tensors: Sequence[BaguaTensor], parameters: Sequence[torch.Tensor]) -> bool:
+    return len(tensors) == len(parameters) and all(
+        tensor.parameter is parameter for tensor, parameter in zip(tensors, parameters, strict=True)
+    )
