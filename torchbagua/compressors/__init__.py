@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
+from torchbagua.compressors.block_codec import DEFAULT_BLOCK, check_block
 from torchbagua.compressors.cast import Cast, Identity
 from torchbagua.compressors.compressor import Compressor
-from torchbagua.compressors.minmax_uint8 import DEFAULT_BLOCK, MinMaxUInt8, check_block
+from torchbagua.compressors.minmax_uint8 import MinMaxUInt8
 
 __all__ = ["DEFAULT_BLOCK", "Cast", "Compressor", "Identity", "MinMaxUInt8", "by_name", "check_block"]
 
