@@ -16,6 +16,7 @@
 #include "cpu/instruction_set.h"
 #include "cpu/minmax_uint8.h"
 #include "cpu/qadam.h"
+#include "cpu/sign_1bit.h"
 
 namespace {
 
@@ -127,6 +128,8 @@ constexpr OperationNames kNames{};
 template <>
 constexpr OperationNames kNames<cpu::MinMaxUInt8>{"minmax_uint8_encode", "minmax_uint8_decode",
                                                   "minmax_uint8_decode_mean_encode"};
+template <>
+constexpr OperationNames kNames<cpu::Sign1Bit>{"sign_1bit_encode", "sign_1bit_decode", "sign_1bit_decode_mean_encode"};
 
 template <typename Codec>
 void encode(const Tensor& x, const Tensor& table, const Tensor& wire) {
@@ -230,6 +233,9 @@ STABLE_TORCH_LIBRARY_IMPL(torchbagua, CPU, library) {
   library.impl(kNames<cpu::MinMaxUInt8>.encode, TORCH_BOX(&encode<cpu::MinMaxUInt8>));
   library.impl(kNames<cpu::MinMaxUInt8>.decode, TORCH_BOX(&decode<cpu::MinMaxUInt8>));
   library.impl(kNames<cpu::MinMaxUInt8>.decode_mean_encode, TORCH_BOX(&decode_mean_encode<cpu::MinMaxUInt8>));
+  library.impl(kNames<cpu::Sign1Bit>.encode, TORCH_BOX(&encode<cpu::Sign1Bit>));
+  library.impl(kNames<cpu::Sign1Bit>.decode, TORCH_BOX(&decode<cpu::Sign1Bit>));
+  library.impl(kNames<cpu::Sign1Bit>.decode_mean_encode, TORCH_BOX(&decode_mean_encode<cpu::Sign1Bit>));
   library.impl("qadam_update", TORCH_BOX(&qadam_update));
 }
 

@@ -163,7 +163,7 @@ class BaguaBucket:
             hierarchical: respect node boundaries, where there are several nodes: full precision within them.
             average: divide by the number of ranks.
             scattergather: accepted for Bagua's sake; every mean here is a scatter and a gather.
-            compression: None for full precision, "MinMaxUInt8", "bfloat16", "float16", or a Compressor.
+            compression: None for full precision, "MinMaxUInt8", "sign1bit", "bfloat16", "float16", or a Compressor.
             group: default the bucket's.
 
         Raises:

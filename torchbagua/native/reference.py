@@ -1,6 +1,6 @@
 """The native operations in plain torch, for every device: the kernels of last resort, and the bytes to compare with.
 
-Blocks of equal length are coded together as the rows of one matrix, see minmax_uint8_rows.py.
+Blocks of equal length are coded together as the rows of one matrix, see minmax_uint8_rows.py and sign_1bit_rows.py.
 Shapes: K blocks, L elements, H header bytes, P payload bytes.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchbagua.native import minmax_uint8_rows
+from torchbagua.native import minmax_uint8_rows, sign_1bit_rows
 from torchbagua.native.schema import CODECS, BlockFormat, check_codec, check_mean, check_qadam, refusal
 
 
@@ -105,6 +105,11 @@ minmax_uint8_encode = _MINMAX_UINT8.encode
 minmax_uint8_decode = _MINMAX_UINT8.decode
 minmax_uint8_decode_mean_encode = _MINMAX_UINT8.decode_mean_encode
 
+_SIGN_1BIT = _Codec("sign_1bit", sign_1bit_rows.encode_rows, sign_1bit_rows.decode_rows)
+sign_1bit_encode = _SIGN_1BIT.encode
+sign_1bit_decode = _SIGN_1BIT.decode
+sign_1bit_decode_mean_encode = _SIGN_1BIT.decode_mean_encode
+
 
 def qadam_update(
     weights: list[Tensor],
@@ -133,7 +138,7 @@ def qadam_update(
         weight.copy_(kept - torch.where(variance == 0, 0.0, distance))
 
 
-for _codec in (_MINMAX_UINT8,):
+for _codec in (_MINMAX_UINT8, _SIGN_1BIT):
     for _kernel in (_codec.encode, _codec.decode, _codec.decode_mean_encode):
         torch.library.impl(f"torchbagua::{_codec.name}_{_kernel.__name__}", "default", _kernel)
 torch.library.impl("torchbagua::qadam_update", "default", qadam_update)

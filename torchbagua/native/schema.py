@@ -41,6 +41,7 @@ class BlockFormat(NamedTuple):
 # The codecs by the beginning of their operations' names. Of each there are `_encode`, `_decode`, `_decode_mean_encode`.
 CODECS = {
     "minmax_uint8": BlockFormat(header_bytes=8, elements_per_byte=1),  # minimum, maximum; a byte an element
+    "sign_1bit": BlockFormat(header_bytes=4, elements_per_byte=8),  # scale; a bit an element
 }
 
 
@@ -127,6 +128,10 @@ def check_qadam(weights: list[Tensor], **others: list[Tensor]) -> None:
 #
 # MinMaxUInt8 (algorithms.md, "MinMaxUInt8") has minimum and maximum in its header, and no encoder writes one that is
 # not finite, 2^126 or more in magnitude, or has its minimum above its maximum.
+#
+# Sign1Bit has the mean magnitude in its header, which no encoder writes unless it is finite, below 2^126 and without
+# a sign bit. Bit i % 8 of payload byte i // 8 is the sign bit of element i; bits past the last element are written 0.
+# element/sign_1bit.h has the order in which magnitudes are added.
 for _codec in CODECS:
     torch.library.define(f"torchbagua::{_codec}_encode", "(Tensor x, Tensor table, Tensor(a!) wire) -> ()")
     torch.library.define(f"torchbagua::{_codec}_decode", "(Tensor wire, Tensor table, Tensor(a!) x) -> ()")
