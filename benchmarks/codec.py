@@ -1,15 +1,16 @@
-"""Times MinMaxUInt8's kernels beside a copy of the same tensor, one thread, everything alternated in one run.
+"""Times the codecs' kernels beside a copy of the same tensor, one thread, all operations alternated in one run.
 
     python benchmarks/codec.py [--rounds 31] [--json PATH]
 
 A time is a median over the rounds. The copy is `y.copy_(x)` of the whole tensor in its own type: encode and decode move
 fewer bytes than it does, and so does the mean, which decodes the chunks of 4 senders, a quarter of the tensor each, and
 encodes their mean. `blocks of 2048` is one parameter in blocks of 2048 elements; `parameters` is transformer layers,
-whose blocks follow their parameters; `one block` is Bagua's one range, all in one block.
+whose blocks follow their parameters; `one block` is all in one block, Bagua's one range.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
 import sys
@@ -19,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from environment import environment_record
 from torchbagua import native
-from torchbagua.compressors.blocks import block_bounds
+from torchbagua.compressors import MinMaxUInt8, Sign1Bit
+from torchbagua.compressors.blocks import WireLayout, block_bounds
 from torchbagua.native import reference
 
 OPS = torch.ops.torchbagua
@@ -41,49 +42,53 @@ REFERENCE_ROUNDS = 3  # it takes as long as all the rest
 Timed = dict[str, Callable[[], object]]
 
 
-def lay_out(parameter_sizes: list[int], block: int) -> tuple[Tensor, int]:
-    """A block table, headers first, and its wire's size in bytes."""
-    bounds = block_bounds(parameter_sizes, block)
-    start, num_blocks = bounds[:-1], len(bounds) - 1
-    header = 8 * torch.arange(num_blocks)
-    table = torch.stack((start, bounds.diff(), header, 8 * num_blocks + start), dim=1).contiguous()
-    return table, 8 * num_blocks + int(bounds[-1])
-
-
 def parameters(num_elements: int) -> list[int]:
     """Sizes of the parameters of transformer layers, as many as fit, and one more for the rest."""
     sizes = LAYER * (num_elements // sum(LAYER))
     return [*sizes, num_elements - sum(sizes)]
 
 
-LAYOUTS: dict[str, Callable[[int], tuple[Tensor, int]]] = {
-    "blocks of 2048": lambda num_elements: lay_out([num_elements], BLOCK),
-    "parameters": lambda num_elements: lay_out(parameters(num_elements), BLOCK),
-    "one block": lambda num_elements: lay_out([num_elements], num_elements),
+# The sizes of the parameters, and the blocks that they are cut into; None is one.
+LAYOUTS: dict[str, tuple[Callable[[int], list[int]], int | None]] = {
+    "blocks of 2048": (lambda num_elements: [num_elements], BLOCK),
+    "parameters": (parameters, BLOCK),
+    "one block": (lambda num_elements: [num_elements], None),
 }
+CODECS: tuple[type[MinMaxUInt8 | Sign1Bit], ...] = (MinMaxUInt8, Sign1Bit)
 
 
-def timed_functions(layout: str, dtype: torch.dtype) -> tuple[Timed, Timed]:
+def lay_out(codec: type[MinMaxUInt8 | Sign1Bit], layout: str, num_elements: int, dtype: torch.dtype) -> WireLayout:
+    """The layout of `num_elements` elements in one chunk."""
+    sizes, block = LAYOUTS[layout]
+    bounds = block_bounds(sizes(num_elements), BLOCK)
+    return codec(block).layout(bounds, [0, len(bounds) - 1], dtype, torch.device("cpu"))
+
+
+def timed_functions(codec: type[MinMaxUInt8 | Sign1Bit], layout: str, dtype: torch.dtype) -> tuple[Timed, Timed]:
     """The copy and the native operations, which are compared; and the reference of each operation."""
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(NUM_ELEMENTS, generator=generator) * 1e-2).to(dtype)
     y = torch.zeros_like(x)
-    table, wire_bytes = LAYOUTS[layout](NUM_ELEMENTS)
-    wire = torch.zeros(wire_bytes, dtype=torch.uint8)
-    chunk_table, chunk_bytes = LAYOUTS[layout](NUM_ELEMENTS // NUM_SENDERS)
-    rows = torch.zeros(NUM_SENDERS, chunk_bytes, dtype=torch.uint8)
+    whole = lay_out(codec, layout, NUM_ELEMENTS, dtype)
+    wire = torch.zeros(whole.num_bytes, dtype=torch.uint8)
+    part = lay_out(codec, layout, NUM_ELEMENTS // NUM_SENDERS, dtype)
+    rows = torch.zeros(NUM_SENDERS, part.num_bytes, dtype=torch.uint8)
     for row, chunk in zip(rows, x.chunk(NUM_SENDERS), strict=True):
-        OPS.minmax_uint8_encode(chunk, chunk_table, row)
-    mean_wire = torch.zeros(chunk_bytes, dtype=torch.uint8)
+        codec().encode(chunk, part, row)
+    mean_wire = torch.zeros(part.num_bytes, dtype=torch.uint8)
+
+    def kernel(kernels: Any, operation: str) -> Callable[..., None]:
+        found: Callable[..., None] = getattr(kernels, f"{codec.operations}_{operation}")
+        return found
 
     def encode(kernels: Any) -> None:
-        kernels.minmax_uint8_encode(x, table, wire)
+        kernel(kernels, "encode")(x, whole.table, wire)
 
     def decode(kernels: Any) -> None:
-        kernels.minmax_uint8_decode(wire, table, y)
+        kernel(kernels, "decode")(wire, whole.table, y)
 
     def mean(kernels: Any) -> None:
-        kernels.minmax_uint8_decode_mean_encode(rows, chunk_table, float(NUM_SENDERS), mean_wire)
+        kernel(kernels, "decode_mean_encode")(rows, part.table, float(NUM_SENDERS), mean_wire)
 
     operations = (encode, decode, mean)
     compared: Timed = {"copy": lambda: y.copy_(x)}
@@ -103,25 +108,25 @@ def median_ms(functions: Timed, rounds: int) -> dict[str, float]:
 
 
 def measure(rounds: int) -> list[dict[str, str | float]]:
-    """A record for each layout, element type and operation."""
+    """A record for each codec, layout, element type and operation."""
     records: list[dict[str, str | float]] = []
-    for layout in LAYOUTS:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            compared, references = timed_functions(layout, dtype)
-            medians = median_ms(compared, rounds)
-            reference_medians = median_ms(references, REFERENCE_ROUNDS)
-            records += [
-                {
-                    "layout": layout,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "operation": operation,
-                    "copy_ms": medians["copy"],
-                    "native_ms": medians[operation],
-                    "ratio": medians[operation] / medians["copy"],
-                    "reference_ms": reference_medians[operation],
-                }
-                for operation in references
-            ]
+    for codec, layout, dtype in itertools.product(CODECS, LAYOUTS, (torch.float32, torch.bfloat16, torch.float16)):
+        compared, references = timed_functions(codec, layout, dtype)
+        medians = median_ms(compared, rounds)
+        reference_medians = median_ms(references, REFERENCE_ROUNDS)
+        records += [
+            {
+                "codec": codec.__name__,
+                "layout": layout,
+                "dtype": str(dtype).removeprefix("torch."),
+                "operation": operation,
+                "copy_ms": medians["copy"],
+                "native_ms": medians[operation],
+                "ratio": medians[operation] / medians["copy"],
+                "reference_ms": reference_medians[operation],
+            }
+            for operation in references
+        ]
     return records
 
 
@@ -139,10 +144,10 @@ def main() -> None:
 
     records = measure(arguments.rounds)
 
-    columns = ("layout", "dtype", "operation", "copy_ms", "native_ms", "ratio", "reference_ms")
-    print(("{:<15}{:<10}{:<10}" + "{:>14}" * 4).format(*columns))
+    columns = ("codec", "layout", "dtype", "operation", "copy_ms", "native_ms", "ratio", "reference_ms")
+    print(("{:<13}{:<15}{:<10}{:<10}" + "{:>14}" * 4).format(*columns))
     for record in records:
-        print(("{:<15}{:<10}{:<10}" + "{:>14.2f}" * 4).format(*(record[column] for column in columns)))
+        print(("{:<13}{:<15}{:<10}{:<10}" + "{:>14.2f}" * 4).format(*(record[column] for column in columns)))
     if arguments.json is not None:
         result = {
             "environment": {**environment_record(), "instruction_set": status.instruction_set},

@@ -16,6 +16,7 @@
 #include "cpu/instruction_set.h"
 #include "cpu/minmax_uint8.h"
 #include "cpu/qadam.h"
+#include "cpu/sign_1bit.h"
 
 namespace {
 
@@ -60,12 +61,13 @@ void check_bytes(const char* op, const char* argument, const Tensor& tensor, int
 }
 
 bool lies_within(int64_t first, int64_t length, int64_t size) {
-  return first >= 0 && length <= size && first <= size - length;  // `first + length` might overflow
+  return first >= 0 && length >= 0 && length <= size && first <= size - length;  // `first + length` might overflow
 }
 
 // Pass kAnyStart for `num_elements` where no x is indexed.
 constexpr int64_t kAnyStart = -1;
 
+template <typename Codec>
 cpu::Table check_table(const char* op, const Tensor& table, int64_t num_elements, int64_t wire_bytes) {
   if (!is_plain(table, 2) || table.scalar_type() != ScalarType::Long || table.size(1) != 4) {
     refuse(op, "table", "contiguous int64 [B, 4]", describe(table));
@@ -75,8 +77,8 @@ cpu::Table check_table(const char* op, const Tensor& table, int64_t num_elements
   for (int64_t b = 0; b < result.num_blocks; ++b) {
     const cpu::Block& block = result.blocks[b];
     const bool x_holds_it = num_elements == kAnyStart || lies_within(block.start, block.length, num_elements);
-    const bool wire_holds_it = lies_within(block.header, cpu::kHeaderBytes, wire_bytes) &&
-                               lies_within(block.payload, block.length, wire_bytes);
+    const bool wire_holds_it = lies_within(block.header, sizeof(typename Codec::Header), wire_bytes) &&
+                               lies_within(block.payload, Codec::payload_bytes(block.length), wire_bytes);
     if (block.length < 1 || block.header % 4 != 0 || !x_holds_it || !wire_holds_it) {
       const std::string elements = num_elements == kAnyStart ? "" : text_of(num_elements, " elements of x and ");
       refuse(op, "table",
@@ -115,30 +117,47 @@ void with_element_of_x(const char* op, const Tensor& x, const Body& body) {
   }
 }
 
+struct OperationNames {
+  const char* encode;
+  const char* decode;
+  const char* decode_mean_encode;
+};
+
+template <typename Codec>
+constexpr OperationNames kNames{};
+template <>
+constexpr OperationNames kNames<cpu::MinMaxUInt8>{"minmax_uint8_encode", "minmax_uint8_decode",
+                                                  "minmax_uint8_decode_mean_encode"};
+template <>
+constexpr OperationNames kNames<cpu::Sign1Bit>{"sign_1bit_encode", "sign_1bit_decode", "sign_1bit_decode_mean_encode"};
+
+template <typename Codec>
 void encode(const Tensor& x, const Tensor& table, const Tensor& wire) {
-  constexpr const char* kOp = "minmax_uint8_encode";
+  constexpr const char* kOp = kNames<Codec>.encode;
   with_element_of_x(kOp, x, [&](auto element) {
     check_bytes(kOp, "wire", wire, 1);
-    const cpu::Table checked = check_table(kOp, table, x.numel(), wire.numel());
+    const cpu::Table checked = check_table<Codec>(kOp, table, x.numel(), wire.numel());
     const auto* values = static_cast<const decltype(element)*>(x.const_data_ptr());
     auto* bytes = static_cast<uint8_t*>(wire.mutable_data_ptr());
-    cpu::run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { cpu::encode(values, checked, bytes); });
+    cpu::run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { Codec::encode(values, checked, bytes); });
   });
 }
 
+template <typename Codec>
 void decode(const Tensor& wire, const Tensor& table, const Tensor& x) {
-  constexpr const char* kOp = "minmax_uint8_decode";
+  constexpr const char* kOp = kNames<Codec>.decode;
   with_element_of_x(kOp, x, [&](auto element) {
     check_bytes(kOp, "wire", wire, 1);
-    const cpu::Table checked = check_table(kOp, table, x.numel(), wire.numel());
+    const cpu::Table checked = check_table<Codec>(kOp, table, x.numel(), wire.numel());
     const auto* bytes = static_cast<const uint8_t*>(wire.const_data_ptr());
     auto* values = static_cast<decltype(element)*>(x.mutable_data_ptr());
-    cpu::run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { cpu::decode(bytes, checked, values); });
+    cpu::run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { cpu::decode<Codec>(bytes, checked, values); });
   });
 }
 
+template <typename Codec>
 void decode_mean_encode(const Tensor& rows, const Tensor& table, double divisor, const Tensor& wire) {
-  constexpr const char* kOp = "minmax_uint8_decode_mean_encode";
+  constexpr const char* kOp = kNames<Codec>.decode_mean_encode;
   check_bytes(kOp, "rows", rows, 2);
   check_bytes(kOp, "wire", wire, 1);
   if (rows.size(0) < 1) {
@@ -151,10 +170,10 @@ void decode_mean_encode(const Tensor& rows, const Tensor& table, double divisor,
   if (!(rounded > 0.0f && rounded <= std::numeric_limits<float>::max())) {
     refuse(kOp, "divisor", "a positive finite float32", text_of(divisor));
   }
-  const cpu::Table checked = check_table(kOp, table, kAnyStart, wire.numel());
+  const cpu::Table checked = check_table<Codec>(kOp, table, kAnyStart, wire.numel());
   const cpu::Senders senders{static_cast<const uint8_t*>(rows.const_data_ptr()), rows.size(0), rows.size(1), rounded};
   auto* bytes = static_cast<uint8_t*>(wire.mutable_data_ptr());
-  cpu::run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { cpu::decode_mean_encode(senders, checked, bytes); });
+  cpu::run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { Codec::decode_mean_encode(senders, checked, bytes); });
 }
 
 // Refuses unless `tensors` are contiguous and like `weights`, one by one.
@@ -211,9 +230,12 @@ std::string cpu_instruction_set() { return cpu::name_of(kInstructionSet); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(torchbagua, CPU, library) {
-  library.impl("minmax_uint8_encode", TORCH_BOX(&encode));
-  library.impl("minmax_uint8_decode", TORCH_BOX(&decode));
-  library.impl("minmax_uint8_decode_mean_encode", TORCH_BOX(&decode_mean_encode));
+  library.impl(kNames<cpu::MinMaxUInt8>.encode, TORCH_BOX(&encode<cpu::MinMaxUInt8>));
+  library.impl(kNames<cpu::MinMaxUInt8>.decode, TORCH_BOX(&decode<cpu::MinMaxUInt8>));
+  library.impl(kNames<cpu::MinMaxUInt8>.decode_mean_encode, TORCH_BOX(&decode_mean_encode<cpu::MinMaxUInt8>));
+  library.impl(kNames<cpu::Sign1Bit>.encode, TORCH_BOX(&encode<cpu::Sign1Bit>));
+  library.impl(kNames<cpu::Sign1Bit>.decode, TORCH_BOX(&decode<cpu::Sign1Bit>));
+  library.impl(kNames<cpu::Sign1Bit>.decode_mean_encode, TORCH_BOX(&decode_mean_encode<cpu::Sign1Bit>));
   library.impl("qadam_update", TORCH_BOX(&qadam_update));
 }
 

@@ -9,25 +9,25 @@ import argparse
 import collections
 import random
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from native_codecs import CODECS, OPS, Codec
 from torchbagua.native import schema
 
-OPS = torch.ops.torchbagua
 LENGTHS = (1, 7, 31, 32, 33, 64, 128, 1000, 4096, 4097, 9000)
 EXTREMES = (-(2**63), -1, 0, 1, 2, 2**31, 2**62, 2**63 - 8, 2**63 - 1)
 
 
-def good_table(lengths: list[int]) -> list[list[int]]:
-    """Rows of a table whose blocks fill x and the wire to the last byte."""
-    rows, start = [], 0
+def good_table(codec: Codec, lengths: list[int]) -> tuple[list[list[int]], int, int]:
+    """Rows of a table whose blocks fill x and the wire to the last byte, and the sizes of these."""
+    rows, start, payload = [], 0, codec.header_bytes * len(lengths)
     for index, length in enumerate(lengths):
-        rows.append([start, length, 8 * index, 8 * len(lengths) + start])
+        rows.append([start, length, codec.header_bytes * index, payload])
         start += length
-    return rows
+        payload += codec.payload_bytes(length)
+    return rows, start, payload
 
 
 def spoil(rows: list[list[int]], draw: random.Random) -> None:
@@ -51,9 +51,9 @@ def own_memory(tensor: Tensor, draw: random.Random) -> Tensor:
 
 def fuzz_once(draw: random.Random) -> bool:
     """One call of one operation; whether the table was accepted. Raises what is not a refusal."""
-    rows = good_table([draw.choice(LENGTHS) for _ in range(draw.randrange(1, 5))])
-    num_elements = rows[-1][0] + rows[-1][1]
-    wire_bytes = rows[-1][3] + rows[-1][1]
+    codec = draw.choice(CODECS)
+    lengths = [draw.choice(LENGTHS) for _ in range(draw.randrange(1, 5))]
+    rows, num_elements, wire_bytes = good_table(codec, lengths)
     for _ in range(draw.choice((0, 1, 1, 2))):
         spoil(rows, draw)
     table = torch.tensor(rows, dtype=torch.int64)
@@ -62,13 +62,14 @@ def fuzz_once(draw: random.Random) -> bool:
     x = own_memory(torch.randint(-(2**31), 2**31, (num_elements,)).to(torch.int32).view(torch.float32), draw)
     x = x.to(draw.choice(schema.ELEMENT_TYPES))
     wire = own_memory(wires[0], draw)
-    calls: list[Callable[[], None]] = [
-        lambda: OPS.minmax_uint8_encode(x, table, wire),
-        lambda: OPS.minmax_uint8_decode(wire, table, x),
-        lambda: OPS.minmax_uint8_decode_mean_encode(wires, table, float(num_rows), wire),
-    ]
+    calls: dict[str, tuple[Tensor | float, ...]] = {
+        "encode": (x, table, wire),
+        "decode": (wire, table, x),
+        "decode_mean_encode": (wires, table, float(num_rows), wire),
+    }
+    operation = draw.choice(sorted(calls))
     try:
-        draw.choice(calls)()
+        codec.kernels(operation)[0](*calls[operation])
     except ValueError as error:
         if ": table must be rows " not in str(error):
             raise

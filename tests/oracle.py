@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 F32 = np.float32
 Array = npt.NDArray[np.float32]
+Coded = Callable[[Array], Array]  # what a block is after encode and decode
 
 
 def rne(y: Array) -> Array:
@@ -28,20 +29,34 @@ def quantise_block(x: Array) -> Array:
     return np.clip(pivot + (code + lower) * step, low, high)
 
 
+def mean_magnitude(x: Array) -> np.float32:
+    """Return the mean of |x|, added by 32 lanes and then by halves of them."""
+    lanes = np.zeros(32, F32)
+    for first in range(0, x.size, 32):
+        part = np.abs(x[first : first + 32])
+        lanes[: part.size] += part
+    while lanes.size > 1:
+        lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
+    return F32(lanes[0] / F32(x.size))
+
+
 def sign_block(x: Array) -> Array:
-    return quantise_block(x)  # TEMPORARY
+    """Return what a block is after Sign1Bit's encode and decode."""
+    with np.errstate(over="ignore"):
+        scale = mean_magnitude(x)
+    if not scale < F32(2.0**126):  # NaN compares false
+        return np.full_like(x, np.nan)
+    return np.copysign(scale, x)
 
 
-def quantise(
-    x: Array, segments: Sequence[int], block: int = 2048, of_block: Callable[[Array], Array] = quantise_block
-) -> Array:
-    """Quantise blocks of at most `block` elements that do not cross the ends of segments."""
+def quantise(x: Array, segments: Sequence[int], block: int = 2048, coded: Coded = quantise_block) -> Array:
+    """Code blocks of at most `block` elements that do not cross the ends of segments."""
     result = np.empty_like(x)
     start = 0
     for length in segments:
         for first in range(start, start + length, block):
             stop = min(first + block, start + length)
-            result[first:stop] = of_block(x[first:stop])
+            result[first:stop] = coded(x[first:stop])
         start += length
     return result
 
@@ -60,11 +75,15 @@ def gradient_allreduce(rows: Sequence[Array], nodes: Sequence[int] | None = None
 
 
 def bytegrad(
-    rows: Sequence[Array], segments: Sequence[int], nodes: Sequence[int] | None = None, block: int = 2048
+    rows: Sequence[Array],
+    segments: Sequence[int],
+    nodes: Sequence[int] | None = None,
+    block: int = 2048,
+    coded: Coded = quantise_block,
 ) -> Array:
     """Q(mean_j Q(g_j)); with `nodes`, over the node sums."""
-    sent = [quantise(row.astype(F32), segments, block) for row in node_sums(rows, nodes)]
-    return quantise(ordered_sum(sent) / F32(len(rows)), segments, block)
+    sent = [quantise(row.astype(F32), segments, block, coded) for row in node_sums(rows, nodes)]
+    return quantise(ordered_sum(sent) / F32(len(rows)), segments, block, coded)
 
 
 class ErrorFeedback:

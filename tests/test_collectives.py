@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import torchbagua as tb
+from oracle import Coded, bytegrad, quantise_block, sign_block
 from ranks import gloo_group, run_ranks
 from torchbagua.collectives import TwoPhaseMean
 from torchbagua.collectives.agreement import Facts, exchange_facts
@@ -134,6 +135,23 @@ def test_bad_arguments(arguments: dict[str, object], message: str) -> None:
 def test_not_a_group() -> None:
     with pytest.raises(TypeError, match=r"process_group must be a torch.distributed.ProcessGroup, got None; was init_"):
         tb.BaguaProcessGroup(None)
+
+
+@pytest.mark.parametrize(("compression", "coded"), [("MinMaxUInt8", quantise_block), ("sign1bit", sign_block)])
+@pytest.mark.parametrize("nodes", [None, [0, 1, 0]], ids=str)
+def test_compressed_mean_is_the_oracles(compression: str, coded: Coded, nodes: list[int] | None) -> None:
+    segments = [5000, 1, 333]
+    rows = [torch.randn(sum(segments), generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        flat = rows[group.rank()].clone()
+        tensors = [tb.BaguaTensor(str(size), part) for size, part in zip(segments, flat.split(segments), strict=True)]
+        bucket = tb.BaguaBucket("numbers", tensors, tb.BaguaProcessGroup(group, nodes=nodes), flat)
+        return bucket.append_centralized_synchronous_op(hierarchical=True, compression=compression).run()
+
+    expected = torch.from_numpy(bytegrad([row.numpy() for row in rows], segments, nodes, coded=coded))
+    for result in run_ranks(3, body):
+        assert torch.equal(result, expected)
 
 
 def test_events_count_the_payload() -> None:

@@ -9,18 +9,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
-from torchbagua.compressors import Cast, Compressor, Identity, MinMaxUInt8, by_name
+from torchbagua.compressors import Cast, Compressor, Identity, MinMaxUInt8, Sign1Bit, by_name
 from torchbagua.compressors.blocks import block_bounds, deal_blocks
 
 COMPRESSORS: list[Compressor] = [
     MinMaxUInt8(),
     MinMaxUInt8(block=None),
     MinMaxUInt8(8),
+    Sign1Bit(),
+    Sign1Bit(block=None),
+    Sign1Bit(8),
     Cast(),
     Cast("float16"),
     Identity(),
 ]
 BLOCK = 2048
+BLOCK_CODECS = (MinMaxUInt8, Sign1Bit)
+
+
+def after_coding(compressor: Compressor) -> oracle.Coded:
+    """What a block of a block-wise compressor is after encode and decode."""
+    return oracle.sign_block if isinstance(compressor, Sign1Bit) else oracle.quantise_block
 
 
 def layout_of(compressor: Compressor, segments: Sequence[int], num_chunks: int, dtype: torch.dtype = torch.float32):
@@ -60,7 +69,9 @@ def test_wire_bytes_is_what_layout_uses(compressor: Compressor, num_elements: in
         if not compressor.in_place:
             assert row.start % 32 == 0
         start, length_, header, payload = layout.table[slice(*layout.chunk_blocks[chunk : chunk + 2])].T
-        assert torch.all((header >= row.start) & (payload + length_ <= row.stop))
+        payload_bytes = -(-length_ // 8) if isinstance(compressor, Sign1Bit) else length_
+        assert torch.all((header >= row.start) & (payload + payload_bytes <= row.stop))
+        assert torch.all(payload[1:] == (payload + payload_bytes)[:-1])
         assert torch.all((start >= layout.elements[chunk].start) & (start + length_ <= layout.elements[chunk].stop))
     assert layout.num_bytes == sum(row.stop - row.start for row in layout.rows)
 
@@ -81,12 +92,42 @@ def test_round_trip(compressor: Compressor, dtype: torch.dtype) -> None:
         wire_dtype = torch.bfloat16 if compressor.dtype == "bfloat16" else torch.float16
         assert torch.equal(decoded, x.to(wire_dtype).to(dtype))
     elif compressor.block is not None:
-        expected = oracle.quantise(x.float().numpy(), segments, compressor.block)
+        expected = oracle.quantise(x.float().numpy(), segments, compressor.block, after_coding(compressor))
         assert torch.equal(decoded, torch.from_numpy(expected).to(dtype))
     else:
         for chunk in layout.elements:
-            expected = oracle.quantise_block(x[chunk].float().numpy())
+            expected = after_coding(compressor)(x[chunk].float().numpy())
             assert torch.equal(decoded[chunk], torch.from_numpy(expected).to(dtype))
+
+
+@pytest.mark.parametrize("codec", BLOCK_CODECS)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(1, 7))
+def test_what_a_wire_decodes_to_does_not_depend_on_how_blocks_are_dealt(
+    codec: type[MinMaxUInt8 | Sign1Bit], segments: list[int], num_chunks: int
+) -> None:
+    compressor = codec(16)
+    x = torch.randn(sum(segments), generator=torch.Generator().manual_seed(0))
+    x[0] = torch.nan
+    decoded = []
+    for chunks in (1, num_chunks):
+        layout = layout_of(compressor, segments, chunks)
+        wire = torch.full((layout.num_bytes,), 255, dtype=torch.uint8)
+        compressor.encode(x, layout, wire)
+        decoded.append(torch.empty_like(x))
+        for chunk in range(chunks):
+            alone = layout.chunk(chunk)
+            compressor.decode(wire[layout.rows[chunk]], alone, decoded[-1][layout.elements[chunk]])
+    assert torch.equal(decoded[0].view(torch.int32), decoded[1].view(torch.int32))
+    assert decoded[0][: min(16, segments[0])].isnan().all()
+    assert decoded[0][16:].isfinite().all()
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(1, 7))
+def test_sign_1bit_takes_a_bit_an_element_and_four_bytes_a_block(segments: list[int], num_chunks: int) -> None:
+    compressor = Sign1Bit(16)
+    layout = layout_of(compressor, segments, num_chunks)
+    needed = 4 * len(layout.table) + int((-(-layout.table[:, 1] // 8)).sum())
+    assert needed <= layout.num_bytes < needed + len(layout.table) + 32 * num_chunks
 
 
 @settings(deadline=None, max_examples=30)
@@ -118,20 +159,28 @@ def test_zero_length_layout_decodes_nothing() -> None:
         compressor.decode(empty.view(torch.uint8), layout, empty)
 
 
+@pytest.mark.parametrize("codec", BLOCK_CODECS)
 @pytest.mark.parametrize("block", [0, 7, 4, 12, -8])
-def test_bad_block(block: int) -> None:
-    with pytest.raises(ValueError, match=rf"MinMaxUInt8: block must be None or a multiple of 8.*got {block}"):
-        MinMaxUInt8(block)
+def test_bad_block(codec: type[MinMaxUInt8 | Sign1Bit], block: int) -> None:
+    with pytest.raises(ValueError, match=rf"{codec.__name__}: block must be None or a multiple of 8.*got {block}"):
+        codec(block)
 
 
+@pytest.mark.parametrize("codec", BLOCK_CODECS)
 @pytest.mark.parametrize("block", [8.0, "8", True])
-def test_bad_block_type(block: object) -> None:
-    with pytest.raises(TypeError, match="MinMaxUInt8: block must be an int or None"):
-        MinMaxUInt8(block)
+def test_bad_block_type(codec: type[MinMaxUInt8 | Sign1Bit], block: object) -> None:
+    with pytest.raises(TypeError, match=f"{codec.__name__}: block must be an int or None"):
+        codec(block)
+
+
+def test_names() -> None:
+    assert by_name("sign1bit") == Sign1Bit()
+    assert by_name("MinMaxUInt8") == MinMaxUInt8()
+    assert by_name("MinMaxUInt8") != Sign1Bit()
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(ValueError, match=r"one of \['MinMaxUInt8', 'bfloat16', 'float16'\], got 'uint4'"):
+    with pytest.raises(ValueError, match=r"one of \['MinMaxUInt8', 'bfloat16', 'float16', 'sign1bit'\], got 'uint4'"):
         by_name("uint4")
     with pytest.raises(ValueError, match="Cast: dtype must be one of"):
         Cast("float8")

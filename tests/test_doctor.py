@@ -28,6 +28,9 @@ def test_status_tells_native_from_reference() -> None:
         "minmax_uint8_decode_mean_encode",
         "minmax_uint8_encode",
         "qadam_update",
+        "sign_1bit_decode",
+        "sign_1bit_decode_mean_encode",
+        "sign_1bit_encode",
     }
     for row in rows:
         native = row.path in ("aot", "jit")

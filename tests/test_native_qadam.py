@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from test_native_kernels import random_bits
+from native_codecs import random_bits
 from torchbagua import native
 from torchbagua.native import reference
 

@@ -1,4 +1,4 @@
-"""What the kernels of MinMaxUInt8 refuse: native and reference alike, in the same words, with nothing written."""
+"""What the kernels of the codecs refuse: native and reference alike, in the same words, with nothing written."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,10 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from native_codecs import CODECS, Codec
 from torchbagua import native
-from torchbagua.native import reference
-
-OPS = torch.ops.torchbagua
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,22 +32,34 @@ BAD_CODEC_ARGUMENTS: list[tuple[str, Callable[[dict[str, Tensor]], dict[str, Ten
     ("table must be rows .* bytes of wire, got row 1", lambda good: {"wire": good["wire"][:-1]}),
     ("table must be rows .* elements of x .*, got row 1", lambda good: {"x": good["x"][:-1]}),
 ]
-BAD_ROWS = [(0, 0, 0, 16), (-1, 8, 0, 16), (9, 8, 0, 16), (0, 17, 0, 16), (0, 8, -4, 16), (0, 8, 2, 16), (0, 8, 28, 16)]
-BAD_ROWS += [(0, 8, 0, -1), (0, 8, 0, 25), (0, -(2**63), 0, 16), (2**63 - 1, 8, 0, 16), (0, 2**63 - 1, 0, 2**63 - 1)]
-BAD_ROWS += [(0, 8, 2**63 - 4, 16), (0, 8, 0, 2**63 - 1)]
 
 
-def good_arguments() -> dict[str, Tensor]:
-    table = torch.tensor([[0, 8, 0, 16], [8, 8, 8, 24]])
-    return {"x": torch.linspace(-1, 1, 16), "table": table, "wire": torch.full((32,), 7, dtype=torch.uint8)}
+def good_arguments(codec: Codec) -> dict[str, Tensor]:
+    """Two blocks of 8 elements that fill x and the wire to the last byte."""
+    header, payload = codec.header_bytes, codec.payload_bytes(8)
+    table = torch.tensor([[0, 8, 0, 2 * header], [8, 8, header, 2 * header + payload]])
+    wire = torch.full((2 * (header + payload),), 7, dtype=torch.uint8)
+    return {"x": torch.linspace(-1, 1, 16), "table": table, "wire": wire}
 
 
-def assert_refused(operation: str, message: str, arguments: Mapping[str, Any]) -> None:
+def bad_rows(codec: Codec) -> list[tuple[int, ...]]:
+    """What a block of the good arguments cannot be."""
+    wire_bytes, payload = len(good_arguments(codec)["wire"]), 2 * codec.header_bytes
+    late_header = (wire_bytes - codec.header_bytes) // 4 * 4 + 4
+    late_payload = wire_bytes - codec.payload_bytes(8) + 1
+    rows = [(0, 0, 0, payload), (-1, 8, 0, payload), (9, 8, 0, payload), (0, 17, 0, payload)]
+    rows += [(0, 8, -4, payload), (0, 8, 2, payload), (0, 8, late_header, payload)]
+    rows += [(0, 8, 0, -1), (0, 8, 0, late_payload), (0, 9, 0, late_payload - 1)]
+    rows += [(0, -(2**63), 0, payload), (2**63 - 1, 8, 0, payload), (0, 2**63 - 1, 0, 2**63 - 1)]
+    return [*rows, (0, 8, 2**63 - 4, payload), (0, 8, 0, 2**63 - 1)]
+
+
+def assert_refused(codec: Codec, operation: str, message: str, arguments: Mapping[str, Any]) -> None:
     """Native and reference raise the same ValueError, up to how they write a dtype, and write nothing."""
     before = {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
     said = []
-    for kernel in (getattr(OPS, operation), getattr(reference, operation)):
-        with pytest.raises(ValueError, match=f"^torchbagua::{operation}: {message}") as caught:
+    for kernel in codec.kernels(operation):
+        with pytest.raises(ValueError, match=f"^torchbagua::{codec.name}_{operation}: {message}") as caught:
             kernel(**arguments)
         said.append(str(caught.value).split(", got")[0])
     assert said[0] == said[1]
@@ -58,29 +68,31 @@ def assert_refused(operation: str, message: str, arguments: Mapping[str, Any]) -
             assert torch.equal(value, before[name])
 
 
-@pytest.mark.parametrize("operation", ["minmax_uint8_encode", "minmax_uint8_decode"])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("operation", ["encode", "decode"])
 @pytest.mark.parametrize(("message", "changes"), BAD_CODEC_ARGUMENTS)
 def test_bad_arguments_are_refused(
-    operation: str, message: str, changes: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    codec: Codec, operation: str, message: str, changes: Callable[[dict[str, Tensor]], dict[str, Tensor]]
 ) -> None:
-    good = good_arguments()
-    getattr(OPS, operation)(**good)
-    assert_refused(operation, message, {**good, **changes(good)})
+    good = good_arguments(codec)
+    codec.kernels(operation)[0](**good)
+    assert_refused(codec, operation, message, {**good, **changes(good)})
 
 
-@pytest.mark.parametrize("row", BAD_ROWS)
-def test_blocks_outside_the_tensors_are_refused(row: tuple[int, ...]) -> None:
-    arguments = good_arguments()
+@pytest.mark.parametrize(("codec", "row"), [(codec, row) for codec in CODECS for row in bad_rows(codec)])
+def test_blocks_outside_the_tensors_are_refused(codec: Codec, row: tuple[int, ...]) -> None:
+    arguments = good_arguments(codec)
     arguments["table"][1] = torch.tensor(row)
     message = rf"table must be rows .*, got row 1 = \({', '.join(map(str, row))}\)"
-    assert_refused("minmax_uint8_encode", message, arguments)
-    assert_refused("minmax_uint8_decode", message, arguments)
+    assert_refused(codec, "encode", message, arguments)
+    assert_refused(codec, "decode", message, arguments)
     wire, table = arguments["wire"], arguments["table"]
     mean_arguments = {"rows": wire[None].clone(), "table": table, "divisor": 1.0, "wire": wire}
-    if 0 <= row[0] <= 8 and row[1] != 17:  # the mean does not use start, and a row has room for 16 elements more
-        assert_refused("minmax_uint8_decode_mean_encode", message, mean_arguments)
+    if 0 <= row[0] <= 8 and row[1] != 17:  # the mean does not use start, and a row may have room for 17 elements
+        assert_refused(codec, "decode_mean_encode", message, mean_arguments)
 
 
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
     ("message", "changes"),
     [
@@ -97,8 +109,8 @@ def test_blocks_outside_the_tensors_are_refused(row: tuple[int, ...]) -> None:
         ("table must be contiguous int64", {"table": torch.zeros(1, 4)}),
     ],
 )
-def test_bad_arguments_of_the_mean_are_refused(message: str, changes: dict[str, Any]) -> None:
-    good = good_arguments()
+def test_bad_arguments_of_the_mean_are_refused(codec: Codec, message: str, changes: dict[str, Any]) -> None:
+    good = good_arguments(codec)
     arguments = {"rows": good["wire"].repeat(2, 1), "table": good["table"], "divisor": 2.0, "wire": good["wire"]}
-    OPS.minmax_uint8_decode_mean_encode(**arguments)
-    assert_refused("minmax_uint8_decode_mean_encode", message, {**arguments, **changes})
+    codec.kernels("decode_mean_encode")[0](**arguments)
+    assert_refused(codec, "decode_mean_encode", message, {**arguments, **changes})

@@ -166,7 +166,7 @@ class BaguaBucket:
             hierarchical: respect node boundaries, where there are several nodes: full precision within them.
             average: divide by the number of ranks.
             scattergather: accepted for Bagua's sake; every mean here is a scatter and a gather.
-            compression: None for full precision, "MinMaxUInt8", "bfloat16", "float16", or a Compressor.
+            compression: None for full precision, "MinMaxUInt8", "sign1bit", "bfloat16", "float16", or a Compressor.
             group: default the bucket's.
             error_feedback: what compression leaves out is kept there, and added the next time, when it has been
                 committed; a float32 bucket.

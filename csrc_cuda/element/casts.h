@@ -38,6 +38,15 @@ TORCHBAGUA_ELEMENT float float_of(unsigned int bits) {
   return cast.value;
 }
 
+// |value| as an integer that orders as the magnitude does, with Inf and then NaN on top.
+TORCHBAGUA_ELEMENT int magnitude_of(float value) { return static_cast<int>(bits_of(value) & 0x7fffffffu); }
+
+TORCHBAGUA_ELEMENT float not_a_number() { return float_of(0x7fc00000u); }
+
+// Bits of 2^126, from which on the codecs take no magnitude: a difference of two floats below it is finite. NaN and Inf
+// lie above it.
+constexpr int kUnusableMagnitude = 0x7e800000;
+
 // For values that come of a float operation: g++ makes that conditional in `condition ? a : b`, and as it might trap
 // the loop around it is not vectorised.
 TORCHBAGUA_ELEMENT unsigned int select(bool condition, unsigned int a, unsigned int b) {

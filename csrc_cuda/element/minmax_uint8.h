@@ -10,9 +10,6 @@ namespace torchbagua {
 // Adding 1.5 * 2^23 to a float below 2^22 rounds it to an integer, which then stands in the low bits of the sum.
 constexpr float kRoundingShift = 12582912.0f;
 
-// Bits of 2^126: a difference of two floats below it is finite. NaN and Inf lie above it.
-constexpr int kUnusableMagnitude = 0x7e800000;
-
 // A narrower range (2^-118) would need a reciprocal or a step outside the normal floats.
 constexpr float kNarrowestRange = 0x1p-118f;
 
@@ -35,12 +32,7 @@ struct Coder {
 TORCHBAGUA_ELEMENT float smaller(float a, float b) { return b < a ? b : a; }
 TORCHBAGUA_ELEMENT float larger(float a, float b) { return b > a ? b : a; }
 
-// |value| as an integer that orders as the magnitude does, with Inf and then NaN on top.
-TORCHBAGUA_ELEMENT int magnitude_of(float value) { return static_cast<int>(bits_of(value) & 0x7fffffffu); }
-
 TORCHBAGUA_ELEMENT float round_half_even(float value) { return (value + kRoundingShift) - kRoundingShift; }
-
-TORCHBAGUA_ELEMENT float not_a_number() { return float_of(0x7fc00000u); }
 
 // The header of a block from its extremes; NaN twice where `magnitude`, the largest in it, is unusable.
 TORCHBAGUA_ELEMENT Header make_header(float min, float max, int magnitude) {

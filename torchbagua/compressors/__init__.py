@@ -2,17 +2,19 @@
 
 from collections.abc import Callable
 
+from torchbagua.compressors.block_codec import DEFAULT_BLOCK, check_block
 from torchbagua.compressors.cast import Cast, Identity
 from torchbagua.compressors.compressor import Compressor
-from torchbagua.compressors.minmax_uint8 import DEFAULT_BLOCK, MinMaxUInt8, check_block
+from torchbagua.compressors.minmax_uint8 import MinMaxUInt8
+from torchbagua.compressors.sign_1bit import Sign1Bit
 
-
-__all__ = ["DEFAULT_BLOCK", "Cast", "Compressor", "Identity", "MinMaxUInt8", "by_name", "check_block"]
+__all__ = ["DEFAULT_BLOCK", "Cast", "Compressor", "Identity", "MinMaxUInt8", "Sign1Bit", "by_name", "check_block"]
 
 _NAMED: dict[str, Callable[[], Compressor]] = {
     "MinMaxUInt8": MinMaxUInt8,
     "bfloat16": lambda: Cast("bfloat16"),
     "float16": lambda: Cast("float16"),
+    "sign1bit": Sign1Bit,
 }
 
 

@@ -1,115 +1,38 @@
 """The native operations in plain torch, for every device: the kernels of last resort, and the bytes to compare with.
 
-Blocks of equal length are coded together as the rows of one matrix. Every line is one float32 operation, because eager
-torch computes `255.0 / t`, `lerp`, `addcmul` and `alpha=` otherwise than they read. Shapes: K blocks, L elements.
+Blocks of equal length are coded together as the rows of one matrix, see minmax_uint8_rows.py and sign_1bit_rows.py.
+Shapes: K blocks, L elements, H header bytes, P payload bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchbagua.native.schema import check_codec, check_mean, check_qadam, refusal
-
-_HEADER_BYTES = 8
-_UNUSABLE_MAGNITUDE = 0x7E800000  # bits of 2^126
-_NARROWEST_RANGE = 2.0**-118
-_ROUNDING_SHIFT = 12582912.0  # 1.5 * 2^23
-
-
-class _Coder(NamedTuple):
-    """A header unpacked for coding, [K, 1] each."""
-
-    min: Tensor
-    max: Tensor
-    pivot: Tensor
-    inverse: Tensor
-    step: Tensor
-    lowest: Tensor
-    highest: Tensor
-    usable: Tensor
-
-
-def _magnitude(values: Tensor) -> Tensor:
-    return values.view(torch.int32) & 0x7FFFFFFF
-
-
-def _round_half_even(values: Tensor) -> Tensor:
-    return (values + _ROUNDING_SHIFT) - _ROUNDING_SHIFT
-
-
-def _clamp(values: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    raised = torch.where(low > values, low, values)
-    return torch.where(high < raised, high, raised)
-
-
-def _make_coder(header_k2: Tensor) -> _Coder:
-    low, high = header_k2[:, :1], header_k2[:, 1:]
-    usable = (_magnitude(header_k2) < _UNUSABLE_MAGNITUDE).all(dim=1, keepdim=True) & (low <= high)
-    zero = torch.zeros_like(low)
-    pivot = torch.where(low > 0, low, torch.where(high < 0, high, zero))
-    span = high - low
-    steps = torch.full_like(span, 255.0)
-    narrow = span < _NARROWEST_RANGE
-    inverse = torch.where(narrow, zero, torch.div(steps, span))
-    step = torch.where(narrow, zero, torch.div(span, steps))
-    highest = _round_half_even((high - pivot) * inverse)
-    return _Coder(low, high, pivot, inverse, step, highest - steps, highest, usable)
-
-
-def _encode_rows(values_kl: Tensor) -> tuple[Tensor, Tensor]:
-    """Headers [K, 2] float32 and codes [K, L] uint8 of K blocks [K, L] float32."""
-    usable = (_magnitude(values_kl) < _UNUSABLE_MAGNITUDE).all(dim=1, keepdim=True)
-    values_kl = torch.where(usable, values_kl, 0.0)
-    header_k2 = torch.stack((values_kl.amin(dim=1), values_kl.amax(dim=1)), dim=1) + 0.0  # -0 becomes +0
-    coder = _make_coder(header_k2)
-    rounded = _round_half_even((values_kl - coder.pivot) * coder.inverse)
-    codes = _clamp(rounded, coder.lowest, coder.highest) - coder.lowest
-    return torch.where(usable, header_k2, torch.nan), torch.where(usable, codes, 0.0).to(torch.uint8)
-
-
-def _decode_rows(header_k2: Tensor, codes_kl: Tensor) -> Tensor:
-    """The K blocks [K, L] float32 of headers [K, 2] and codes [K, L]."""
-    coder = _make_coder(header_k2)
-    values_kl = coder.pivot + (codes_kl.to(torch.float32) + coder.lowest) * coder.step
-    return torch.where(coder.usable, _clamp(values_kl, coder.min, coder.max), torch.nan)
+from torchbagua.native import minmax_uint8_rows, sign_1bit_rows
+from torchbagua.native.schema import CODECS, BlockFormat, check_codec, check_mean, check_qadam, refusal
 
 
 class _Group(NamedTuple):
-    """Blocks of one length: where they lie in x [K, L], and in the wire their headers [K, 8] and payloads [K, L]."""
+    """Blocks of one length: where they lie in x [K, L], and in the wire their headers [K, H] and payloads [K, P]."""
 
     elements: Tensor
     header: Tensor
     payload: Tensor
 
 
-def _groups(table: Tensor) -> Iterator[_Group]:
-    for length in table[:, 1].unique().tolist():
-        blocks = table[table[:, 1] == length]
-        offsets = torch.arange(length, device=table.device)
-        header_offsets = torch.arange(_HEADER_BYTES, device=table.device)
-        yield _Group(blocks[:, :1] + offsets, blocks[:, 2:3] + header_offsets, blocks[:, 3:] + offsets)
-
-
-def _read(wire: Tensor, group: _Group) -> Tensor:
-    """The blocks [K, L] float32 of a wire."""
-    return _decode_rows(wire[group.header].view(torch.float32), wire[group.payload])
-
-
-def _write(wire: Tensor, group: _Group, values_kl: Tensor) -> None:
-    header_k2, codes_kl = _encode_rows(values_kl)
-    wire[group.header] = header_k2.view(torch.uint8)
-    wire[group.payload] = codes_kl
-
-
-def _check_blocks(operation: str, table: Tensor, num_elements: int | None, wire_bytes: int) -> None:
+def _check_blocks(
+    operation: str, block_format: BlockFormat, table: Tensor, num_elements: int | None, wire_bytes: int
+) -> None:
     """Raise ValueError for a block outside x, where its elements are counted, or outside the wire."""
     start, length, header, payload = table.unbind(1)
-    good = (length >= 1) & (header >= 0) & (header % 4 == 0) & (header <= wire_bytes - _HEADER_BYTES)
-    good &= (length <= wire_bytes) & (payload >= 0) & (payload <= wire_bytes - length)
+    payload_bytes = block_format.payload_bytes(length)
+    good = (length >= 1) & (header >= 0) & (header % 4 == 0) & (header <= wire_bytes - block_format.header_bytes)
+    good &= (payload_bytes <= wire_bytes) & (payload >= 0) & (payload <= wire_bytes - payload_bytes)
     if num_elements is not None:
         good &= (length <= num_elements) & (start >= 0) & (start <= num_elements - length)
     if not bool(good.all()):
@@ -120,31 +43,72 @@ def _check_blocks(operation: str, table: Tensor, num_elements: int | None, wire_
         raise refusal(operation, "table", allowed, f"row {row} = {tuple(table[row].tolist())}")
 
 
-def minmax_uint8_encode(x: Tensor, table: Tensor, wire: Tensor) -> None:
-    """`torchbagua::minmax_uint8_encode`, see schema.py."""
-    check_codec("minmax_uint8_encode", x, table, wire)
-    _check_blocks("minmax_uint8_encode", table, x.numel(), wire.numel())
-    for group in _groups(table):
-        _write(wire, group, x[group.elements].to(torch.float32))
+@dataclass(frozen=True)
+class _Codec:
+    """The operations of one codec.
+
+    Attributes:
+        name: the beginning of the operations' names.
+        encode_rows: headers [K, H / 4] float32 and payloads [K, P] uint8 of blocks [K, L] float32.
+        decode_rows: the blocks, of L elements or more, of headers and payloads.
+    """
+
+    name: str
+    encode_rows: Callable[[Tensor], tuple[Tensor, Tensor]]
+    decode_rows: Callable[[Tensor, Tensor], Tensor]
+
+    def encode(self, x: Tensor, table: Tensor, wire: Tensor) -> None:
+        """`torchbagua::<name>_encode`, see schema.py."""
+        check_codec(f"{self.name}_encode", x, table, wire)
+        _check_blocks(f"{self.name}_encode", CODECS[self.name], table, x.numel(), wire.numel())
+        for group in self._groups(table):
+            self._write(wire, group, x[group.elements].to(torch.float32))
+
+    def decode(self, wire: Tensor, table: Tensor, x: Tensor) -> None:
+        """`torchbagua::<name>_decode`, see schema.py."""
+        check_codec(f"{self.name}_decode", x, table, wire)
+        _check_blocks(f"{self.name}_decode", CODECS[self.name], table, x.numel(), wire.numel())
+        for group in self._groups(table):
+            x[group.elements] = self._read(wire, group).to(x.dtype)
+
+    def decode_mean_encode(self, rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
+        """`torchbagua::<name>_decode_mean_encode`, see schema.py."""
+        check_mean(f"{self.name}_decode_mean_encode", rows, table, divisor, wire)
+        _check_blocks(f"{self.name}_decode_mean_encode", CODECS[self.name], table, None, wire.numel())
+        for group in self._groups(table):
+            total_kl = self._read(rows[0], group)
+            for row in rows[1:]:
+                total_kl = total_kl + self._read(row, group)
+            self._write(wire, group, torch.div(total_kl, torch.full_like(total_kl, divisor)))
+
+    def _groups(self, table: Tensor) -> Iterator[_Group]:
+        header_offsets = torch.arange(CODECS[self.name].header_bytes, device=table.device)
+        for length in table[:, 1].unique():
+            blocks = table[table[:, 1] == length]
+            offsets = torch.arange(int(length), device=table.device)
+            payload_offsets = offsets[: int(CODECS[self.name].payload_bytes(length))]
+            yield _Group(blocks[:, :1] + offsets, blocks[:, 2:3] + header_offsets, blocks[:, 3:] + payload_offsets)
+
+    def _read(self, wire: Tensor, group: _Group) -> Tensor:
+        """The blocks [K, L] float32 of a wire."""
+        values = self.decode_rows(wire[group.header].view(torch.float32), wire[group.payload])
+        return values[:, : group.elements.shape[1]]
+
+    def _write(self, wire: Tensor, group: _Group, values_kl: Tensor) -> None:
+        header, payload_kp = self.encode_rows(values_kl)
+        wire[group.header] = header.view(torch.uint8)
+        wire[group.payload] = payload_kp
 
 
-def minmax_uint8_decode(wire: Tensor, table: Tensor, x: Tensor) -> None:
-    """`torchbagua::minmax_uint8_decode`, see schema.py."""
-    check_codec("minmax_uint8_decode", x, table, wire)
-    _check_blocks("minmax_uint8_decode", table, x.numel(), wire.numel())
-    for group in _groups(table):
-        x[group.elements] = _read(wire, group).to(x.dtype)
+_MINMAX_UINT8 = _Codec("minmax_uint8", minmax_uint8_rows.encode_rows, minmax_uint8_rows.decode_rows)
+minmax_uint8_encode = _MINMAX_UINT8.encode
+minmax_uint8_decode = _MINMAX_UINT8.decode
+minmax_uint8_decode_mean_encode = _MINMAX_UINT8.decode_mean_encode
 
-
-def minmax_uint8_decode_mean_encode(rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
-    """`torchbagua::minmax_uint8_decode_mean_encode`, see schema.py."""
-    check_mean("minmax_uint8_decode_mean_encode", rows, table, divisor, wire)
-    _check_blocks("minmax_uint8_decode_mean_encode", table, None, wire.numel())
-    for group in _groups(table):
-        total_kl = _read(rows[0], group)
-        for row in rows[1:]:
-            total_kl = total_kl + _read(row, group)
-        _write(wire, group, torch.div(total_kl, torch.full_like(total_kl, divisor)))
+_SIGN_1BIT = _Codec("sign_1bit", sign_1bit_rows.encode_rows, sign_1bit_rows.decode_rows)
+sign_1bit_encode = _SIGN_1BIT.encode
+sign_1bit_decode = _SIGN_1BIT.decode
+sign_1bit_decode_mean_encode = _SIGN_1BIT.decode_mean_encode
 
 
 def qadam_update(
@@ -174,5 +138,7 @@ def qadam_update(
         weight.copy_(kept - torch.where(variance == 0, 0.0, distance))
 
 
-for _kernel in (minmax_uint8_encode, minmax_uint8_decode, minmax_uint8_decode_mean_encode, qadam_update):
-    torch.library.impl(f"torchbagua::{_kernel.__name__}", "default", _kernel)
+for _codec in (_MINMAX_UINT8, _SIGN_1BIT):
+    for _kernel in (_codec.encode, _codec.decode, _codec.decode_mean_encode):
+        torch.library.impl(f"torchbagua::{_codec.name}_{_kernel.__name__}", "default", _kernel)
+torch.library.impl("torchbagua::qadam_update", "default", qadam_update)

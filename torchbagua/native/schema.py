@@ -1,9 +1,10 @@
 """The native operations: schemas, what they refuse, and fakes. Kernels: reference.py and csrc_cuda.
 
 A *block table* is an int64 tensor [B, 4] on the device of the data, one row for each block: `start`, the offset of the
-block in x in elements; `length`, its elements, at least 1; `header`, the offset in the wire of its 8 header bytes, a
-multiple of 4; `payload`, the offset in the wire of its `length` code bytes. What the blocks of one table write must not
-overlap, nor may a tensor that is written overlap one that is read: the result would depend on the kernel.
+block in x in elements; `length`, its elements, at least 1; `header`, the offset in the wire of its header bytes, a
+multiple of 4; `payload`, the offset in the wire of its payload bytes; CODECS has how many they are. What the blocks of
+one table write must not overlap, nor may a tensor that is written overlap one that is read: the result would depend on
+the kernel.
 
 An operation that refuses its arguments raises ValueError and has written nothing.
 """
@@ -12,11 +13,36 @@ from __future__ import annotations
 
 import ctypes
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 ELEMENT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+UNUSABLE_MAGNITUDE = 0x7E800000  # bits of 2^126: no codec takes a magnitude from there on
+
+
+class BlockFormat(NamedTuple):
+    """The bytes of a block in the wire of one codec."""
+
+    header_bytes: int
+    elements_per_byte: int
+
+    def payload_bytes(self, lengths: Tensor) -> Tensor:
+        """The payload bytes of blocks of `lengths` elements: whole ones."""
+        return -(-lengths // self.elements_per_byte)
+
+    def most_bytes(self, num_elements: int, num_blocks: int) -> int:
+        """The most that headers and payloads of `num_blocks` blocks with `num_elements` elements in all can take."""
+        most_per_block = self.elements_per_byte - 1
+        return self.header_bytes * num_blocks + (num_elements + most_per_block * num_blocks) // self.elements_per_byte
+
+
+# The codecs by the beginning of their operations' names. Of each there are `_encode`, `_decode`, `_decode_mean_encode`.
+CODECS = {
+    "minmax_uint8": BlockFormat(header_bytes=8, elements_per_byte=1),  # minimum, maximum; a byte an element
+    "sign_1bit": BlockFormat(header_bytes=4, elements_per_byte=8),  # scale; a bit an element
+}
 
 
 def _describe(tensor: Tensor) -> str:
@@ -51,7 +77,7 @@ def check_device(operation: str, argument: str, tensor: Tensor, first: Tensor) -
 
 
 def check_codec(operation: str, x: Tensor, table: Tensor, wire: Tensor) -> None:
-    """Raise ValueError for arguments that `minmax_uint8_encode` and `minmax_uint8_decode` refuse by their type."""
+    """Raise ValueError for arguments that `encode` and `decode` of a codec refuse by their type."""
     if x.dim() != 1 or not x.is_contiguous() or x.dtype not in ELEMENT_TYPES:
         raise refusal(operation, "x", "contiguous float32, bfloat16 or float16 [N]", _describe(x))
     check_bytes(operation, "wire", wire, 1)
@@ -61,7 +87,7 @@ def check_codec(operation: str, x: Tensor, table: Tensor, wire: Tensor) -> None:
 
 
 def check_mean(operation: str, rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
-    """Raise ValueError for arguments that `minmax_uint8_decode_mean_encode` refuses by their type or value."""
+    """Raise ValueError for arguments that `decode_mean_encode` of a codec refuses by their type or value."""
     check_bytes(operation, "rows", rows, 2)
     check_bytes(operation, "wire", wire, 1)
     if rows.shape[0] < 1:
@@ -90,20 +116,29 @@ def check_qadam(weights: list[Tensor], **others: list[Tensor]) -> None:
             raise refusal(operation, "weights", "contiguous float32, bfloat16 or float16", _describe(weight))
 
 
-# MinMaxUInt8, block-wise (algorithms.md, "MinMaxUInt8"). x: [N] float32, bfloat16 or float16; wire: [W] uint8.
-# Reads x, writes the header and the codes of every block; other bytes of the wire stay as they are.
-torch.library.define("torchbagua::minmax_uint8_encode", "(Tensor x, Tensor table, Tensor(a!) wire) -> ()")
-
-# Reads the wire, writes x: float32 arithmetic, rounded to the type of x at the end. A block whose header no encoder
-# writes (not finite, 2^126 or more in magnitude, minimum above maximum) becomes NaN.
-torch.library.define("torchbagua::minmax_uint8_decode", "(Tensor wire, Tensor table, Tensor(a!) x) -> ()")
-
-# rows: [R, W], one wire of each sender. For every block: decode the R rows in float32, add them in the order of the
-# rows, divide by `divisor` in float32, encode into `wire` [W]. The `start` of a block is not used.
-torch.library.define(
-    "torchbagua::minmax_uint8_decode_mean_encode",
-    "(Tensor rows, Tensor table, float divisor, Tensor(a!) wire) -> ()",
-)
+# x: [N] float32, bfloat16 or float16; wire: [W] uint8; rows: [R, W], one wire of each sender.
+#
+# encode reads x, writes the header and the payload of every block; other bytes of the wire stay as they are.
+#
+# decode reads the wire, writes x: float32 arithmetic, rounded to the type of x at the end. A block whose header no
+# encoder writes becomes NaN.
+#
+# decode_mean_encode, for every block: decode the R rows in float32, add them in the order of the rows, divide by
+# `divisor` in float32, encode into `wire`. The `start` of a block is not used.
+#
+# MinMaxUInt8 (algorithms.md, "MinMaxUInt8") has minimum and maximum in its header, and no encoder writes one that is
+# not finite, 2^126 or more in magnitude, or has its minimum above its maximum.
+#
+# Sign1Bit has the mean magnitude in its header, which no encoder writes unless it is finite, below 2^126 and without
+# a sign bit. Bit i % 8 of payload byte i // 8 is the sign bit of element i; bits past the last element are written 0.
+# element/sign_1bit.h has the order in which magnitudes are added.
+for _codec in CODECS:
+    torch.library.define(f"torchbagua::{_codec}_encode", "(Tensor x, Tensor table, Tensor(a!) wire) -> ()")
+    torch.library.define(f"torchbagua::{_codec}_decode", "(Tensor wire, Tensor table, Tensor(a!) x) -> ()")
+    torch.library.define(
+        f"torchbagua::{_codec}_decode_mean_encode",
+        "(Tensor rows, Tensor table, float divisor, Tensor(a!) wire) -> ()",
+    )
 
 # QAdam after its warm-up (algorithms.md, "QAdam"), for each of several parameters, of any shape; arithmetic in float32.
 # With w = weight * shrink and g = gradient * gradient_sign + weight_decay * w, in this order:
@@ -119,16 +154,18 @@ torch.library.define(
 torch.library.define("torchbagua::cpu_instruction_set", "() -> str")
 
 
-def _encode_fake(x: Tensor, table: Tensor, wire: Tensor) -> None:
-    check_codec("minmax_uint8_encode", x, table, wire)
+def _register_codec_fakes(codec: str) -> None:
+    def encode(x: Tensor, table: Tensor, wire: Tensor) -> None:
+        check_codec(f"{codec}_encode", x, table, wire)
 
+    def decode(wire: Tensor, table: Tensor, x: Tensor) -> None:
+        check_codec(f"{codec}_decode", x, table, wire)
 
-def _decode_fake(wire: Tensor, table: Tensor, x: Tensor) -> None:
-    check_codec("minmax_uint8_decode", x, table, wire)
+    def decode_mean_encode(rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
+        check_mean(f"{codec}_decode_mean_encode", rows, table, divisor, wire)
 
-
-def _decode_mean_encode_fake(rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
-    check_mean("minmax_uint8_decode_mean_encode", rows, table, divisor, wire)
+    for fake in (encode, decode, decode_mean_encode):
+        torch.library.register_fake(f"torchbagua::{codec}_{fake.__name__}", fake)
 
 
 def _qadam_fake(
@@ -142,6 +179,5 @@ def _qadam_fake(
 
 
 torch.library.register_fake("torchbagua::qadam_update", _qadam_fake)
-torch.library.register_fake("torchbagua::minmax_uint8_encode", _encode_fake)
-torch.library.register_fake("torchbagua::minmax_uint8_decode", _decode_fake)
-torch.library.register_fake("torchbagua::minmax_uint8_decode_mean_encode", _decode_mean_encode_fake)
+for _codec in CODECS:
+    _register_codec_fakes(_codec)

@@ -1,0 +1,149 @@
+// The loops of Sign1Bit over blocks: signs are packed and magnitudes are added in one pass. Signs are handled 32 at a
+// time, a word of which bit i is the sign of element i, and that goes to and from the wire with its lowest byte first.
+#pragma once
+
+#include "blocks.h"
+#include "element/sign_1bit.h"
+
+namespace torchbagua::cpu {
+
+static_assert(kLanes == kSignLanes && kTile % kLanes == 0, "a lane's sum goes on from tile to tile");
+
+// Bit `lane` alone. A table, because not every instruction set shifts each element by its own number.
+struct LaneBits {
+  uint32_t bits[kLanes];
+};
+
+constexpr LaneBits make_lane_bits() {
+  LaneBits result{};
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    result.bits[lane] = 1u << lane;
+  }
+  return result;
+}
+
+constexpr LaneBits kLaneBit = make_lane_bits();
+
+// The first `num_bytes` bytes, 4 at most, of the signs of up to 32 elements.
+TORCHBAGUA_ELEMENT uint32_t read_signs(const uint8_t* from, int64_t num_bytes) {
+  uint32_t signs = 0;
+  for (int64_t i = 0; i < num_bytes; ++i) {
+    signs |= static_cast<uint32_t>(from[i]) << (8 * i);
+  }
+  return signs;
+}
+
+TORCHBAGUA_ELEMENT void write_signs(uint32_t signs, int64_t num_bytes, uint8_t* to) {
+  for (int64_t i = 0; i < num_bytes; ++i) {
+    to[i] = static_cast<uint8_t>(signs >> (8 * i));
+  }
+}
+
+// Running sums of magnitudes, of a block that may come in parts; zero to begin with.
+struct MagnitudeSums {
+  float lanes[kLanes] = {};
+};
+
+TORCHBAGUA_ELEMENT float total_of(MagnitudeSums& sums) {
+  float* const lanes = sums.lanes;
+  fold_lanes([=](int64_t lane, int64_t other) TORCHBAGUA_INLINED { lanes[lane] += lanes[other]; });
+  return lanes[0];
+}
+
+struct Sign1Bit {
+  using Header = float;
+
+  static TORCHBAGUA_ELEMENT int64_t payload_bytes(int64_t length) { return length / 8 + (length % 8 != 0); }
+
+  // Adds the magnitudes of the values to the sums, and writes their signs. All parts of a block but the last must be
+  // multiples of kLanes.
+  template <typename T>
+  static TORCHBAGUA_ELEMENT void scan(const T* values, int64_t length, MagnitudeSums& sums, uint8_t* payload) {
+    MagnitudeSums running = sums;  // in registers
+    int64_t first = 0;
+    for (; first + kLanes <= length; first += kLanes) {
+      uint32_t signs = 0;
+#pragma omp simd reduction(| : signs)
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const float value = to_float(values[first + lane]);
+        running.lanes[lane] += absolute(value);
+        signs |= sign_mask(value) & kLaneBit.bits[lane];
+      }
+      write_signs(signs, 4, payload + first / 8);
+    }
+    if (first < length) {
+      uint32_t signs = 0;
+      for (int64_t lane = 0; lane < length - first; ++lane) {
+        const float value = to_float(values[first + lane]);
+        running.lanes[lane] += absolute(value);
+        signs |= sign_mask(value) & kLaneBit.bits[lane];
+      }
+      write_signs(signs, payload_bytes(length - first), payload + first / 8);
+    }
+    sums = running;
+  }
+
+  // Writes the header of a block whose payload is written, and takes the payload back where it means nothing.
+  static TORCHBAGUA_ELEMENT void finish(const Block& block, MagnitudeSums& sums, uint8_t* wire) {
+    const float scale = make_scale(total_of(sums), static_cast<float>(block.length));
+    write_header(wire + block.header, scale);
+    if (!is_usable(scale)) {
+      std::memset(wire + block.payload, 0, payload_bytes(block.length));
+    }
+  }
+
+  template <typename T>
+  static TORCHBAGUA_ELEMENT void encode(const T* x, const Table& table, uint8_t* wire) {
+    for (int64_t b = 0; b < table.num_blocks; ++b) {
+      const Block block = table.blocks[b];
+      MagnitudeSums sums;
+      scan(x + block.start, block.length, sums, wire + block.payload);
+      finish(block, sums, wire);
+    }
+  }
+
+  // Calls `put(i, value)` for every element of a payload.
+  template <typename T, typename Put>
+  static TORCHBAGUA_ELEMENT void decode_each(SignedScale<T> scale, const uint8_t* payload, int64_t length,
+                                             const Put& put) {
+    int64_t first = 0;
+    for (; first + kLanes <= length; first += kLanes) {
+      const uint32_t signs = read_signs(payload + first / 8, 4);
+#pragma omp simd
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        put(first + lane, (signs & kLaneBit.bits[lane]) != 0 ? scale.negative : scale.positive);
+      }
+    }
+    for (; first < length; ++first) {
+      put(first, (payload[first / 8] >> (first % 8) & 1) != 0 ? scale.negative : scale.positive);
+    }
+  }
+
+  template <typename T>
+  static TORCHBAGUA_ELEMENT void decode(Header header, const uint8_t* payload, int64_t length, T* values) {
+    decode_each(make_signed_scale<T>(header), payload, length,
+                [=](int64_t i, T value) TORCHBAGUA_INLINED { values[i] = value; });
+  }
+
+  static TORCHBAGUA_ELEMENT void add(Header header, const uint8_t* payload, int64_t length, float* sum) {
+    decode_each(make_signed_scale<float>(header), payload, length,
+                [=](int64_t i, float value) TORCHBAGUA_INLINED { sum[i] += value; });
+  }
+
+  static TORCHBAGUA_ELEMENT void decode_mean_encode(const Senders& senders, const Table& table, uint8_t* wire) {
+    alignas(64) float mean[kTile];
+    for (int64_t b = 0; b < table.num_blocks; ++b) {
+      const Block block = table.blocks[b];
+      const Block next = block_or_none(table, b + 1);
+      MagnitudeSums sums;
+      for (int64_t first = 0; first < block.length; first += kTile) {
+        const int64_t length = std::min(kTile, block.length - first);
+        mean_of<Sign1Bit>(senders, block, next, first, length, mean);
+        scan(mean, length, sums, wire + block.payload + first / 8);
+      }
+      finish(block, sums, wire);
+    }
+  }
+};
+
+}  // namespace torchbagua::cpu

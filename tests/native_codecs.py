@@ -1,0 +1,156 @@
+"""The native codecs as the tests see them: their bytes, tables of blocks, hostile values, and both kernels at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchbagua.native import reference
+
+OPS = torch.ops.torchbagua
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+L = 128  # a block length of the tests: four of the kernels' 32 lanes
+TILE = 4096  # elements: the kernels take longer blocks in several steps
+
+
+@dataclass(frozen=True)
+class Codec:
+    """The bytes of a block, and the beginning of the operations' names."""
+
+    name: str
+    header_bytes: int
+    elements_per_byte: int
+
+    def payload_bytes(self, length: int) -> int:
+        """Of a block of `length` elements."""
+        return -(-length // self.elements_per_byte)
+
+    def kernels(self, operation: str) -> list[Callable[..., None]]:
+        """The native kernel and the reference."""
+        return [getattr(kernels, f"{self.name}_{operation}") for kernels in (OPS, reference)]
+
+    def opcheck(self, operation: str, *arguments: Any) -> None:
+        """Check the operation's registration."""
+        torch.library.opcheck(getattr(OPS, f"{self.name}_{operation}").default, arguments)
+
+
+MINMAX_UINT8 = Codec("minmax_uint8", header_bytes=8, elements_per_byte=1)
+SIGN_1BIT = Codec("sign_1bit", header_bytes=4, elements_per_byte=8)
+CODECS = (MINMAX_UINT8, SIGN_1BIT)
+
+
+def lay_out(codec: Codec, lengths: list[int], seed: int = 0) -> tuple[Tensor, int]:
+    """A table of blocks of `lengths`, and its wire's size: in x, in the wire and in the table they stand in any order,
+    with gaps between them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def place(sizes: list[int], unit: int) -> list[int]:
+        offsets, offset = [0] * len(sizes), 0
+        for index in torch.randperm(len(sizes), generator=generator).tolist():
+            offset += unit * int(torch.randint(0, 3, (), generator=generator))
+            offsets[index] = offset
+            offset += sizes[index]
+        return offsets
+
+    start = place(lengths, 1)
+    header = place([codec.header_bytes] * len(lengths), 4)
+    first_payload = max(header, default=0) + codec.header_bytes
+    sizes = [codec.payload_bytes(length) for length in lengths]
+    payload = [first_payload + offset for offset in place(sizes, 1)]
+    table = torch.tensor([start, lengths, header, payload], dtype=torch.int64).T.contiguous()
+    return table, max((p + n for p, n in zip(payload, sizes, strict=True)), default=0) + 5
+
+
+def num_elements(table: Tensor) -> int:
+    """The size of an x that holds all blocks and a little more."""
+    return int((table[:, 0] + table[:, 1]).max()) + 3 if len(table) else 0
+
+
+def random_bits(count: int, seed: int) -> Tensor:
+    """Every float32 there is: NaN, Inf, subnormals and all."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, (count,), generator=generator).to(torch.int32).view(torch.float32)
+
+
+def hostile_values(kind: str, count: int, seed: int) -> Tensor:
+    """`count` float32 values of one kind of trouble."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(count, generator=generator)
+    if kind == "any bits":
+        return random_bits(count, seed)
+    if kind == "finite bits":
+        bits = random_bits(count, seed)
+        return torch.where(bits.abs() < 2.0**126, bits, 1.0)
+    if kind == "one not finite":
+        bad = torch.tensor([torch.nan, torch.inf, -torch.inf, 2.0**126, -(2.0**127)])[seed % 5]
+        normal[seed % max(count, 1) :][:1] = bad
+        return normal
+    if kind == "constant":
+        return random_bits(1, seed).nan_to_num().clamp(-1e37, 1e37).repeat(count)
+    if kind == "zeros":
+        return torch.where(normal > 0, 0.0, -0.0)
+    if kind == "subnormal":
+        return normal * 1e-39
+    if kind == "offset":
+        return 1e3 + normal * 1e-3
+    if kind == "one sign":
+        return normal.abs() + 1e-3
+    return normal * 10.0 ** ((seed % 77) - 38)  # "scaled": 1e-38 to 1e38
+
+
+KINDS = ("scaled", "any bits", "finite bits", "one not finite", "constant", "zeros", "subnormal", "offset", "one sign")
+lengths_of_blocks = st.lists(st.sampled_from((1, 2, 31, 32, 33, L - 1, L, L + 1, 3 * L)), max_size=6)
+seeds = st.integers(0, 2**31)
+several = settings(max_examples=60, deadline=None)
+
+
+def assert_same_values(got: Tensor, expected: Tensor) -> None:
+    """Equal bits, but any NaN for a NaN: its payload is the processor's own affair."""
+    bits = {2: torch.int16, 4: torch.int32}[got.element_size()]
+    same = (got.view(bits) == expected.view(bits)) | (got.isnan() & expected.isnan())
+    assert same.all(), (got[~same], expected[~same])
+
+
+def encoded_by_both(codec: Codec, x: Tensor, table: Tensor, wire_bytes: int, seed: int = 0) -> Tensor:
+    """The wire of x, which native and reference agree on, padding (random here) included."""
+    before = torch.randint(0, 256, (wire_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    wires = before.clone(), before.clone()
+    for encode, wire in zip(codec.kernels("encode"), wires, strict=True):
+        encode(x, table, wire)
+    assert torch.equal(*wires)
+    return wires[0]
+
+
+def decoded_by_both(codec: Codec, wire: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    """The x of a wire, which native and reference agree on; what lies between the blocks is 7."""
+    outputs = [torch.full((num_elements(table),), 7.0, dtype=dtype) for _ in range(2)]
+    for decode, output in zip(codec.kernels("decode"), outputs, strict=True):
+        decode(wire, table, output)
+    assert_same_values(*outputs)
+    return outputs[0]
+
+
+def mean_by_both(codec: Codec, rows: Tensor, table: Tensor, divisor: float) -> Tensor:
+    """The wire of the mean of rows, which native and reference agree on; what lies between the blocks is 7."""
+    wires = [torch.full_like(rows[0], 7) for _ in range(2)]
+    for decode_mean_encode, wire in zip(codec.kernels("decode_mean_encode"), wires, strict=True):
+        decode_mean_encode(rows, table, divisor, wire)
+    assert torch.equal(*wires)
+    return wires[0]
+
+
+def assert_header_decodes_to_nan(codec: Codec, values: list[float], dtype: torch.dtype) -> None:
+    """A block with these floats for a header decodes to NaN, and a mean with it has a NaN header and a zero payload."""
+    table, wire_bytes = lay_out(codec, [L])
+    start, _, header, payload = table[0].tolist()
+    wire = torch.arange(wire_bytes).to(torch.uint8)
+    wire[header : header + codec.header_bytes] = torch.tensor(values).view(torch.uint8)
+
+    assert decoded_by_both(codec, wire, table, dtype)[start : start + L].isnan().all()
+    mean = mean_by_both(codec, torch.stack((wire, wire)), table, 2.0)
+    assert mean[header : header + codec.header_bytes].view(torch.float32).isnan().all()
+    assert not mean[payload : payload + codec.payload_bytes(L)].any()
