@@ -52,7 +52,6 @@ def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, batche
     for _ in range(steps):
         optimizer.zero_grad()
         loss_on_batch(ddp, BATCH, batches).backward()
-        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
         optimizer.step()
 
 

@@ -28,8 +28,8 @@ class QAdamAlgorithm(Algorithm):
     travels as ByteGrad's gradients do (1-bit Adam, Tang et al., arXiv 2102.02888; Bagua, arXiv 2107.01499). The
     gradient becomes (mean - b1 m) / (1 - b1), from which the optimizer's step forms the mean again; so GradScaler and
     whatever else stands between backward and step act on a gradient, as everywhere. In 8 bits its norm is true to
-    about one per cent. In one bit all of a block's momenta have one magnitude, and the norm is about twice the mean
-    gradient's: so has to be a clipping threshold. What other optimizers train is averaged in
+    about one per cent. In one bit it is twice the mean gradient's or many times, since all momenta of a block
+    have one magnitude: there, clip in the warm-up only. What other optimizers train is averaged in
     full precision.
 
     With error feedback every rank adds to its momentum what compression left out of the last one, and the owner of a
