@@ -121,15 +121,17 @@ struct OperationNames {
   const char* encode;
   const char* decode;
   const char* decode_mean_encode;
+  const char* encode_feedback;
 };
 
 template <typename Codec>
 constexpr OperationNames kNames{};
 template <>
 constexpr OperationNames kNames<cpu::MinMaxUInt8>{"minmax_uint8_encode", "minmax_uint8_decode",
-                                                  "minmax_uint8_decode_mean_encode"};
+                                                  "minmax_uint8_decode_mean_encode", "minmax_uint8_encode_feedback"};
 template <>
-constexpr OperationNames kNames<cpu::Sign1Bit>{"sign_1bit_encode", "sign_1bit_decode", "sign_1bit_decode_mean_encode"};
+constexpr OperationNames kNames<cpu::Sign1Bit>{"sign_1bit_encode", "sign_1bit_decode", "sign_1bit_decode_mean_encode",
+                                               "sign_1bit_encode_feedback"};
 
 template <typename Codec>
 void encode(const Tensor& x, const Tensor& table, const Tensor& wire) {
@@ -174,6 +176,32 @@ void decode_mean_encode(const Tensor& rows, const Tensor& table, double divisor,
   const cpu::Senders senders{static_cast<const uint8_t*>(rows.const_data_ptr()), rows.size(0), rows.size(1), rounded};
   auto* bytes = static_cast<uint8_t*>(wire.mutable_data_ptr());
   cpu::run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { Codec::decode_mean_encode(senders, checked, bytes); });
+}
+
+// Refuses unless `tensor` is contiguous float32 [num_elements]; any length where that is kAnyStart.
+void check_floats(const char* op, const char* argument, const Tensor& tensor, int64_t num_elements) {
+  if (!is_plain(tensor, 1) || tensor.scalar_type() != ScalarType::Float ||
+      (num_elements != kAnyStart && tensor.numel() != num_elements)) {
+    const std::string length = num_elements == kAnyStart ? "N" : text_of(num_elements);
+    refuse(op, argument, text_of("contiguous float32 [", length, "]"), describe(tensor));
+  }
+}
+
+template <typename Codec>
+void encode_feedback(const Tensor& x, const Tensor& residual, const Tensor& table, const Tensor& wire,
+                     const Tensor& left_out) {
+  constexpr const char* kOp = kNames<Codec>.encode_feedback;
+  check_floats(kOp, "x", x, kAnyStart);
+  check_floats(kOp, "residual", residual, x.numel());
+  check_floats(kOp, "left_out", left_out, x.numel());
+  check_bytes(kOp, "wire", wire, 1);
+  const cpu::Table checked = check_table<Codec>(kOp, table, x.numel(), wire.numel());
+  const auto* values = static_cast<const float*>(x.const_data_ptr());
+  const auto* left_before = static_cast<const float*>(residual.const_data_ptr());
+  auto* bytes = static_cast<uint8_t*>(wire.mutable_data_ptr());
+  auto* left = static_cast<float*>(left_out.mutable_data_ptr());
+  cpu::run_under(kInstructionSet,
+                 [=]() TORCHBAGUA_INLINED { cpu::encode_feedback<Codec>(values, left_before, checked, bytes, left); });
 }
 
 // Refuses unless `tensors` are contiguous and like `weights`, one by one.
@@ -225,6 +253,38 @@ void qadam_update(const std::vector<Tensor>& weights, const std::vector<Tensor>&
   }
 }
 
+// qadam_form_momenta, or qadam_form_gradients.
+template <bool kToMomenta>
+void qadam_change_form(const std::vector<Tensor>& values, const std::vector<Tensor>& momenta, double beta1,
+                       double share) {
+  constexpr const char* kOp = kToMomenta ? "qadam_form_momenta" : "qadam_form_gradients";
+  constexpr const char* kValues = kToMomenta ? "gradients" : "averages";
+  if (momenta.size() != values.size()) {
+    refuse(kOp, "momenta", text_of("a list of ", values.size(), " tensors"), text_of("a list of ", momenta.size()));
+  }
+  for (size_t i = 0; i < values.size(); ++i) {
+    check_floats(kOp, kValues, values[i], kAnyStart);
+    if (!is_plain(momenta[i], 1) || momenta[i].numel() != values[i].numel() ||
+        !with_element_of(momenta[i], [](auto) {})) {
+      refuse(kOp, "momenta", text_of("contiguous float32, bfloat16 or float16 [", values[i].numel(), "]"),
+             describe(momenta[i]));
+    }
+  }
+  const float own_beta1 = static_cast<float>(beta1);
+  const float own_share = static_cast<float>(share);
+  for (size_t i = 0; i < values.size(); ++i) {
+    with_element_of(momenta[i], [&](auto element) {
+      auto* data = static_cast<float*>(values[i].mutable_data_ptr());
+      const auto* momentum = static_cast<const decltype(element)*>(momenta[i].const_data_ptr());
+      torch::stable::parallel_for(0, values[i].numel(), kGrain, [=](int64_t begin, int64_t end) {
+        cpu::run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED {
+          cpu::change_form<kToMomenta>(data, momentum, own_beta1, own_share, begin, end);
+        });
+      });
+    });
+  }
+}
+
 std::string cpu_instruction_set() { return cpu::name_of(kInstructionSet); }
 
 }  // namespace
@@ -233,9 +293,13 @@ STABLE_TORCH_LIBRARY_IMPL(torchbagua, CPU, library) {
   library.impl(kNames<cpu::MinMaxUInt8>.encode, TORCH_BOX(&encode<cpu::MinMaxUInt8>));
   library.impl(kNames<cpu::MinMaxUInt8>.decode, TORCH_BOX(&decode<cpu::MinMaxUInt8>));
   library.impl(kNames<cpu::MinMaxUInt8>.decode_mean_encode, TORCH_BOX(&decode_mean_encode<cpu::MinMaxUInt8>));
+  library.impl(kNames<cpu::MinMaxUInt8>.encode_feedback, TORCH_BOX(&encode_feedback<cpu::MinMaxUInt8>));
   library.impl(kNames<cpu::Sign1Bit>.encode, TORCH_BOX(&encode<cpu::Sign1Bit>));
   library.impl(kNames<cpu::Sign1Bit>.decode, TORCH_BOX(&decode<cpu::Sign1Bit>));
   library.impl(kNames<cpu::Sign1Bit>.decode_mean_encode, TORCH_BOX(&decode_mean_encode<cpu::Sign1Bit>));
+  library.impl(kNames<cpu::Sign1Bit>.encode_feedback, TORCH_BOX(&encode_feedback<cpu::Sign1Bit>));
+  library.impl("qadam_form_momenta", TORCH_BOX(&qadam_change_form<true>));
+  library.impl("qadam_form_gradients", TORCH_BOX(&qadam_change_form<false>));
   library.impl("qadam_update", TORCH_BOX(&qadam_update));
 }
 

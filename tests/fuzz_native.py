@@ -66,6 +66,7 @@ def fuzz_once(draw: random.Random) -> bool:
         "encode": (x, table, wire),
         "decode": (wire, table, x),
         "decode_mean_encode": (wires, table, float(num_rows), wire),
+        "encode_feedback": (x.float(), own_memory(x.float(), draw), table, wire, own_memory(x.float(), draw)),
     }
     operation = draw.choice(sorted(calls))
     try:

@@ -154,3 +154,18 @@ def assert_header_decodes_to_nan(codec: Codec, values: list[float], dtype: torch
     mean = mean_by_both(codec, torch.stack((wire, wire)), table, 2.0)
     assert mean[header : header + codec.header_bytes].view(torch.float32).isnan().all()
     assert not mean[payload : payload + codec.payload_bytes(L)].any()
+
+
+def feedback_by_both(
+    codec: Codec, x: Tensor, residual: Tensor, table: Tensor, wire_bytes: int
+) -> tuple[Tensor, Tensor]:
+    """Wire and left_out of x with a residual, which native and reference agree on; between the blocks both are 7."""
+    results = []
+    for kernel in codec.kernels("encode_feedback"):
+        wire, left_out = torch.full((wire_bytes,), 7, dtype=torch.uint8), torch.full_like(x, 7.0)
+        kernel(x, residual, table, wire, left_out)
+        results.append((wire, left_out))
+    (wire, left_out), (other_wire, other_left_out) = results
+    assert torch.equal(wire, other_wire)
+    assert_same_values(left_out, other_left_out)
+    return wire, left_out

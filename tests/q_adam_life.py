@@ -55,8 +55,10 @@ class Trainer:
         names = {parameter: name for name, parameter in self.named.items()}
 
         def recording_hook(state: tb.AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            gradients = zip(bucket.parameters(), bucket.gradients(), strict=True)
-            self.life.local[-1].update({names[parameter]: gradient.clone() for parameter, gradient in gradients})
+            # Not bucket.gradients(), which takes all parameters for contiguous (torch 2.13).
+            parts = bucket.buffer().split([parameter.numel() for parameter in bucket.parameters()])
+            for parameter, part in zip(bucket.parameters(), parts, strict=True):
+                self.life.local[-1][names[parameter]] = part.as_strided(parameter.shape, parameter.stride()).clone()
             return tb.comm_hook(state, bucket)
 
         group = self.group if nodes is None else tb.BaguaProcessGroup(self.group, nodes=nodes)

@@ -27,10 +27,14 @@ def test_status_tells_native_from_reference() -> None:
         "minmax_uint8_decode",
         "minmax_uint8_decode_mean_encode",
         "minmax_uint8_encode",
+        "minmax_uint8_encode_feedback",
+        "qadam_form_gradients",
+        "qadam_form_momenta",
         "qadam_update",
         "sign_1bit_decode",
         "sign_1bit_decode_mean_encode",
         "sign_1bit_encode",
+        "sign_1bit_encode_feedback",
     }
     for row in rows:
         native = row.path in ("aot", "jit")

@@ -22,8 +22,10 @@ from native_codecs import (
     TILE,
     Codec,
     L,
+    assert_same_values,
     decoded_by_both,
     encoded_by_both,
+    feedback_by_both,
     hostile_values,
     lay_out,
     lengths_of_blocks,
@@ -106,6 +108,25 @@ def test_same_bytes_of_a_mean(
 
 
 @pytest.mark.parametrize("codec", CODECS)
+@several
+@given(lengths_of_blocks, st.sampled_from(KINDS), st.sampled_from(KINDS), seeds)
+def test_same_bytes_with_feedback(codec: Codec, lengths: list[int], kind: str, residual_kind: str, seed: int) -> None:
+    table, wire_bytes = lay_out(codec, lengths, seed)
+    x = hostile_values(kind, num_elements(table), seed)
+    residual = hostile_values(residual_kind, num_elements(table), seed + 1)
+
+    wire, left_out = feedback_by_both(codec, x, residual, table, wire_bytes)
+
+    again = torch.full_like(wire, 7)
+    codec.kernels("encode")[1](x + residual, table, again)
+    assert torch.equal(wire, again), "the fused operation is add, encode, decode, subtract"
+    decoded = decoded_by_both(codec, wire, table, torch.float32)
+    for start, length, *_ in table.tolist():
+        block = slice(start, start + length)
+        assert_same_values(left_out[block], (x + residual)[block] - decoded[block])
+
+
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("length", [TILE, TILE + 1, 3 * TILE + 5, 50_000])
 def test_same_bytes_of_blocks_longer_than_a_tile(codec: Codec, length: int) -> None:
     table, wire_bytes = lay_out(codec, [length, 100, length])
@@ -115,6 +136,7 @@ def test_same_bytes_of_blocks_longer_than_a_tile(codec: Codec, length: int) -> N
     rows = torch.stack([encoded_by_both(codec, x, table, wire_bytes) for x in values])
 
     decoded_by_both(codec, mean_by_both(codec, rows, table, 3.0), table, torch.float32)
+    feedback_by_both(codec, values[0], values[1], table, wire_bytes)
 
 
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
@@ -165,3 +187,4 @@ def test_opcheck(codec: Codec) -> None:
     codec.opcheck("encode", x, table, wire)
     codec.opcheck("decode", wire, table, x)
     codec.opcheck("decode_mean_encode", wire.repeat(3, 1), table, 3.0, wire)
+    codec.opcheck("encode_feedback", x, x.flip(0), table, wire, torch.zeros_like(x))

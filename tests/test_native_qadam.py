@@ -28,6 +28,7 @@ NUMBERS = {
     "step_size": 1e-3,
 }
 INTEGERS = {2: torch.int16, 4: torch.int32}
+FORMS = {"qadam_form_momenta": "gradients", "qadam_form_gradients": "averages"}  # what the first argument is called
 LENGTHS = [0, 1, 15, 16, 17, 1000, 3 * 2**15 + 5]
 
 
@@ -78,6 +79,45 @@ def test_native_gives_the_bits_of_the_reference(dtype: torch.dtype, is_hostile: 
         assert not torch.equal(mine[0][-1], before[0][-1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_hostile", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_have_the_bits_of_the_reference(name: str, dtype: torch.dtype, is_hostile: bool) -> None:
+    _, values, *_ = arguments(torch.float32, is_hostile=is_hostile)
+    _, _, momenta, _ = arguments(dtype, is_hostile=is_hostile)
+    (mine, theirs), before = copies([values, values]), copies([momenta])[0]
+    getattr(OPS, name)(mine, momenta, beta1=0.9, share=0.1 / 1024)
+    getattr(reference, name)(theirs, momenta, beta1=0.9, share=0.1 / 1024)
+    assert all(map(same, mine, theirs))
+    assert all(map(same, momenta, before))
+    assert is_hostile or not torch.equal(mine[-1], values[-1])
+
+
+def test_one_form_takes_the_other_back() -> None:
+    _, values, momenta, _ = arguments(torch.float32)
+    gradients = copies([values])[0]
+    OPS.qadam_form_momenta(gradients, momenta, beta1=0.9, share=0.1)
+    OPS.qadam_form_gradients(gradients, momenta, beta1=0.9, share=0.1)
+    # The momentum, of magnitude 4, is rounded to 2^-22, and a tenth of it is the gradient's.
+    assert all(torch.allclose(after, value, rtol=0, atol=1e-5) for after, value in zip(gradients, values, strict=True))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_refuse(name: str) -> None:
+    values, momenta = [torch.ones(3)], [torch.ones(3)]
+    for bad_values, bad_momenta, message in (
+        (values, [], "momenta must be a list of 1 tensors, got a list of 0"),
+        ([torch.ones(3).double()], momenta, f"{FORMS[name]} must be contiguous float32"),
+        ([torch.ones(6)[::2]], momenta, f"{FORMS[name]} must be contiguous float32"),
+        (values, [torch.ones(4)], r"momenta must be contiguous float32, bfloat16 or float16 \[3\]"),
+        (values, [torch.ones(3).int()], r"momenta must be contiguous float32, bfloat16 or float16 \[3\]"),
+    ):
+        for operation in (getattr(OPS, name), getattr(reference, name)):
+            with pytest.raises(ValueError, match=f"torchbagua::{name}: {message}"):
+                operation(bad_values, bad_momenta, beta1=0.9, share=0.1)
+        assert torch.equal(values[0], torch.ones(3))
+
+
 @pytest.mark.parametrize("instruction_set", ["default", "avx2"])
 def test_under_other_instruction_sets(instruction_set: str) -> None:
     run = subprocess.run(
@@ -89,7 +129,7 @@ def test_under_other_instruction_sets(instruction_set: str) -> None:
         timeout=100,
     )
     assert run.returncode == 0, run.stdout
-    assert "6 passed" in run.stdout
+    assert "18 passed" in run.stdout
 
 
 Change = Callable[[list[list[Tensor]]], Any]
@@ -119,4 +159,7 @@ def test_refusals(change: Change, message: str) -> None:
 
 
 def test_opcheck() -> None:
-    torch.library.opcheck(OPS.qadam_update.default, tuple(arguments(torch.float32)), NUMBERS)
+    lists = arguments(torch.float32)
+    torch.library.opcheck(OPS.qadam_update.default, tuple(lists), NUMBERS)
+    for name in FORMS:
+        torch.library.opcheck(getattr(OPS, name).default, tuple(lists[1:3]), {"beta1": 0.9, "share": 0.1})

@@ -79,6 +79,26 @@ def test_bad_arguments_are_refused(
     assert_refused(codec, operation, message, {**good, **changes(good)})
 
 
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("x must be contiguous float32", {"x": torch.zeros(16, dtype=torch.bfloat16)}),
+        ("x must be contiguous float32", {"x": torch.zeros(32)[::2]}),
+        (r"residual must be contiguous float32 \[16\]", {"residual": torch.zeros(15)}),
+        (r"residual must be contiguous float32 \[16\]", {"residual": torch.zeros(4, 4)}),
+        (r"left_out must be contiguous float32 \[16\]", {"left_out": torch.zeros(16, dtype=torch.float64)}),
+        ("wire must be contiguous uint8", {"wire": torch.zeros(32)}),
+        ("table must be contiguous int64", {"table": torch.zeros(1, 4)}),
+    ],
+)
+def test_bad_arguments_with_feedback_are_refused(codec: Codec, message: str, changes: dict[str, Any]) -> None:
+    good = good_arguments(codec)
+    arguments = {**good, "residual": good["x"].flip(0), "left_out": torch.zeros_like(good["x"])}
+    codec.kernels("encode_feedback")[0](**arguments)
+    assert_refused(codec, "encode_feedback", message, {**arguments, **changes})
+
+
 @pytest.mark.parametrize(("codec", "row"), [(codec, row) for codec in CODECS for row in bad_rows(codec)])
 def test_blocks_outside_the_tensors_are_refused(codec: Codec, row: tuple[int, ...]) -> None:
     arguments = good_arguments(codec)
@@ -86,6 +106,8 @@ def test_blocks_outside_the_tensors_are_refused(codec: Codec, row: tuple[int, ..
     message = rf"table must be rows .*, got row 1 = \({', '.join(map(str, row))}\)"
     assert_refused(codec, "encode", message, arguments)
     assert_refused(codec, "decode", message, arguments)
+    more = {"residual": arguments["x"].flip(0), "left_out": torch.zeros_like(arguments["x"])}
+    assert_refused(codec, "encode_feedback", message, {**arguments, **more})
     wire, table = arguments["wire"], arguments["table"]
     mean_arguments = {"rows": wire[None].clone(), "table": table, "divisor": 1.0, "wire": wire}
     if 0 <= row[0] <= 8 and row[1] != 17:  # the mean does not use start, and a row may have room for 17 elements

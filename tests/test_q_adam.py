@@ -51,6 +51,37 @@ def test_accumulation_moves_the_momentum_once() -> None:
     check_lives(run_ranks(2, body), initial_of(model))
 
 
+class ChannelsLast(nn.Module):
+    """A convolution whose weight lies in memory in another order than its shape has, and one that is transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(7, 20).t())
+
+    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+        x = (x @ x.t()).flatten().repeat(3)[:108].view(3, 3, 3, 4)
+        return self.convolution(x).flatten()[:20] @ self.transposed
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+def test_parameters_in_another_order_of_memory(as_views: bool) -> None:
+    """DDP flattens them as they lie in memory; each is one block here, whose codes do not depend on the order."""
+    model = build(ChannelsLast)
+    assert not model.convolution.weight.is_contiguous()
+    assert not model.transposed.is_contiguous()
+
+    def body(group: dist.ProcessGroup) -> Life:
+        trainer = Trainer(group, model, gradient_as_bucket_view=as_views)
+        impl = trainer.hook()
+        for _ in range(NUM_STEPS):
+            trainer.step()
+        impl.close()
+        return trainer.life
+
+    check_lives(run_ranks(2, body), initial_of(model))
+
+
 def test_attach_does_what_the_hook_does() -> None:
     model = build(Tower)
 

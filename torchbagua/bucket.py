@@ -16,6 +16,7 @@ from torchbagua.collectives import (
     low_precision_ring,
 )
 from torchbagua.compressors import Compressor, by_name
+from torchbagua.memory_order import shape_like
 from torchbagua.native.schema import ELEMENT_TYPES
 
 
@@ -85,10 +86,13 @@ class BaguaBucket:
         self._operations: list[Operation] = []
         self._groups = [group]
 
+    def parts(self, flat: torch.Tensor) -> list[tuple[BaguaTensor, torch.Tensor]]:
+        """Return each tensor with its part of `flat`, elements in the order of the tensor's memory."""
+        return list(zip(self.tensors, flat.split(self._segment_lengths), strict=True))
+
     def views(self, flat: torch.Tensor) -> list[tuple[BaguaTensor, torch.Tensor]]:
         """Return each tensor with its part of `flat`, in its shape."""
-        parts = zip(self.tensors, flat.split(self._segment_lengths), strict=True)
-        return [(tensor, part.view(tensor.parameter.shape)) for tensor, part in parts]
+        return [(tensor, shape_like(tensor.parameter, part)) for tensor, part in self.parts(flat)]
 
     def run(self) -> torch.Tensor:
         """Run the operations in order, in place on `flat`, and return it; one that raises fails the step."""

@@ -3,7 +3,7 @@
 // its caller, which sets the instructions that it is vectorised for.
 //
 // A codec is a struct of static members: Header; payload_bytes; encode and decode_mean_encode of whole tables; decode
-// of one payload to any type of element, and add of one payload, decoded, to floats.
+// of one payload to any type of element, and decode_each, which calls `put(i, value)` with the floats of one payload.
 #pragma once
 
 #include <algorithm>
@@ -104,12 +104,32 @@ TORCHBAGUA_ELEMENT void mean_of(const Senders& senders, const Block& block, cons
     if (row == 0) {
       Codec::decode(header, payload, length, mean);
     } else {
-      Codec::add(header, payload, length, mean);
+      Codec::decode_each(header, payload, length, [=](int64_t i, float value) TORCHBAGUA_INLINED { mean[i] += value; });
     }
   }
 #pragma omp simd
   for (int64_t i = 0; i < length; ++i) {
     mean[i] /= senders.divisor;
+  }
+}
+
+// Encodes x + residual, and writes what the wire leaves out of that, through which the sum has passed, block by block.
+template <typename Codec>
+TORCHBAGUA_ELEMENT void encode_feedback(const float* x, const float* residual, const Table& table, uint8_t* wire,
+                                        float* left_out) {
+  for (int64_t b = 0; b < table.num_blocks; ++b) {
+    const Block block = table.blocks[b];
+    const float* values = x + block.start;
+    const float* left_before = residual + block.start;
+    float* sum = left_out + block.start;
+#pragma omp simd
+    for (int64_t i = 0; i < block.length; ++i) {
+      sum[i] = values[i] + left_before[i];
+    }
+    Codec::encode(left_out, Table{&table.blocks[b], 1}, wire);
+    const auto header = read_header<typename Codec::Header>(wire + block.header);
+    Codec::decode_each(header, wire + block.payload, block.length,
+                       [=](int64_t i, float value) TORCHBAGUA_INLINED { sum[i] -= value; });
   }
 }
 

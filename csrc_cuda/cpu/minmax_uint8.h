@@ -104,11 +104,12 @@ struct MinMaxUInt8 {
     }
   }
 
-  static TORCHBAGUA_ELEMENT void add(Header header, const uint8_t* codes, int64_t length, float* sum) {
+  template <typename Put>
+  static TORCHBAGUA_ELEMENT void decode_each(Header header, const uint8_t* codes, int64_t length, const Put& put) {
     const Coder coder = make_coder(header);
 #pragma omp simd
     for (int64_t i = 0; i < length; ++i) {
-      sum[i] += dequantize(codes[i], coder);
+      put(i, dequantize(codes[i], coder));
     }
   }
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../element/qadam.h"
+#include "element/qadam.h"
 #include "instruction_set.h"
 
 namespace torchbagua::cpu {
@@ -27,6 +27,17 @@ TORCHBAGUA_ELEMENT void qadam_update(const QAdamStep& step, const QAdamTensors<E
 #pragma omp simd
   for (int64_t i = begin; i < end; ++i) {
     torchbagua::qadam_update(step, gradient[i], second_moment[i], momentum[i], weight[i]);
+  }
+}
+
+// Gradients to momenta, or averaged momenta to gradients, in place.
+template <bool kToMomenta, typename Element>
+TORCHBAGUA_ELEMENT void change_form(float* values, const Element* momentum, float beta1, float share, int64_t begin,
+                                    int64_t end) {
+#pragma omp simd
+  for (int64_t i = begin; i < end; ++i) {
+    values[i] = kToMomenta ? form_momentum(values[i], momentum[i], beta1, share)
+                           : form_gradient(values[i], momentum[i], beta1, share);
   }
 }
 

@@ -104,8 +104,8 @@ struct Sign1Bit {
 
   // Calls `put(i, value)` for every element of a payload.
   template <typename T, typename Put>
-  static TORCHBAGUA_ELEMENT void decode_each(SignedScale<T> scale, const uint8_t* payload, int64_t length,
-                                             const Put& put) {
+  static TORCHBAGUA_ELEMENT void put_each(SignedScale<T> scale, const uint8_t* payload, int64_t length,
+                                          const Put& put) {
     int64_t first = 0;
     for (; first + kLanes <= length; first += kLanes) {
       const uint32_t signs = read_signs(payload + first / 8, 4);
@@ -121,13 +121,13 @@ struct Sign1Bit {
 
   template <typename T>
   static TORCHBAGUA_ELEMENT void decode(Header header, const uint8_t* payload, int64_t length, T* values) {
-    decode_each(make_signed_scale<T>(header), payload, length,
-                [=](int64_t i, T value) TORCHBAGUA_INLINED { values[i] = value; });
+    put_each(make_signed_scale<T>(header), payload, length,
+             [=](int64_t i, T value) TORCHBAGUA_INLINED { values[i] = value; });
   }
 
-  static TORCHBAGUA_ELEMENT void add(Header header, const uint8_t* payload, int64_t length, float* sum) {
-    decode_each(make_signed_scale<float>(header), payload, length,
-                [=](int64_t i, float value) TORCHBAGUA_INLINED { sum[i] += value; });
+  template <typename Put>
+  static TORCHBAGUA_ELEMENT void decode_each(Header header, const uint8_t* payload, int64_t length, const Put& put) {
+    put_each(make_signed_scale<float>(header), payload, length, put);
   }
 
   static TORCHBAGUA_ELEMENT void decode_mean_encode(const Senders& senders, const Table& table, uint8_t* wire) {

@@ -42,4 +42,16 @@ TORCHBAGUA_ELEMENT void qadam_update(const QAdamStep& step, Element gradient, El
   from_float(kept - float_of(select(variance == 0.0f, 0u, bits_of(distance))), weight);
 }
 
+// The momentum that a rank sends, of its own gradient: `share` is (1 - beta1) / loss scale.
+template <typename Element>
+TORCHBAGUA_ELEMENT float form_momentum(float gradient, Element momentum, float beta1, float share) {
+  return gradient * share + to_float(momentum) * beta1;
+}
+
+// The gradient that explains an averaged momentum.
+template <typename Element>
+TORCHBAGUA_ELEMENT float form_gradient(float average, Element momentum, float beta1, float share) {
+  return (average - to_float(momentum) * beta1) / share;
+}
+
 }  // namespace torchbagua

@@ -14,6 +14,7 @@ from torchbagua.algorithms.residuals import ResidualsByParameter
 from torchbagua.bucket import BaguaBucket, BaguaTensor
 from torchbagua.collectives import BaguaProcessGroup, Held
 from torchbagua.compressors import DEFAULT_BLOCK, Compressor, MinMaxUInt8, Sign1Bit, check_block
+from torchbagua.memory_order import flatten_like
 
 _COMPRESSORS: dict[str, type[MinMaxUInt8 | Sign1Bit]] = {"MinMaxUInt8": MinMaxUInt8, "sign1bit": Sign1Bit}
 
@@ -195,22 +196,30 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     @torch.no_grad()
     def _form_momenta(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-        for gradient, history, share in self._with_histories(bucket):
-            gradient.mul_(share).add_(history)
+        for gradients, momenta, beta1, share in self._with_momenta(bucket):
+            torch.ops.torchbagua.qadam_form_momenta(gradients, momenta, beta1=beta1, share=share)
 
     @torch.no_grad()
     def _form_gradients(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-        for momentum, history, share in self._with_histories(bucket):
-            # By a tensor: on CUDA, division by a Python number is a multiplication by its reciprocal.
-            momentum.sub_(history).div_(torch.full((1,), share, device=momentum.device))
+        for averages, momenta, beta1, share in self._with_momenta(bucket):
+            torch.ops.torchbagua.qadam_form_gradients(averages, momenta, beta1=beta1, share=share)
 
-    def _with_histories(self, bucket: BaguaBucket) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
-        """Yield of each parameter its part of the flat tensor, b1 m, and (1 - b1) / loss scale."""
+    def _with_momenta(
+        self, bucket: BaguaBucket
+    ) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor], float, float]]:
+        """Yield, for each beta1 that parameters have, their parts of the flat tensor, their momenta, beta1 and share.
+
+        The share is (1 - beta1) / loss scale: gradients carry the scale, momenta do not.
+        """
         scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
-        for tensor, part in bucket.views(bucket.flat):
-            beta1 = self.optimizer.beta1_of(tensor.parameter)
+        alike: dict[float, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for tensor, part in bucket.parts(bucket.flat):
             momentum = self.optimizer.state[tensor.parameter]["exp_avg"]
-            yield part, momentum.float() * beta1, (1.0 - beta1) / scale
+            beta1 = self.optimizer.beta1_of(tensor.parameter)
+            alike.setdefault(beta1, []).append((part, flatten_like(tensor.parameter, momentum)))
+        for beta1, pairs in alike.items():
+            parts, momenta = map(list, zip(*pairs, strict=True))
+            yield parts, momenta, beta1, (1.0 - beta1) / scale
 
 
 def _run_parts(whole: BaguaBucket, parts: Sequence[BaguaBucket]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchbagua import native
+from torchbagua.memory_order import flatten_like, shape_like
 
 # In the state of a parameter past its warm-up: updates since then. Adam's own "step" stands still with the second
 # moment whose bias it corrects, so that Adam can go on from this state.
@@ -236,7 +237,7 @@ class QAdamOptimizer(torch.optim.Adam):
             group = self._group_of[id(members[0])]
             lr, decay, is_decoupled = float(group["lr"]), group["weight_decay"], group["decoupled_weight_decay"]
             beta1, beta2 = group["betas"]
-            tensors = [_contiguous(parameter, self.state[parameter]) for parameter in members]
+            tensors = [_flat_tensors(parameter, self.state[parameter]) for parameter in members]
             torch.ops.torchbagua.qadam_update(
                 *map(list, zip(*tensors, strict=True)),
                 gradient_sign=-1.0 if group["maximize"] else 1.0,
@@ -250,7 +251,7 @@ class QAdamOptimizer(torch.optim.Adam):
             for parameter, (weight, _, momentum, _) in zip(members, tensors, strict=True):
                 for changed, result in ((parameter, weight), (self.state[parameter]["exp_avg"], momentum)):
                     if result.data_ptr() != changed.data_ptr():  # a copy
-                        changed.permute(_memory_order(parameter)).copy_(result)
+                        changed.copy_(shape_like(parameter, result))
 
     @staticmethod
     def _check_group(group: dict[str, Any]) -> None:
@@ -277,16 +278,8 @@ def _check_numbers(options: dict[str, Any]) -> None:
         raise ValueError(f"QAdamOptimizer: betas must be two numbers in [0, 1), got {betas}")
 
 
-def _memory_order(parameter: Tensor) -> list[int]:
-    """Return the dimensions from the slowest to the fastest; channels_last has another order than contiguous."""
-    return sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
-
-
-def _contiguous(parameter: Tensor, state: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return weight, gradient and both moments, dimensions in the order of the weight's memory: views, or copies."""
+def _flat_tensors(parameter: Tensor, state: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Return weight, gradient and both moments in one dimension and one order: views, or copies."""
     assert parameter.grad is not None
     tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-    if all(tensor.is_contiguous() for tensor in tensors):
-        return tensors
-    order = _memory_order(parameter)
-    return tuple(tensor.permute(order).contiguous() for tensor in tensors)
+    return tuple(flatten_like(parameter, tensor) for tensor in tensors)

@@ -7,6 +7,7 @@ import torch
 
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import ErrorFeedback, Held
+from torchbagua.memory_order import flatten_like, shape_like
 
 
 class ResidualsByParameter:
@@ -45,7 +46,7 @@ class ResidualsByParameter:
         """Return what this rank holds, by "sent" and "mean" and by the name of the parameter, in its shape."""
         held = {name: self._held(parameter) for name, parameter in names.items() if id(parameter) in self._places}
         return {
-            kind: {name: getattr(both, kind).view(names[name].shape).clone() for name, both in held.items()}
+            kind: {name: shape_like(names[name], getattr(both, kind)).clone() for name, both in held.items()}
             for kind in Held._fields
         }
 
@@ -65,7 +66,7 @@ class ResidualsByParameter:
                 )
         self._places = {}
         for name in state["sent"]:
-            held = Held(*(state[kind][name].float().flatten().clone() for kind in Held._fields))
+            held = Held(*(flatten_like(names[name], state[kind][name].float()).clone() for kind in Held._fields))
             self._places[id(names[name])] = (ErrorFeedback(held), slice(0, held.sent.numel()))
 
     def _held(self, parameter: torch.Tensor) -> Held:

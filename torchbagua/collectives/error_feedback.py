@@ -32,12 +32,8 @@ class Residual:
     def encode(
         self, x_L: torch.Tensor, compressor: Compressor, layout: WireLayout, wire_W: torch.Tensor, elements: slice
     ) -> None:
-        """Add the residual of `elements` to `x_L`, in place, encode that, and stage what the wire leaves out of it."""
-        staged_L = self._staged[elements]
-        x_L.add_(self.values[elements])
-        compressor.encode(x_L, layout, wire_W)
-        compressor.decode(wire_W, layout, staged_L)
-        torch.sub(x_L, staged_L, out=staged_L)
+        """Encode `x_L` with the residual of `elements` added, and stage what the wire leaves out of it."""
+        compressor.encode_feedback(x_L, self.values[elements], layout, wire_W, self._staged[elements])
         self._is_staged = True
 
     def commit(self, without: Sequence[slice] = ()) -> None:

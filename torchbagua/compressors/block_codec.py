@@ -91,6 +91,17 @@ class BlockCodec:
         """Decode R wires of one chunk, add in float32 in row order, divide by `divisor`, encode into `wire_W`."""
         self._operation("decode_mean_encode")(rows_RW, layout.table, divisor, wire_W)
 
+    def encode_feedback(
+        self,
+        x_N: torch.Tensor,
+        residual_N: torch.Tensor,
+        layout: WireLayout,
+        wire_W: torch.Tensor,
+        left_out_N: torch.Tensor,
+    ) -> None:
+        """Encode `x_N + residual_N`, and write what the wire leaves out of that to `left_out_N`."""
+        self._operation("encode_feedback")(x_N, residual_N, layout.table, wire_W, left_out_N)
+
     def _operation(self, name: str) -> Callable[..., None]:
         operation: Callable[..., None] = getattr(torch.ops.torchbagua, f"{self.operations}_{name}")
         return operation

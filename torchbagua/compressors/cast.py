@@ -51,6 +51,18 @@ class Identity:
         """Add R rows in float32 in row order, divide by `divisor`, write `wire_W`."""
         _mean_of_rows(rows_RW.view(layout.dtype), divisor, wire_W.view(layout.dtype))
 
+    def encode_feedback(
+        self,
+        x_N: torch.Tensor,
+        residual_N: torch.Tensor,
+        layout: WireLayout,
+        wire_W: torch.Tensor,
+        left_out_N: torch.Tensor,
+    ) -> None:
+        """Encode `x_N + residual_N`, of which the wire leaves nothing out."""
+        self.encode(x_N.add_(residual_N), layout, wire_W)
+        left_out_N.zero_()
+
 
 @dataclass(frozen=True)
 class Cast:
@@ -106,6 +118,19 @@ class Cast:
     ) -> None:
         """Add R rows in float32 in row order, divide by `divisor`, round into `wire_W`."""
         _mean_of_rows(self._typed(rows_RW), divisor, self._typed(wire_W))
+
+    def encode_feedback(
+        self,
+        x_N: torch.Tensor,
+        residual_N: torch.Tensor,
+        layout: WireLayout,
+        wire_W: torch.Tensor,
+        left_out_N: torch.Tensor,
+    ) -> None:
+        """Encode `x_N + residual_N`, and write what rounding takes from that to `left_out_N`."""
+        self.encode(x_N.add_(residual_N), layout, wire_W)
+        self.decode(wire_W, layout, left_out_N)
+        torch.sub(x_N, left_out_N, out=left_out_N)
 
     def _typed(self, wire: torch.Tensor) -> torch.Tensor:
         return wire.view(_DTYPES[self.dtype])

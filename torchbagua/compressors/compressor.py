@@ -52,3 +52,17 @@ class Compressor(Protocol):
         What `rows_RW` holds afterwards is not defined.
         """
         ...
+
+    def encode_feedback(
+        self,
+        x_N: torch.Tensor,
+        residual_N: torch.Tensor,
+        layout: WireLayout,
+        wire_W: torch.Tensor,
+        left_out_N: torch.Tensor,
+    ) -> None:
+        """Encode `x_N + residual_N`, and write what the wire leaves out of that to `left_out_N`; all are float32.
+
+        What `x_N` holds afterwards is not defined.
+        """
+        ...

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from torchbagua.native import minmax_uint8_rows, sign_1bit_rows
-from torchbagua.native.schema import CODECS, BlockFormat, check_codec, check_mean, check_qadam, refusal
+from torchbagua.native.schema import (
+    CODECS,
+    BlockFormat,
+    check_codec,
+    check_feedback,
+    check_forms,
+    check_mean,
+    check_qadam,
+    refusal,
+)
 
 
 class _Group(NamedTuple):
@@ -81,6 +90,15 @@ class _Codec:
                 total_kl = total_kl + self._read(row, group)
             self._write(wire, group, torch.div(total_kl, torch.full_like(total_kl, divisor)))
 
+    def encode_feedback(self, x: Tensor, residual: Tensor, table: Tensor, wire: Tensor, left_out: Tensor) -> None:
+        """`torchbagua::<name>_encode_feedback`, see schema.py."""
+        check_feedback(f"{self.name}_encode_feedback", x, residual, table, wire, left_out)
+        _check_blocks(f"{self.name}_encode_feedback", CODECS[self.name], table, x.numel(), wire.numel())
+        for group in self._groups(table):
+            total_kl = x[group.elements] + residual[group.elements]
+            self._write(wire, group, total_kl)
+            left_out[group.elements] = total_kl - self._read(wire, group)
+
     def _groups(self, table: Tensor) -> Iterator[_Group]:
         header_offsets = torch.arange(CODECS[self.name].header_bytes, device=table.device)
         for length in table[:, 1].unique():
@@ -104,11 +122,13 @@ _MINMAX_UINT8 = _Codec("minmax_uint8", minmax_uint8_rows.encode_rows, minmax_uin
 minmax_uint8_encode = _MINMAX_UINT8.encode
 minmax_uint8_decode = _MINMAX_UINT8.decode
 minmax_uint8_decode_mean_encode = _MINMAX_UINT8.decode_mean_encode
+minmax_uint8_encode_feedback = _MINMAX_UINT8.encode_feedback
 
 _SIGN_1BIT = _Codec("sign_1bit", sign_1bit_rows.encode_rows, sign_1bit_rows.decode_rows)
 sign_1bit_encode = _SIGN_1BIT.encode
 sign_1bit_decode = _SIGN_1BIT.decode
 sign_1bit_decode_mean_encode = _SIGN_1BIT.decode_mean_encode
+sign_1bit_encode_feedback = _SIGN_1BIT.encode_feedback
 
 
 def qadam_update(
@@ -138,7 +158,22 @@ def qadam_update(
         weight.copy_(kept - torch.where(variance == 0, 0.0, distance))
 
 
+def qadam_form_momenta(gradients: list[Tensor], momenta: list[Tensor], *, beta1: float, share: float) -> None:
+    """`torchbagua::qadam_form_momenta`, see schema.py."""
+    check_forms("qadam_form_momenta", "gradients", gradients, momenta)
+    for gradient, momentum in zip(gradients, momenta, strict=True):
+        gradient.mul_(share).add_(momentum.float() * beta1)
+
+
+def qadam_form_gradients(averages: list[Tensor], momenta: list[Tensor], *, beta1: float, share: float) -> None:
+    """`torchbagua::qadam_form_gradients`, see schema.py."""
+    check_forms("qadam_form_gradients", "averages", averages, momenta)
+    for average, momentum in zip(averages, momenta, strict=True):
+        average.sub_(momentum.float() * beta1).div_(torch.full((1,), share, device=average.device))
+
+
 for _codec in (_MINMAX_UINT8, _SIGN_1BIT):
-    for _kernel in (_codec.encode, _codec.decode, _codec.decode_mean_encode):
+    for _kernel in (_codec.encode, _codec.decode, _codec.decode_mean_encode, _codec.encode_feedback):
         torch.library.impl(f"torchbagua::{_codec.name}_{_kernel.__name__}", "default", _kernel)
-torch.library.impl("torchbagua::qadam_update", "default", qadam_update)
+for _qadam_kernel in (qadam_update, qadam_form_momenta, qadam_form_gradients):
+    torch.library.impl(f"torchbagua::{_qadam_kernel.__name__}", "default", _qadam_kernel)

@@ -38,7 +38,8 @@ class BlockFormat(NamedTuple):
         return self.header_bytes * num_blocks + (num_elements + most_per_block * num_blocks) // self.elements_per_byte
 
 
-# The codecs by the beginning of their operations' names. Of each there are `_encode`, `_decode`, `_decode_mean_encode`.
+# The codecs by the beginning of their operations' names. Of each there are `_encode`, `_decode`, `_decode_mean_encode`,
+# `_encode_feedback`.
 CODECS = {
     "minmax_uint8": BlockFormat(header_bytes=8, elements_per_byte=1),  # minimum, maximum; a byte an element
     "sign_1bit": BlockFormat(header_bytes=4, elements_per_byte=8),  # scale; a bit an element
@@ -101,6 +102,37 @@ def check_mean(operation: str, rows: Tensor, table: Tensor, divisor: float, wire
     check_device(operation, "table", table, rows)
 
 
+def check_floats(operation: str, argument: str, tensor: Tensor, num_elements: int | None = None) -> None:
+    """Raise ValueError unless `tensor` is contiguous float32 with one dimension, as long as given where it is."""
+    length = tensor.numel() if num_elements is None else num_elements
+    if tensor.shape != (length,) or not tensor.is_contiguous() or tensor.dtype != torch.float32:
+        allowed = f"contiguous float32 [{'N' if num_elements is None else num_elements}]"
+        raise refusal(operation, argument, allowed, _describe(tensor))
+
+
+def check_feedback(operation: str, x: Tensor, residual: Tensor, table: Tensor, wire: Tensor, left_out: Tensor) -> None:
+    """Raise ValueError for arguments that `encode_feedback` of a codec refuses by their type."""
+    check_floats(operation, "x", x)
+    check_floats(operation, "residual", residual, x.numel())
+    check_floats(operation, "left_out", left_out, x.numel())
+    check_bytes(operation, "wire", wire, 1)
+    check_table_tensor(operation, table)
+    for argument, tensor in {"residual": residual, "left_out": left_out, "wire": wire, "table": table}.items():
+        check_device(operation, argument, tensor, x)
+
+
+def check_forms(operation: str, values_name: str, values: list[Tensor], momenta: list[Tensor]) -> None:
+    """Raise ValueError for arguments that `qadam_form_momenta` and `qadam_form_gradients` refuse."""
+    if len(momenta) != len(values):
+        raise refusal(operation, "momenta", f"a list of {len(values)} tensors", f"a list of {len(momenta)}")
+    for value, momentum in zip(values, momenta, strict=True):
+        check_floats(operation, values_name, value)
+        if momentum.shape != value.shape or not momentum.is_contiguous() or momentum.dtype not in ELEMENT_TYPES:
+            allowed = f"contiguous float32, bfloat16 or float16 [{value.numel()}]"
+            raise refusal(operation, "momenta", allowed, _describe(momentum))
+        check_device(operation, "momenta", momentum, value)
+
+
 def check_qadam(weights: list[Tensor], **others: list[Tensor]) -> None:
     """Raise ValueError for arguments that `qadam_update` refuses; `others` by name."""
     operation = "qadam_update"
@@ -126,6 +158,9 @@ def check_qadam(weights: list[Tensor], **others: list[Tensor]) -> None:
 # decode_mean_encode, for every block: decode the R rows in float32, add them in the order of the rows, divide by
 # `divisor` in float32, encode into `wire`. The `start` of a block is not used.
 #
+# encode_feedback, for float32: encodes x + residual, and writes what the wire leaves out of that, the sum minus what is
+# decoded, to left_out [N], where there are blocks.
+#
 # MinMaxUInt8 (algorithms.md, "MinMaxUInt8") has minimum and maximum in its header, and no encoder writes one that is
 # not finite, 2^126 or more in magnitude, or has its minimum above its maximum.
 #
@@ -139,6 +174,10 @@ for _codec in CODECS:
         f"torchbagua::{_codec}_decode_mean_encode",
         "(Tensor rows, Tensor table, float divisor, Tensor(a!) wire) -> ()",
     )
+    torch.library.define(
+        f"torchbagua::{_codec}_encode_feedback",
+        "(Tensor x, Tensor residual, Tensor table, Tensor(a!) wire, Tensor(b!) left_out) -> ()",
+    )
 
 # QAdam after its warm-up (algorithms.md, "QAdam"), for each of several parameters, of any shape; arithmetic in float32.
 # With w = weight * shrink and g = gradient * gradient_sign + weight_decay * w, in this order:
@@ -148,6 +187,16 @@ torch.library.define(
     "torchbagua::qadam_update",
     "(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] momenta, Tensor[] second_moments, *, float gradient_sign, "
     "float weight_decay, float shrink, float beta1, float root_correction2, float eps, float step_size) -> ()",
+)
+
+# What travels, and what is left for the optimizer, both in place, for each of several parameters [N]:
+#   gradients = gradients * share + momenta * beta1, where share is (1 - beta1) / loss scale;
+#   averages = (averages - momenta * beta1) / share.
+torch.library.define(
+    "torchbagua::qadam_form_momenta", "(Tensor(a!)[] gradients, Tensor[] momenta, *, float beta1, float share) -> ()"
+)
+torch.library.define(
+    "torchbagua::qadam_form_gradients", "(Tensor(a!)[] averages, Tensor[] momenta, *, float beta1, float share) -> ()"
 )
 
 # "default", "avx2" or "avx512": what the loaded CPU library uses. It has no kernel until a library is loaded.
@@ -164,7 +213,10 @@ def _register_codec_fakes(codec: str) -> None:
     def decode_mean_encode(rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
         check_mean(f"{codec}_decode_mean_encode", rows, table, divisor, wire)
 
-    for fake in (encode, decode, decode_mean_encode):
+    def encode_feedback(x: Tensor, residual: Tensor, table: Tensor, wire: Tensor, left_out: Tensor) -> None:
+        check_feedback(f"{codec}_encode_feedback", x, residual, table, wire, left_out)
+
+    for fake in (encode, decode, decode_mean_encode, encode_feedback):
         torch.library.register_fake(f"torchbagua::{codec}_{fake.__name__}", fake)
 
 
@@ -178,6 +230,16 @@ def _qadam_fake(
     check_qadam(weights, gradients=gradients, momenta=momenta, second_moments=second_moments)
 
 
+def _form_momenta_fake(gradients: list[Tensor], momenta: list[Tensor], *, beta1: float, share: float) -> None:
+    check_forms("qadam_form_momenta", "gradients", gradients, momenta)
+
+
+def _form_gradients_fake(averages: list[Tensor], momenta: list[Tensor], *, beta1: float, share: float) -> None:
+    check_forms("qadam_form_gradients", "averages", averages, momenta)
+
+
 torch.library.register_fake("torchbagua::qadam_update", _qadam_fake)
+torch.library.register_fake("torchbagua::qadam_form_momenta", _form_momenta_fake)
+torch.library.register_fake("torchbagua::qadam_form_gradients", _form_gradients_fake)
 for _codec in CODECS:
     _register_codec_fakes(_codec)

@@ -1,0 +1,26 @@
+"""The order of a parameter's elements in a bucket: that of its memory, as DDP has it (channels_last, say)."""
+
+import torch
+
+
+def flatten_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, of the parameter's shape, as one dimension in the order of the parameter's memory.
+
+    A view, where its own memory has that order.
+    """
+    if parameter.is_contiguous() and tensor.is_contiguous():  # most are, and this takes a third of the time
+        return tensor.view(-1)
+    return tensor.permute(_slowest_first(parameter)).reshape(-1)
+
+
+def shape_like(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """Return a view of `flat`, what `flatten_like` makes, in the parameter's shape."""
+    order = _slowest_first(parameter)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return flat.view([parameter.shape[dim] for dim in order]).permute(inverse)
+
+
+def _slowest_first(parameter: torch.Tensor) -> list[int]:
+    """Return the dimensions as they lie in memory; in their own order where the memory has gaps."""
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    return order if parameter.permute(order).is_contiguous() else list(range(parameter.dim()))
