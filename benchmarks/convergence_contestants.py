@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch.optim import Adam, Optimizer
+from torch.optim import Optimizer
 
 import torchbagua as tb
 from torchbagua.cli.demo.train import WARMUP_STEPS
 
-QADAM_WARM_UP = 0.2  # of all steps; 1-bit Adam (arXiv 2102.02888) takes 15 to 25 %
-QADAM_WARM_UPS = (0.05, QADAM_WARM_UP, 0.5)
+QADAM_WARM_UPS = (0.05, 0.2, 0.5)  # of all steps; 1-bit Adam (arXiv 2102.02888) takes 15 to 25 %
 
 
 @dataclass(frozen=True)
@@ -39,25 +38,15 @@ def averaging(num_steps: int, sync_interval_ms: int) -> Contestants:
     return {label: Contestant(lambda _, algorithm=algorithm: algorithm) for label, algorithm in algorithms.items()}
 
 
-def qadam(num_steps: int, warm_up: float) -> Contestants:
-    """QAdam in 8 bits and in one, for a task that is trained with Adam or AdamW."""
-    warmup_steps = max(1, round(num_steps * warm_up))
-
-    def wrap(optimizer: Optimizer) -> tb.QAdamOptimizer:
-        assert isinstance(optimizer, Adam)
-        return tb.QAdamOptimizer.wrap(optimizer, warmup_steps)
-
-    return {
-        f"QAdam, 8 bits, warm-up {warmup_steps}": Contestant(lambda adam: tb.QAdamAlgorithm(adam), wrap),
-        f"QAdam, 1 bit, warm-up {warmup_steps}": Contestant(
-            lambda adam: tb.QAdamAlgorithm(adam, compression="sign1bit", error_feedback=True), wrap
-        ),
-    }
-
-
-def warm_ups(num_steps: int) -> Contestants:
-    """Adam, and QAdam after warm-ups of several lengths."""
+def qadam(num_steps: int) -> Contestants:
+    """Adam, and QAdam in 8 bits and in one after warm-ups of several lengths, for a task that is trained with AdamW."""
     contestants = {"GradientAllReduce": Contestant(lambda _: tb.GradientAllReduceAlgorithm())}
-    for warm_up in QADAM_WARM_UPS:
-        contestants |= qadam(num_steps, warm_up)
+    arguments = {"8 bits": {}, "1 bit": {"compression": "sign1bit", "error_feedback": True}}
+    for label, own in arguments.items():
+        for warm_up in QADAM_WARM_UPS:
+            warmup_steps = max(1, round(num_steps * warm_up))
+            contestants[f"QAdam, {label}, warm-up {warmup_steps}"] = Contestant(
+                lambda adam, own=own: tb.QAdamAlgorithm(adam, **own),
+                lambda adam, warmup_steps=warmup_steps: tb.QAdamOptimizer.wrap(adam, warmup_steps),
+            )
     return contestants

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from convergence_contestants import QADAM_WARM_UP, Contestants, averaging, qadam, warm_ups
+from convergence_contestants import Contestants, averaging, qadam
 from torchbagua.cli.demo.model import GPT
 from torchbagua.cli.demo.text import read_standard_library
 from torchbagua.cli.demo.train import CONTEXT, PEAK_LEARNING_RATE, next_batch
@@ -82,7 +82,7 @@ GPT_TASK = Task(
     loss_unit="nats/byte",
     steps=240,
     # The asynchronous algorithm averages every few steps of a task on two cores.
-    contestants=lambda num_steps: averaging(num_steps, sync_interval_ms=500) | qadam(num_steps, QADAM_WARM_UP),
+    contestants=lambda num_steps: averaging(num_steps, sync_interval_ms=500),
     load_data=load_text,
     build_model=lambda: GPT(width=160, num_layers=4, num_heads=5),
     build_optimizer=lambda parameters: AdamW(parameters, lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95)),
@@ -90,7 +90,7 @@ GPT_TASK = Task(
 
 TASKS = {
     "gpt": GPT_TASK,
-    "warm_up": replace(GPT_TASK, title="The same GPT, and QAdam's warm-up", contestants=warm_ups),
+    "qadam": replace(GPT_TASK, title="The same GPT with QAdam", contestants=qadam),
     "digits": Task(
         title="CNN with BatchNorm on scikit-learn's digits",
         loss_unit="nats",

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from source_tree import REPOSITORY
 
 TIMEOUT_S = 150  # a busy machine, or one that compiles the kernels meanwhile
@@ -17,6 +19,10 @@ LABELS = [
     "Decentralized, shift_one",
     "LowPrecisionDecentralized",
     "AsyncModelAverage",
+]
+# Of 4 steps; three quarters of them in one bit are the least.
+QADAM_LABELS = ["GradientAllReduce"] + [
+    f"QAdam, {bits}, warm-up {warmup_steps}" for bits in ("8 bits", "1 bit") for warmup_steps in (1, 2)
 ]
 
 
@@ -40,23 +46,30 @@ def test_quick_run_trains_and_reports(tmp_path: Path) -> None:
     [results] = tmp_path.glob("convergence-*.json")
     assert results.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     tasks = json.loads(results.read_text())["tasks"]
-    assert [task["task"] for task in tasks] == ["gpt", "digits"]
+    assert [task["task"] for task in tasks] == ["gpt", "qadam", "digits"]
     for task in tasks:
         rows = task["rows"]
         baseline = rows[0]
-        assert [row["contestant"].removesuffix(" 500 ms").removesuffix(" 20 ms").rstrip(",") for row in rows] == LABELS
+        labels = [row["contestant"].removesuffix(" 500 ms").removesuffix(" 20 ms").rstrip(",") for row in rows]
+        assert labels == (QADAM_LABELS if task["task"] == "qadam" else LABELS)
         for row in rows:
             assert f"| {row['contestant']} |" in run.stdout
             [losses], [held_out_loss], [accuracy] = row["losses"], row["held_out_loss"], row["held_out_accuracy"]
             assert all(map(math.isfinite, losses))
-            assert losses[-1] < losses[0] - 0.2, "it learns"
             assert losses[0] == baseline["losses"][0][0], "same weights, same batches"
-            assert held_out_loss < losses[0]
-            assert abs(row["loss_difference_percent"][0]) < 5
+            if task["task"] != "qadam":  # whose second moment does not settle in so few steps
+                assert losses[-1] < losses[0] - 0.2, "it learns"
+                assert held_out_loss < losses[0]
+                assert abs(row["loss_difference_percent"][0]) < 5
             assert 0 < accuracy < 1
             assert row["step_sent_bytes"][0] > 0
-        # 8 bits and a header for each block of 2048 elements, or for each parameter that is smaller.
-        assert 0.25 <= rows[1]["step_sent_bytes"][0] / baseline["step_sent_bytes"][0] < 0.26
+        sent = [row["step_sent_bytes"][0] / baseline["step_sent_bytes"][0] for row in rows]
+        if task["task"] == "qadam":  # one or two steps of four in full; error feedback begins with a sum as long as one
+            assert sent[1:] == pytest.approx(
+                [(1 + 3 / 4) / 4, (2 + 2 / 4) / 4, (1 + 1 + 3 / 32) / 4, (2 + 1 + 2 / 32) / 4], rel=0.02
+            )
+        else:  # 8 bits and a header for each block of 2048 elements, or for each parameter that is smaller
+            assert 0.25 <= sent[1] < 0.26
 
 
 def test_failing_ranks_end_it_with_their_message(tmp_path: Path) -> None:
