@@ -82,7 +82,7 @@ def draw(sections: Sequence[Section]) -> Figure:
     figure = Figure(figsize=(6.5 * len(sections), 5), dpi=150, layout="constrained")
     for axes, section in zip(figure.subplots(1, len(sections), squeeze=False)[0], sections, strict=True):
         # Curves that lie on the baseline would hide it, were it not wider.
-        for row, colour in zip(section["rows"], COLOURS, strict=False):
+        for row, colour in zip(section["rows"], COLOURS[: len(section["rows"])], strict=True):
             width = 3.5 if row is section["rows"][0] else 1.5
             curves = np.array([_smooth(losses) for losses in row["losses"]])
             steps = np.arange(curves.shape[1])

@@ -120,6 +120,7 @@ void with_element_of_x(const char* op, const Tensor& x, const Body& body) {
 struct OperationNames {
   const char* encode;
   const char* decode;
+  const char* decode_mean;
   const char* decode_mean_encode;
   const char* encode_feedback;
 };
@@ -128,10 +129,11 @@ template <typename Codec>
 constexpr OperationNames kNames{};
 template <>
 constexpr OperationNames kNames<cpu::MinMaxUInt8>{"minmax_uint8_encode", "minmax_uint8_decode",
-                                                  "minmax_uint8_decode_mean_encode", "minmax_uint8_encode_feedback"};
+                                                  "minmax_uint8_decode_mean", "minmax_uint8_decode_mean_encode",
+                                                  "minmax_uint8_encode_feedback"};
 template <>
-constexpr OperationNames kNames<cpu::Sign1Bit>{"sign_1bit_encode", "sign_1bit_decode", "sign_1bit_decode_mean_encode",
-                                               "sign_1bit_encode_feedback"};
+constexpr OperationNames kNames<cpu::Sign1Bit>{"sign_1bit_encode", "sign_1bit_decode", "sign_1bit_decode_mean",
+                                               "sign_1bit_decode_mean_encode", "sign_1bit_encode_feedback"};
 
 template <typename Codec>
 void encode(const Tensor& x, const Tensor& table, const Tensor& wire) {
@@ -157,27 +159,6 @@ void decode(const Tensor& wire, const Tensor& table, const Tensor& x) {
   });
 }
 
-template <typename Codec>
-void decode_mean_encode(const Tensor& rows, const Tensor& table, double divisor, const Tensor& wire) {
-  constexpr const char* kOp = kNames<Codec>.decode_mean_encode;
-  check_bytes(kOp, "rows", rows, 2);
-  check_bytes(kOp, "wire", wire, 1);
-  if (rows.size(0) < 1) {
-    refuse(kOp, "rows", "of at least one row", describe(rows));
-  }
-  if (wire.numel() != rows.size(1)) {
-    refuse(kOp, "wire", text_of("as long as a row, ", rows.size(1), " bytes"), describe(wire));
-  }
-  const float rounded = static_cast<float>(divisor);
-  if (!(rounded > 0.0f && rounded <= std::numeric_limits<float>::max())) {
-    refuse(kOp, "divisor", "a positive finite float32", text_of(divisor));
-  }
-  const cpu::Table checked = check_table<Codec>(kOp, table, kAnyStart, wire.numel());
-  const cpu::Senders senders{static_cast<const uint8_t*>(rows.const_data_ptr()), rows.size(0), rows.size(1), rounded};
-  auto* bytes = static_cast<uint8_t*>(wire.mutable_data_ptr());
-  cpu::run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { Codec::decode_mean_encode(senders, checked, bytes); });
-}
-
 // Refuses unless `tensor` is contiguous float32 [num_elements]; any length where that is kAnyStart.
 void check_floats(const char* op, const char* argument, const Tensor& tensor, int64_t num_elements) {
   if (!is_plain(tensor, 1) || tensor.scalar_type() != ScalarType::Float ||
@@ -185,6 +166,41 @@ void check_floats(const char* op, const char* argument, const Tensor& tensor, in
     const std::string length = num_elements == kAnyStart ? "N" : text_of(num_elements);
     refuse(op, argument, text_of("contiguous float32 [", length, "]"), describe(tensor));
   }
+}
+
+cpu::Senders check_senders(const char* op, const Tensor& rows, double divisor) {
+  check_bytes(op, "rows", rows, 2);
+  if (rows.size(0) < 1) {
+    refuse(op, "rows", "of at least one row", describe(rows));
+  }
+  const float rounded = static_cast<float>(divisor);
+  if (!(rounded > 0.0f && rounded <= std::numeric_limits<float>::max())) {
+    refuse(op, "divisor", "a positive finite float32", text_of(divisor));
+  }
+  return cpu::Senders{static_cast<const uint8_t*>(rows.const_data_ptr()), rows.size(0), rows.size(1), rounded};
+}
+
+template <typename Codec>
+void decode_mean(const Tensor& rows, const Tensor& table, double divisor, const Tensor& x) {
+  constexpr const char* kOp = kNames<Codec>.decode_mean;
+  const cpu::Senders senders = check_senders(kOp, rows, divisor);
+  check_floats(kOp, "x", x, kAnyStart);
+  const cpu::Table checked = check_table<Codec>(kOp, table, x.numel(), rows.size(1));
+  auto* values = static_cast<float*>(x.mutable_data_ptr());
+  cpu::run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { cpu::decode_mean<Codec>(senders, checked, values); });
+}
+
+template <typename Codec>
+void decode_mean_encode(const Tensor& rows, const Tensor& table, double divisor, const Tensor& wire) {
+  constexpr const char* kOp = kNames<Codec>.decode_mean_encode;
+  const cpu::Senders senders = check_senders(kOp, rows, divisor);
+  check_bytes(kOp, "wire", wire, 1);
+  if (wire.numel() != rows.size(1)) {
+    refuse(kOp, "wire", text_of("as long as a row, ", rows.size(1), " bytes"), describe(wire));
+  }
+  const cpu::Table checked = check_table<Codec>(kOp, table, kAnyStart, wire.numel());
+  auto* bytes = static_cast<uint8_t*>(wire.mutable_data_ptr());
+  cpu::run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { Codec::decode_mean_encode(senders, checked, bytes); });
 }
 
 template <typename Codec>
@@ -292,10 +308,12 @@ std::string cpu_instruction_set() { return cpu::name_of(kInstructionSet); }
 STABLE_TORCH_LIBRARY_IMPL(torchbagua, CPU, library) {
   library.impl(kNames<cpu::MinMaxUInt8>.encode, TORCH_BOX(&encode<cpu::MinMaxUInt8>));
   library.impl(kNames<cpu::MinMaxUInt8>.decode, TORCH_BOX(&decode<cpu::MinMaxUInt8>));
+  library.impl(kNames<cpu::MinMaxUInt8>.decode_mean, TORCH_BOX(&decode_mean<cpu::MinMaxUInt8>));
   library.impl(kNames<cpu::MinMaxUInt8>.decode_mean_encode, TORCH_BOX(&decode_mean_encode<cpu::MinMaxUInt8>));
   library.impl(kNames<cpu::MinMaxUInt8>.encode_feedback, TORCH_BOX(&encode_feedback<cpu::MinMaxUInt8>));
   library.impl(kNames<cpu::Sign1Bit>.encode, TORCH_BOX(&encode<cpu::Sign1Bit>));
   library.impl(kNames<cpu::Sign1Bit>.decode, TORCH_BOX(&decode<cpu::Sign1Bit>));
+  library.impl(kNames<cpu::Sign1Bit>.decode_mean, TORCH_BOX(&decode_mean<cpu::Sign1Bit>));
   library.impl(kNames<cpu::Sign1Bit>.decode_mean_encode, TORCH_BOX(&decode_mean_encode<cpu::Sign1Bit>));
   library.impl(kNames<cpu::Sign1Bit>.encode_feedback, TORCH_BOX(&encode_feedback<cpu::Sign1Bit>));
   library.impl("qadam_form_momenta", TORCH_BOX(&qadam_change_form<true>));

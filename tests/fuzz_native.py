@@ -65,6 +65,7 @@ def fuzz_once(draw: random.Random) -> bool:
     calls: dict[str, tuple[Tensor | float, ...]] = {
         "encode": (x, table, wire),
         "decode": (wire, table, x),
+        "decode_mean": (wires, table, float(num_rows), own_memory(x.float(), draw)),
         "decode_mean_encode": (wires, table, float(num_rows), wire),
         "encode_feedback": (x.float(), own_memory(x.float(), draw), table, wire, own_memory(x.float(), draw)),
     }

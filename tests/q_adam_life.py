@@ -38,6 +38,19 @@ class Life:
     second_moments: list[Tensors] = field(default_factory=list)
 
 
+class ChannelsLast(nn.Module):
+    """A convolution whose weight lies in memory in another order than its shape has, and one that is transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(7, 20).t())
+
+    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+        x = (x @ x.t()).flatten().repeat(3)[:108].view(3, 3, 3, 4)
+        return self.convolution(x).flatten()[:20] @ self.transposed
+
+
 class Trainer:
     """One rank's copy of a model under DDP with a QAdamOptimizer."""
 

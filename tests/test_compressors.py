@@ -100,6 +100,38 @@ def test_round_trip(compressor: Compressor, dtype: torch.dtype) -> None:
             assert torch.equal(decoded[chunk], torch.from_numpy(expected).to(dtype))
 
 
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
+def test_feedback_keeps_what_the_wire_leaves_out(compressor: Compressor) -> None:
+    segments = [5000, 1, 333]
+    x, residual = torch.randn(2, sum(segments), generator=torch.Generator().manual_seed(0))
+    layout = layout_of(compressor, segments, 3)
+    wire, expected = torch.zeros(2, layout.num_bytes, dtype=torch.uint8)
+    left_out, decoded = torch.full((2, sum(segments)), torch.nan)
+    compressor.encode_feedback(x.clone(), residual, layout, wire, left_out)
+    compressor.encode(x + residual, layout, expected)
+    compressor.decode(wire, layout, decoded)
+    assert torch.equal(wire, expected)
+    assert torch.equal(left_out, (x + residual) - decoded)
+    assert left_out.any() or isinstance(compressor, Identity)
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
+def test_the_mean_in_float32_is_what_the_encoded_mean_comes_from(compressor: Compressor) -> None:
+    segments = [5000, 1, 333]
+    layout = layout_of(compressor, segments, 1)
+    values = torch.randn(4, sum(segments), generator=torch.Generator().manual_seed(0))
+    rows = torch.zeros(4, layout.num_bytes, dtype=torch.uint8)
+    for row, x in zip(rows, values, strict=True):
+        compressor.encode(x, layout, row)
+    mean = torch.full_like(values[0], torch.nan)
+    wire, expected = torch.zeros(2, layout.num_bytes, dtype=torch.uint8)
+    compressor.decode_mean(rows.clone(), layout, 4.0, mean)
+    compressor.encode(mean, layout, expected)
+    compressor.decode_mean_encode(rows, layout, 4.0, wire)
+    assert torch.equal(wire, expected)
+    assert torch.allclose(mean, values.mean(0), atol=5)
+
+
 @pytest.mark.parametrize("codec", BLOCK_CODECS)
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(1, 7))
 def test_what_a_wire_decodes_to_does_not_depend_on_how_blocks_are_dealt(

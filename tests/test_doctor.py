@@ -25,6 +25,7 @@ def test_status_tells_native_from_reference() -> None:
     rows = status()
     assert {row.operation for row in rows} == {
         "minmax_uint8_decode",
+        "minmax_uint8_decode_mean",
         "minmax_uint8_decode_mean_encode",
         "minmax_uint8_encode",
         "minmax_uint8_encode_feedback",
@@ -32,6 +33,7 @@ def test_status_tells_native_from_reference() -> None:
         "qadam_form_momenta",
         "qadam_update",
         "sign_1bit_decode",
+        "sign_1bit_decode_mean",
         "sign_1bit_decode_mean_encode",
         "sign_1bit_encode",
         "sign_1bit_encode_feedback",

@@ -2,16 +2,30 @@
 
 import copy
 import io
+import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import oracle
 import torchbagua as tb
-from q_adam_life import NUM_STEPS, NUM_WARM, SETTINGS, Average, Life, Tensors, Trainer, check_lives, initial_of
+from q_adam_life import (
+    NUM_STEPS,
+    NUM_WARM,
+    SETTINGS,
+    Average,
+    ChannelsLast,
+    Life,
+    Tensors,
+    Trainer,
+    check_lives,
+    initial_of,
+)
 from ranks import run_ranks
 from training import Branches, Tower, build
 
@@ -81,38 +95,6 @@ def test_resume_bit_for_bit(stop: int, size: int, nodes: list[int] | None, later
         assert all(torch.equal(second[name], weight) for name, weight in first.items())
 
 
-def residuals_of(impl: tb.AlgorithmImpl) -> dict[str, Any]:
-    return copy.deepcopy(impl.state_dict())
-
-
-def test_a_step_that_amp_skips_leaves_no_trace() -> None:
-    """Inf on one rank alone: on no rank a residual moves."""
-    model = build(Tower)
-
-    def body(group: dist.ProcessGroup) -> list[bool]:
-        trainer = Trainer(group, model)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        algorithm = tb.QAdamAlgorithm(trainer.optimizer, compression="sign1bit", error_feedback=True)
-        changed = []
-        with tb.attach(trainer.ddp, trainer.optimizer, algorithm, grad_scaler=scaler) as attachment:
-            for step in range(NUM_STEPS + 2):
-                trainer.optimizer.zero_grad()
-                x = torch.randn(6, 10, generator=trainer.data)
-                if step == NUM_WARM + 2 and group.rank() == 1:
-                    x[0, 0] = torch.inf
-                before = repr(residuals_of(attachment.impl))
-                scaler.scale(trainer.ddp(x, 0).square().sum()).backward()
-                scaler.step(trainer.optimizer)
-                scaler.update()
-                after = residuals_of(attachment.impl)
-                assert all(value.isfinite().all() for kind in ("sent", "mean") for value in after[kind].values())
-                changed.append(repr(after) != before)
-        return changed[NUM_WARM:]
-
-    expected = [step != 2 for step in range(NUM_STEPS + 2 - NUM_WARM)]
-    assert run_ranks(2, body) == [expected] * 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_scale_changes_nothing(dtype: torch.dtype) -> None:
     """Residuals are kept in the unit of the momentum."""
@@ -144,116 +126,126 @@ def test_the_loss_scale_changes_nothing(dtype: torch.dtype) -> None:
         assert all(torch.equal(scaled[name], weight) for name, weight in plain.items())
 
 
-def test_what_is_not_moved_keeps_its_residual() -> None:
-    """A parameter that no rank uses has no gradient: its momentum was sent, and nobody took it."""
-    model = build(Branches)
-
-    def body(group: dist.ProcessGroup) -> tuple[bool, bool]:
-        trainer = Trainer(group, model, find_unused_parameters=True)
-        algorithm = tb.QAdamAlgorithm(trainer.optimizer, compression="sign1bit", error_feedback=True)
-        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
-            states = []
-            for choice in (0,) * 6 + (1,):  # all ranks alike
-                trainer.optimizer.zero_grad()
-                trainer.ddp(torch.randn(6, 10, generator=trainer.data), choice).square().sum().backward()
-                trainer.optimizer.step()
-                states.append(residuals_of(attachment.impl))
-        kept = all(
-            torch.equal(states[-1][kind]["left.weight"], states[-2][kind]["left.weight"]) for kind in ("sent", "mean")
-        )
-        moved = not torch.equal(states[-1]["sent"]["stem.weight"], states[-2]["sent"]["stem.weight"])
-        assert states[-2]["sent"]["left.weight"].any()
-        return kept, moved
-
-    assert run_ranks(2, body) == [(True, True)] * 2
-
-
-def test_a_backward_that_no_step_follows_counts_nothing() -> None:
+@pytest.mark.parametrize(("size", "nodes"), [(2, None), (3, [0, 0, 1])])
+def test_back_to_an_earlier_state(size: int, nodes: list[int] | None) -> None:
+    """States can be loaded at any time, into the attachment that has gone on since."""
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> tuple[Tensors, Tensors]:
-        plain, extra = Trainer(group, model), Trainer(group, model)
-        impls = [trainer.hook(compression="sign1bit", error_feedback=True) for trainer in (plain, extra)]
-        for step in range(NUM_STEPS):
-            plain.step()
-            if step > NUM_WARM:
-                extra.life.local.append({})
-                extra.ddp(torch.ones(6, 10), 0).square().sum().backward()
-            extra.step()
-        for impl in impls:
-            impl.close()
-        return plain.life.weights[-1], extra.life.weights[-1]
-
-    for plain, extra in run_ranks(2, body):
-        assert all(torch.equal(extra[name], weight) for name, weight in plain.items())
-
-
-def test_nothing_is_lost() -> None:
-    """All that was put in has come out or is in the residuals."""
-    model = build(Tower)
-    beta1 = SETTINGS["betas"][0]
-
-    def body(group: dist.ProcessGroup) -> tuple[Tensors, Tensors, dict[str, Tensors]]:
         trainer = Trainer(group, model)
-        total_in = {name: torch.zeros_like(p) for name, p in trainer.named.items()}
-        total_out = copy.deepcopy(total_in)
-        local: Tensors = {}
-        for name, parameter in trainer.named.items():
-            parameter.register_hook(lambda gradient, name=name: local.update({name: gradient.clone()}))
-        algorithm = tb.QAdamAlgorithm(trainer.optimizer, compression="sign1bit", error_feedback=True)
-        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
-            for step in range(NUM_WARM + 20):
-                history = {name: beta1 * value for name, value in trainer.life.momenta[-1].items()} if step else {}
-                trainer.step()
-                if step >= NUM_WARM:
-                    for name in total_in:
-                        total_in[name] += history[name] + (1 - beta1) * local[name]
-                        total_out[name] += history[name] + (1 - beta1) * trainer.life.gradients[-1][name]
-            state = attachment.impl.state_dict()
-        return total_in, total_out, {kind: state[kind] for kind in ("sent", "mean")}
-
-    runs = run_ranks(4, body)
-    for name, total_out in runs[0][1].items():
-        total_in = sum(run[0][name] for run in runs) / 4
-        left_out = sum(run[2]["sent"][name] for run in runs) / 4 + sum(run[2]["mean"][name] for run in runs)
-        scale = float(total_in.abs().max())
-        # Rounding of float32 in the sums of 20 steps, in the test and in what it tests.
-        assert torch.allclose(total_in, total_out + left_out, rtol=0, atol=3e-5 * scale)
-        assert total_in.numel() == 1 or not torch.allclose(total_in, total_out, rtol=0, atol=1e-3 * scale)
-
-
-def test_refusals() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        trainer = Trainer(group, build(Tower))
-        with pytest.raises(ValueError, match="compression 'sign1bit' needs error_feedback=True"):
-            tb.QAdamAlgorithm(trainer.optimizer, compression="sign1bit")
-        with pytest.raises(ValueError, match=r"compression must be one of \['MinMaxUInt8', 'sign1bit'\], got 'int4'"):
-            tb.QAdamAlgorithm(trainer.optimizer, compression="int4", error_feedback=True)
-        with pytest.raises(TypeError, match="error_feedback must be True or False, got 1"):
-            tb.QAdamAlgorithm(trainer.optimizer, error_feedback=1)
-        impl = trainer.hook(error_feedback=True)
-        state = impl.state_dict()
-        with pytest.raises(
-            ValueError, match=r"must have the keys \['mean', 'num_ranks', 'rank', 'sent'\], got \['sent'\]"
-        ):
-            impl.load_state_dict({"sent": {}})
-        with pytest.raises(ValueError, match="got that of rank 7 of 2; every rank saves and loads its own"):
-            impl.load_state_dict({**state, "rank": 7})
-        with pytest.raises(ValueError, match=r"'sent' must hold residuals .* differs in \['nobody'\]"):
-            impl.load_state_dict({**state, "sent": {"nobody": torch.zeros(1)}})
-        impl.close()
-
-    run_ranks(2, body)
-
-
-def test_a_group_of_one_has_no_residuals() -> None:
-    def body(group: dist.ProcessGroup) -> dict[str, Any]:
-        trainer = Trainer(group, build(Tower))
-        impl = trainer.hook(compression="sign1bit", error_feedback=True)
+        impl = trainer.hook(nodes, compression="sign1bit", error_feedback=True)
         for _ in range(NUM_STEPS):
             trainer.step()
-        state = impl.state_dict()
+        parts = (trainer.ddp.module, trainer.optimizer, impl)
+        states = copy.deepcopy([part.state_dict() for part in parts])
+        data = trainer.data.get_state()
+        for _ in range(3):
+            trainer.step()
+        first = trainer.life.weights[-1]
+        for part, state in zip(parts, states, strict=True):
+            part.load_state_dict(state)
+        trainer.data.set_state(data)
+        del trainer.life.weights[NUM_STEPS:]
+        for _ in range(3):
+            trainer.step()
         impl.close()
-        return state
+        return first, trainer.life.weights[-1]
 
-    assert run_ranks(1, body) == [{}]
+    for first, second in run_ranks(size, body):
+        assert all(torch.equal(second[name], weight) for name, weight in first.items())
+
+
+def not_conserved(
+    model: nn.Module,
+    size: int = 2,
+    nodes: list[int] | None = None,
+    *,
+    warm_ups: Sequence[int] = (NUM_WARM,),
+    num_micro_batches: int = 1,
+    num_steps: int = 12,
+    reload_after: int | None = None,
+    **ddp_options: Any,
+) -> float:
+    """The largest part of what was put in, of any parameter, that has neither come out nor is in the residuals."""
+    beta1 = SETTINGS["betas"][0]
+
+    def body(group: dist.ProcessGroup) -> tuple[Tensors, Tensors, dict[str, Any]]:
+        trainer = Trainer(group, model, **ddp_options)
+        trainer.num_micro_batches = num_micro_batches
+        groups = [
+            {"params": [parameter], "warmup_steps": warm_up}
+            for parameter, warm_up in zip(trainer.named.values(), itertools.cycle(warm_ups), strict=False)
+        ]
+        optimizer = trainer.optimizer = tb.QAdamOptimizer(groups, **SETTINGS | {"weight_decay": 0.0})
+        total_in = {name: torch.zeros(p.shape) for name, p in trainer.named.items()}
+        total_out = copy.deepcopy(total_in)
+        local: Tensors = {}
+
+        def add(gradient: torch.Tensor, name: str) -> None:
+            local[name] = local.get(name, torch.zeros(())) + gradient.float()
+
+        for name, parameter in trainer.named.items():
+            parameter.register_hook(partial(add, name=name))
+        algorithm = tb.QAdamAlgorithm(optimizer, compression="sign1bit", error_feedback=True)
+        own_group = None if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes)
+        with tb.attach(trainer.ddp, optimizer, algorithm, process_group=own_group) as attachment:
+            for step in range(num_steps):
+                local.clear()
+                past = [name for name, p in trainer.named.items() if optimizer.is_past_warmup(p)]
+                history = {name: beta1 * optimizer.state[trainer.named[name]]["exp_avg"].float() for name in past}
+                trainer.step()
+                for name in past:
+                    if trainer.named[name].grad is not None:
+                        total_in[name] += history[name] + (1 - beta1) * local.get(name, 0)
+                        total_out[name] += history[name] + (1 - beta1) * trainer.named[name].grad.float()
+                if step == reload_after:
+                    attachment.load_state_dict(copy.deepcopy(attachment.state_dict()))
+            return total_in, total_out, attachment.impl.state_dict()
+
+    runs = run_ranks(size, body)
+    shares = []
+    for name, total_out in runs[0][1].items():
+        assert all(torch.equal(run[1][name], total_out) for run in runs)
+        total_in = sum(run[0][name] for run in runs) / size
+        nothing = torch.zeros(())
+        left_out = sum(run[2]["sent"].get(name, nothing) / size + run[2]["mean"].get(name, nothing) for run in runs)
+        shares.append(float((total_in - total_out - left_out).norm() / total_in.norm().clamp_min(1e-30)))
+        # What is left out is not next to nothing, so that this test can fail.
+        assert total_in.numel() == 1 or not total_in.any() or (total_in - total_out).norm() > 1e-3 * total_in.norm()
+    return max(shares)
+
+
+# Of the sums of 12 steps in float32, in the test and in what it tests.
+ROUNDING = 2e-6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"size": 4},
+        {"size": 3, "nodes": [0, 0, 1]},
+        {"size": 5, "nodes": [0, 1, 1, 0, 1], "reload_after": 7},
+        {"bucket_cap_mb": 0.01, "reload_after": 8},
+        {"warm_ups": [2, 5, 3, 7]},
+        {"warm_ups": [2, 5, 3], "size": 3, "nodes": [0, 0, 1], "reload_after": 4},
+        {"num_micro_batches": 3},
+        {"gradient_as_bucket_view": True},
+    ],
+    ids=str,
+)
+def test_nothing_is_lost(options: dict[str, Any]) -> None:
+    assert not_conserved(build(Tower), **options) < ROUNDING
+
+
+def test_nothing_is_lost_of_parameters_in_another_order_of_memory() -> None:
+    for options in ({"reload_after": 6}, {"warm_ups": [2, 4, 3], "gradient_as_bucket_view": True}):
+        assert not_conserved(build(ChannelsLast), **options) < ROUNDING
+
+
+def test_nothing_is_lost_of_parameters_that_some_ranks_or_nobody_use() -> None:
+    assert not_conserved(build(Branches), find_unused_parameters=True) < ROUNDING
+
+
+def test_of_a_shorter_format_only_its_rounding_is_lost() -> None:
+    """The residual is float32; the gradient that comes out is bfloat16, with 8 bits."""
+    assert not_conserved(build(lambda: Tower(dtypes=(torch.bfloat16,) * 3)), size=4) < 2e-2

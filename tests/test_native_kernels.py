@@ -102,6 +102,11 @@ def test_same_bytes_of_a_mean(
     for row in rows[1:]:
         total = total + decoded_by_both(codec, row, table, torch.float32)
     mean = torch.div(total, torch.full_like(total, divisor))
+    for decode_mean in codec.kernels("decode_mean"):
+        own_mean = torch.full_like(mean, 7.0)
+        decode_mean(rows, table, divisor, own_mean)
+        for start, length, *_ in table.tolist():
+            assert_same_values(own_mean[start : start + length], mean[start : start + length])
     again = torch.full_like(wire, 7)
     codec.kernels("encode")[1](mean, table, again)
     assert torch.equal(wire, again), "the fused operation is decode, sum in row order, divide, encode"
@@ -136,6 +141,10 @@ def test_same_bytes_of_blocks_longer_than_a_tile(codec: Codec, length: int) -> N
     rows = torch.stack([encoded_by_both(codec, x, table, wire_bytes) for x in values])
 
     decoded_by_both(codec, mean_by_both(codec, rows, table, 3.0), table, torch.float32)
+    means = [torch.zeros_like(values[0]) for _ in range(2)]
+    for decode_mean, mean in zip(codec.kernels("decode_mean"), means, strict=True):
+        decode_mean(rows, table, 3.0, mean)
+    assert_same_values(*means)
     feedback_by_both(codec, values[0], values[1], table, wire_bytes)
 
 
@@ -186,5 +195,6 @@ def test_opcheck(codec: Codec) -> None:
     wire = encoded_by_both(codec, x, table, wire_bytes)
     codec.opcheck("encode", x, table, wire)
     codec.opcheck("decode", wire, table, x)
+    codec.opcheck("decode_mean", wire.repeat(3, 1), table, 3.0, x)
     codec.opcheck("decode_mean_encode", wire.repeat(3, 1), table, 3.0, wire)
     codec.opcheck("encode_feedback", x, x.flip(0), table, wire, torch.zeros_like(x))

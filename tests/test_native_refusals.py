@@ -109,6 +109,8 @@ def test_blocks_outside_the_tensors_are_refused(codec: Codec, row: tuple[int, ..
     more = {"residual": arguments["x"].flip(0), "left_out": torch.zeros_like(arguments["x"])}
     assert_refused(codec, "encode_feedback", message, {**arguments, **more})
     wire, table = arguments["wire"], arguments["table"]
+    mean_arguments = {"rows": wire[None].clone(), "table": table, "divisor": 1.0, "x": arguments["x"]}
+    assert_refused(codec, "decode_mean", message, mean_arguments)
     mean_arguments = {"rows": wire[None].clone(), "table": table, "divisor": 1.0, "wire": wire}
     if 0 <= row[0] <= 8 and row[1] != 17:  # the mean does not use start, and a row may have room for 17 elements
         assert_refused(codec, "decode_mean_encode", message, mean_arguments)
@@ -136,3 +138,15 @@ def test_bad_arguments_of_the_mean_are_refused(codec: Codec, message: str, chang
     arguments = {"rows": good["wire"].repeat(2, 1), "table": good["table"], "divisor": 2.0, "wire": good["wire"]}
     codec.kernels("decode_mean_encode")[0](**arguments)
     assert_refused(codec, "decode_mean_encode", message, {**arguments, **changes})
+    if not message.startswith("wire"):
+        mean_arguments = {**arguments, **changes, "x": torch.zeros(16)}
+        del mean_arguments["wire"]
+        assert_refused(codec, "decode_mean", message, mean_arguments)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("x", [torch.zeros(16, dtype=torch.bfloat16), torch.zeros(4, 4), torch.zeros(32)[::2]])
+def test_what_a_mean_cannot_be_written_to_is_refused(codec: Codec, x: Tensor) -> None:
+    good = good_arguments(codec)
+    arguments = {"rows": good["wire"].repeat(2, 1), "table": good["table"], "divisor": 2.0, "x": x}
+    assert_refused(codec, "decode_mean", r"x must be contiguous float32 \[N\]", arguments)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from q_adam_life import NUM_STEPS, NUM_WARM, SETTINGS, Life, Tensors, Trainer, check_lives, initial_of
+from q_adam_life import NUM_STEPS, NUM_WARM, SETTINGS, ChannelsLast, Life, Tensors, Trainer, check_lives, initial_of
 from ranks import run_ranks
 from training import Branches, Tower, build
 
@@ -49,19 +49,6 @@ def test_accumulation_moves_the_momentum_once() -> None:
         return trainer.life
 
     check_lives(run_ranks(2, body), initial_of(model))
-
-
-class ChannelsLast(nn.Module):
-    """A convolution whose weight lies in memory in another order than its shape has, and one that is transposed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last)
-        self.transposed = nn.Parameter(torch.randn(7, 20).t())
-
-    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
-        x = (x @ x.t()).flatten().repeat(3)[:108].view(3, 3, 3, 4)
-        return self.convolution(x).flatten()[:20] @ self.transposed
 
 
 @pytest.mark.parametrize("as_views", [False, True])

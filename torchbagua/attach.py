@@ -188,7 +188,7 @@ class Attachment:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned on this rank, when the weights that go with it have been loaded.
 
-        Collective where the algorithm averages weights.
+        Collective where the algorithm averages weights, or has error feedback.
 
         Raises:
             ValueError: it is the state of another algorithm, or of other arguments.

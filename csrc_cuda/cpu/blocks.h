@@ -113,6 +113,19 @@ TORCHBAGUA_ELEMENT void mean_of(const Senders& senders, const Block& block, cons
   }
 }
 
+// The mean of all blocks, to x.
+template <typename Codec>
+TORCHBAGUA_ELEMENT void decode_mean(const Senders& senders, const Table& table, float* x) {
+  for (int64_t b = 0; b < table.num_blocks; ++b) {
+    const Block block = table.blocks[b];
+    const Block next = block_or_none(table, b + 1);
+    for (int64_t first = 0; first < block.length; first += kTile) {
+      const int64_t length = std::min(kTile, block.length - first);
+      mean_of<Codec>(senders, block, next, first, length, x + block.start + first);
+    }
+  }
+}
+
 // Encodes x + residual, and writes what the wire leaves out of that, through which the sum has passed, block by block.
 template <typename Codec>
 TORCHBAGUA_ELEMENT void encode_feedback(const float* x, const float* residual, const Table& table, uint8_t* wire,
@@ -128,8 +141,19 @@ TORCHBAGUA_ELEMENT void encode_feedback(const float* x, const float* residual, c
     }
     Codec::encode(left_out, Table{&table.blocks[b], 1}, wire);
     const auto header = read_header<typename Codec::Header>(wire + block.header);
-    Codec::decode_each(header, wire + block.payload, block.length,
-                       [=](int64_t i, float value) TORCHBAGUA_INLINED { sum[i] -= value; });
+    // Meanwhile the next block is fetched, a little at a time: longer strides than this were slower.
+    constexpr int64_t kStride = 64;
+    const Block next = block_or_none(table, b + 1);
+    for (int64_t first = 0; first < block.length; first += kStride) {
+      const int64_t ahead = std::min(kStride, next.length - first);
+      prefetch(x + next.start + first, ahead);
+      prefetch(residual + next.start + first, ahead);
+      prefetch(left_out + next.start + first, ahead);
+      float* part = sum + first;
+      Codec::decode_each(header, wire + block.payload + Codec::payload_bytes(first),
+                         std::min(kStride, block.length - first),
+                         [=](int64_t i, float value) TORCHBAGUA_INLINED { part[i] -= value; });
+    }
   }
 }
 

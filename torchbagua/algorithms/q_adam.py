@@ -1,5 +1,6 @@
 """QAdam: after a warm-up, Adam's momentum travels in 8 bits or in one, and nothing else does."""
 
+import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from torchbagua.algorithms.q_adam_optimizer import QAdamOptimizer
 from torchbagua.algorithms.rank_state import check_rank_state, place_of
 from torchbagua.algorithms.residuals import ResidualsByParameter
 from torchbagua.bucket import BaguaBucket, BaguaTensor
-from torchbagua.collectives import BaguaProcessGroup, Held
+from torchbagua.collectives import BaguaProcessGroup, Held, check_in_step
 from torchbagua.compressors import DEFAULT_BLOCK, Compressor, MinMaxUInt8, Sign1Bit, check_block
 from torchbagua.memory_order import flatten_like
 
@@ -28,14 +29,17 @@ class QAdamAlgorithm(Algorithm):
     After the warm-up rank i forms m_i = b1 m + (1 - b1) g_i of its own gradient, and the mean of m_i over the ranks
     travels as ByteGrad's gradients do (1-bit Adam, Tang et al., arXiv 2102.02888; Bagua, arXiv 2107.01499). The
     gradient becomes (mean - b1 m) / (1 - b1), from which the optimizer's step forms the mean again; so GradScaler and
-    whatever else stands between backward and step act on a gradient, as everywhere. In 8 bits its norm is true to
-    about one per cent. In one bit it is twice the mean gradient's or many times, since all momenta of a block
-    have one magnitude: there, clip in the warm-up only. What other optimizers train is averaged in
-    full precision.
+    whatever else stands between backward and step act on a gradient, as everywhere. In 8 bits its norm is that of the
+    mean gradient within some per cent. In one bit it is twice that or many times, since all momenta of a block have
+    one magnitude: there, clip in the warm-up only. What other optimizers train is averaged in full precision.
 
-    With error feedback every rank adds to its momentum what compression left out of the last one, and the owner of a
-    chunk likewise to the mean (1-bit Adam, Algorithm 1), which counts for parameters that step() moves. It takes 8
-    bytes a parameter, and 8 a parameter divided by the number of ranks; `state_dict` holds it, another for each rank.
+    With error feedback every rank adds to its momentum what compression left out of the one before, and the owner of a
+    chunk likewise to the mean (1-bit Adam, Algorithm 1). What is left out counts when the optimizer's step has used
+    what was sent, so accumulate under `no_sync`: of two synchronised backward passes before a step, the second adds the
+    same residual again. Residuals are float32, two of each for a step that may be skipped: 8 bytes a parameter, and 8
+    divided by the number of ranks. They are in `state_dict`, other ones on each rank; a new attachment starts from
+    zero, or from that. Under AMP they need the loss scale: `attach(..., grad_scaler=scaler)`, or behind the plain hook
+    `impl.grad_scaler = scaler`.
 
     Args:
         q_adam_optimizer: the optimizer that is attached with it.
@@ -122,8 +126,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self.optimizer = q_adam_optimizer
         self.hierarchical = hierarchical
         self.compressor: Compressor = _COMPRESSORS[compression](block)
-        # A group of one sends nothing, of which nothing can be left out.
-        self.residuals = ResidualsByParameter() if error_feedback and process_group.size > 1 else None
+        self.residuals = ResidualsByParameter() if error_feedback else None
         self._num_past_warmup = 0
         q_adam_optimizer.serve(self)
 
@@ -145,12 +148,16 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             parts = [self._part_of(bucket, past, torch.float32)]
             if rest:
                 parts.append(self._part_of(bucket, rest, bucket.flat.dtype))
-            bucket.append_python_op(lambda whole, _: _run_parts(whole, parts))
+
+            def average_parts(whole: BaguaBucket, group: BaguaProcessGroup) -> None:
+                _run_parts(whole, parts)
+
+            bucket.append_python_op(average_parts)
 
     def on_step(self, moved: Collection[torch.Tensor]) -> None:
         """Take what compression left out of these parameters' momenta for their residuals: the optimizer moves them."""
         if self.residuals is not None:
-            self.residuals.commit(moved)
+            self.residuals.commit([parameter for parameter in moved if _has_gradient(parameter)])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals that this rank holds, where there is error feedback."""
@@ -159,12 +166,22 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         return {**place_of(self.process_group), **self.residuals.state_dict(self._named)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned on this rank."""
+        """Take over what `state_dict` returned on this rank. With error feedback collective, between two steps.
+
+        Raises:
+            ValueError: it is not the state of this algorithm, or that of another rank.
+            CommunicationError: other ranks hold residuals of other parameters, or did not load theirs in time.
+        """
         if self.residuals is None:
             super().load_state_dict(state)
             return
-        check_rank_state(type(self).__name__, state, Held._fields, self.process_group)
-        self.residuals.load_state_dict(state, self._named)
+        owner = type(self).__name__
+        check_rank_state(owner, state, Held._fields, self.process_group)
+        self.residuals.load_state_dict(owner, state, self._named)
+        names = hashlib.sha256(repr(list(state["sent"])).encode()).digest()
+        # What ranks hold decides whether they sum it in the next backward.
+        facts = {"as a digest of the names in its state": int.from_bytes(names[:4], "big")}
+        self.lane.start(lambda: check_in_step(self.process_group.world, facts, "loading the residuals")).result()
         self.reset()
 
     def close(self) -> None:
@@ -173,12 +190,15 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self.optimizer.release(self)
 
     def _append_mean_of_momenta(self, bucket: BaguaBucket) -> None:
+        feedback = None
+        if self.residuals is not None and self.process_group.size > 1:  # one rank sends nothing, and leaves nothing out
+            feedback = self.residuals.of_bucket(bucket)
         bucket.append_python_op(self._form_momenta)
         bucket.append_centralized_synchronous_op(
             hierarchical=self.hierarchical,
             scattergather=True,
             compression=self.compressor,
-            error_feedback=None if self.residuals is None else self.residuals.of_bucket(bucket),
+            error_feedback=feedback,
         )
         bucket.append_python_op(self._form_gradients)
 
@@ -220,6 +240,18 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         for beta1, pairs in alike.items():
             parts, momenta = map(list, zip(*pairs, strict=True))
             yield parts, momenta, beta1, (1.0 - beta1) / scale
+
+
+def _has_gradient(parameter: torch.Tensor) -> bool:
+    """Return whether DDP has put an average into the gradient.
+
+    What no rank has used it leaves as it was: None, or the zeros that zero_grad(set_to_none=False) has written.
+    """
+    gradient = parameter.grad
+    if gradient is None or not gradient.numel():
+        return False
+    is_first_zero = gradient[(0,) * gradient.dim()].item() == 0  # seldom: then the others need not be looked at
+    return not is_first_zero or bool(gradient.any())
 
 
 def _run_parts(whole: BaguaBucket, parts: Sequence[BaguaBucket]) -> None:

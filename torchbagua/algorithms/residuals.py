@@ -13,7 +13,7 @@ from torchbagua.memory_order import flatten_like, shape_like
 class ResidualsByParameter:
     """Error feedback of gradient buckets.
 
-    A bucket that takes the place of another one, as when DDP rebuilds its buckets or a run is resumed, goes on from the
+    A bucket that takes the place of others, as when DDP rebuilds its buckets or a run is resumed, goes on from the
     residuals of its parameters.
     """
 
@@ -22,52 +22,58 @@ class ResidualsByParameter:
 
     def of_bucket(self, bucket: BaguaBucket) -> ErrorFeedback:
         """Return the error feedback of a new bucket."""
-        held = [self._held(tensor.parameter) for tensor in bucket.tensors]
-        feedback = ErrorFeedback(Held(*map(torch.cat, zip(*held, strict=True))))
-        start = 0
-        for tensor in bucket.tensors:
-            stop = start + tensor.parameter.numel()
-            self._places[id(tensor.parameter)] = (feedback, slice(start, stop))
-            start = stop
+        parameters = [tensor.parameter for tensor in bucket.tensors]
+        before = [self._places.get(id(parameter)) for parameter in parameters]
+        slices = _consecutive_slices(parameters)
+        if before[0] is not None and before == [(before[0][0], part) for part in slices]:
+            feedback = before[0][0]  # a bucket of the same parameters
+        elif any(place is not None for place in before):
+            held = [self._held(parameter) for parameter in parameters]
+            feedback = ErrorFeedback(bucket.flat.device, Held(*map(torch.cat, zip(*held, strict=True))))
+        else:
+            feedback = ErrorFeedback(bucket.flat.device)
+        for parameter, part in zip(parameters, slices, strict=True):
+            self._places[id(parameter)] = (feedback, part)
         return feedback
 
-    def commit(self, moved: Collection[torch.Tensor]) -> None:
-        """Commit what is staged of the parameters in `moved`; of others nothing that was sent has been used."""
-        moved_ids = {id(parameter) for parameter in moved}
+    def commit(self, used: Collection[torch.Tensor]) -> None:
+        """Commit what is staged of the parameters in `used`; of others nothing that was sent has been used."""
+        used_ids = {id(parameter) for parameter in used}
         unused: dict[ErrorFeedback, list[slice]] = {}
         for parameter_id, (feedback, place) in self._places.items():
             parts = unused.setdefault(feedback, [])
-            if parameter_id not in moved_ids:
+            if parameter_id not in used_ids:
                 parts.append(place)
         for feedback, parts in unused.items():
             feedback.commit(without=parts)
 
-    def state_dict(self, names: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    def state_dict(self, named: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
         """Return what this rank holds, by "sent" and "mean" and by the name of the parameter, in its shape."""
-        held = {name: self._held(parameter) for name, parameter in names.items() if id(parameter) in self._places}
+        held = {name: self._held(parameter) for name, parameter in named.items() if id(parameter) in self._places}
         return {
-            kind: {name: shape_like(names[name], getattr(both, kind)).clone() for name, both in held.items()}
+            kind: {name: shape_like(named[name], getattr(both, kind)).clone() for name, both in held.items()}
             for kind in Held._fields
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], names: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, owner: str, state: Mapping[str, Any], named: Mapping[str, torch.Tensor]) -> None:
         """Take over what `state_dict` returned.
 
         Raises:
-            ValueError: a name or a shape is not that of a parameter.
+            ValueError: it holds other names or shapes than those of parameters; names `owner`.
         """
-        for kind in Held._fields:
-            shapes = {name: tuple(value.shape) for name, value in state[kind].items()}
-            unlike = sorted(n for n, shape in shapes.items() if n not in names or shape != tuple(names[n].shape))
-            if unlike or state[kind].keys() != state[Held._fields[0]].keys():
-                raise ValueError(
-                    f"load_state_dict: {kind!r} must hold residuals of the optimizer's parameters, in their shapes, "
-                    f"as {Held._fields[0]!r} does; it differs in {unlike[:5] or 'names'}"
-                )
+        shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+        first, *others = (_shapes_in(state[kind]) for kind in Held._fields)
+        if first is None or any(other != first for other in others) or not first.items() <= shapes.items():
+            wrong = [name for name, shape in (first or {}).items() if shapes.get(name) != shape]
+            raise ValueError(
+                f"{owner}.load_state_dict: {' and '.join(Held._fields)} must hold tensors of the same names, which are "
+                f"parameters of the optimizer, in their shapes, got others{f', {wrong[:5]}' if wrong else ''}"
+            )
         self._places = {}
-        for name in state["sent"]:
-            held = Held(*(flatten_like(names[name], state[kind][name].float()).clone() for kind in Held._fields))
-            self._places[id(names[name])] = (ErrorFeedback(held), slice(0, held.sent.numel()))
+        for name in first:
+            parameter = named[name]
+            held = Held(*(flatten_like(parameter, state[kind][name].float()).clone() for kind in Held._fields))
+            self._places[id(parameter)] = (ErrorFeedback(parameter.device, held), slice(0, parameter.numel()))
 
     def _held(self, parameter: torch.Tensor) -> Held:
         if id(parameter) in self._places:
@@ -75,3 +81,18 @@ class ResidualsByParameter:
             return feedback.spread(place)
         nothing = torch.zeros(parameter.numel(), device=parameter.device)
         return Held(nothing, nothing)
+
+
+def _consecutive_slices(parameters: list[torch.Tensor]) -> list[slice]:
+    slices, start = [], 0
+    for parameter in parameters:
+        slices.append(slice(start, start + parameter.numel()))
+        start += parameter.numel()
+    return slices
+
+
+def _shapes_in(tensors: Any) -> dict[str, tuple[int, ...]] | None:
+    """Return the shapes of a dictionary's tensors; None where it is nothing of the kind."""
+    if not isinstance(tensors, Mapping) or not all(isinstance(one, torch.Tensor) for one in tensors.values()):
+        return None
+    return {name: tuple(one.shape) for name, one in tensors.items()}

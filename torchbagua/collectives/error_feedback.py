@@ -63,12 +63,13 @@ class Held(NamedTuple):
 class ErrorFeedback:
     """The two residuals of a two-phase mean on one rank (1-bit Adam, Tang et al., arXiv 2102.02888, Algorithm 1).
 
-    Which rank owns which chunk of a bucket, or which shard of what its node sends, changes with the bucket. So every
-    rank spreads what it holds of an old bucket over a new one, and when this runs for the first time, the sums over
-    the ranks are what the owners go on from, bit for bit: all but one of the summands are zero.
+    Which rank owns which chunk of a bucket, or which shard of what its node sends, changes with the bucket. So where a
+    bucket takes over from others, every rank spreads what it holds of those over the new one, and before this runs for
+    the first time, the ranks sum what they hold: bit for bit, since all but one of the summands are zero.
 
     Args:
-        held: what this rank holds for the bucket.
+        device: of the bucket.
+        held: what this rank holds for the bucket; None on all ranks where no parameter has been sent before.
 
     Attributes:
         held: the same until the first run, then None.
@@ -76,14 +77,16 @@ class ErrorFeedback:
         mean: of the means of the chunk that it owns.
     """
 
-    def __init__(self, held: Held) -> None:
-        self.held: Held | None = held
-        self._device = held.sent.device
-        self.allot(slice(0, 0), slice(0, 0))
+    def __init__(self, device: torch.device, held: Held | None = None) -> None:
+        self.held = held
+        nothing = slice(0, 0)
+        self.sent, self.mean = Residual(nothing, device), Residual(nothing, device)
 
     def allot(self, sent: slice, mean: slice) -> None:
         """Say which slices of the bucket this rank sends, and forms the means of."""
-        self.sent, self.mean = Residual(sent, self._device), Residual(mean, self._device)
+        if (self.sent.place, self.mean.place) != (sent, mean):
+            device = self.sent.values.device
+            self.sent, self.mean = Residual(sent, device), Residual(mean, device)
 
     def start_from(self, whole: Held) -> None:
         """Start from the residuals of the whole bucket, of which the own slices are taken."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.error_feedback import ErrorFeedback
+from torchbagua.collectives.error_feedback import ErrorFeedback, Held
 from torchbagua.collectives.exchange import Exchange
 from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
@@ -80,15 +80,15 @@ def centralized_mean(
     if error_feedback is None:
         return mean
 
-    def sum_over(communicator: Communicator, x_N: torch.Tensor) -> None:
-        TwoPhaseMean(communicator, Identity(), bounds, x_N.dtype, device, 1.0, bucket)(x_N)
+    def sum_over(communicator: Communicator, x_N: torch.Tensor) -> torch.Tensor:
+        total_N = x_N.clone()  # what is held stays as it is where this fails
+        TwoPhaseMean(communicator, Identity(), bounds, total_N.dtype, device, 1.0, bucket)(total_N)
+        return total_N
 
     def mean_with_feedback(x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
         if (held := error_feedback.held) is not None:
-            if node is not None:  # otherwise every rank holds all that it sends
-                sum_over(node, held.sent)
-            sum_over(group.world, held.mean)
-            error_feedback.start_from(held)
+            sent_N = held.sent if node is None else sum_over(node, held.sent)  # a rank holds all that it sends itself
+            error_feedback.start_from(Held(sent_N, sum_over(group.world, held.mean)))
         mean(x_N, out_N)
 
     return mean_with_feedback
@@ -191,11 +191,5 @@ class TwoPhaseMean:
         if self._feedback is None:
             compressor.decode_mean_encode(rows_RW, layout, self._divisor, mean_W)
             return
-        row_L = self._communicator.scratch("row", mean_L.nbytes, self._device).view(mean_L.dtype)
-        compressor.decode(rows_RW[0], layout, mean_L)
-        for row_W in rows_RW[1:]:
-            compressor.decode(row_W, layout, row_L)
-            mean_L.add_(row_L)
-        # By a tensor: on CUDA, division by a Python number is a multiplication by its reciprocal.
-        mean_L.div_(torch.full((1,), self._divisor, device=self._device))
+        compressor.decode_mean(rows_RW, layout, self._divisor, mean_L)
         self._feedback.mean.encode(mean_L, compressor, layout, mean_W, slice(0, mean_L.numel()))

@@ -85,6 +85,10 @@ class BlockCodec:
         """Read `wire_W`, write `x_N`, computed in float32 and rounded to its dtype."""
         self._operation("decode")(wire_W, layout.table, x_N)
 
+    def decode_mean(self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
+        """Decode R wires of one chunk, add in float32 in row order, divide by `divisor`, write `x_N`, float32."""
+        self._operation("decode_mean")(rows_RW, layout.table, divisor, x_N)
+
     def decode_mean_encode(
         self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:

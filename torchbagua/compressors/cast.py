@@ -45,6 +45,10 @@ class Identity:
         if wire_W.data_ptr() != x_N.data_ptr():
             x_N.copy_(wire_W.view(x_N.dtype))
 
+    def decode_mean(self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
+        """Add R rows in float32 in row order, divide by `divisor`, write `x_N`, float32."""
+        _mean_of_rows(rows_RW.view(layout.dtype), divisor, x_N)
+
     def decode_mean_encode(
         self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:
@@ -112,6 +116,10 @@ class Cast:
         for elements, row in zip(layout.elements, layout.rows, strict=True):
             chunk_L = x_N[elements]
             chunk_L.copy_(self._typed(wire_W[row])[: len(chunk_L)])
+
+    def decode_mean(self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
+        """Add R rows in float32 in row order, divide by `divisor`, write `x_N`, float32."""
+        _mean_of_rows(self._typed(rows_RW)[:, : x_N.numel()], divisor, x_N)
 
     def decode_mean_encode(
         self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor

@@ -44,6 +44,10 @@ class Compressor(Protocol):
         """Read `wire_W`, write `x_N`, rounding to its dtype."""
         ...
 
+    def decode_mean(self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
+        """Decode R wires of one chunk, add them in float32 in row order, divide by `divisor`, write `x_N`, float32."""
+        ...
+
     def decode_mean_encode(
         self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:

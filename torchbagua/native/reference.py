@@ -21,6 +21,7 @@ from torchbagua.native.schema import (
     check_feedback,
     check_forms,
     check_mean,
+    check_mean_encode,
     check_qadam,
     refusal,
 )
@@ -80,15 +81,19 @@ class _Codec:
         for group in self._groups(table):
             x[group.elements] = self._read(wire, group).to(x.dtype)
 
+    def decode_mean(self, rows: Tensor, table: Tensor, divisor: float, x: Tensor) -> None:
+        """`torchbagua::<name>_decode_mean`, see schema.py."""
+        check_mean(f"{self.name}_decode_mean", rows, table, divisor, x)
+        _check_blocks(f"{self.name}_decode_mean", CODECS[self.name], table, x.numel(), rows.shape[1])
+        for group in self._groups(table):
+            x[group.elements] = self._mean(rows, group, divisor)
+
     def decode_mean_encode(self, rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
         """`torchbagua::<name>_decode_mean_encode`, see schema.py."""
-        check_mean(f"{self.name}_decode_mean_encode", rows, table, divisor, wire)
+        check_mean_encode(f"{self.name}_decode_mean_encode", rows, table, divisor, wire)
         _check_blocks(f"{self.name}_decode_mean_encode", CODECS[self.name], table, None, wire.numel())
         for group in self._groups(table):
-            total_kl = self._read(rows[0], group)
-            for row in rows[1:]:
-                total_kl = total_kl + self._read(row, group)
-            self._write(wire, group, torch.div(total_kl, torch.full_like(total_kl, divisor)))
+            self._write(wire, group, self._mean(rows, group, divisor))
 
     def encode_feedback(self, x: Tensor, residual: Tensor, table: Tensor, wire: Tensor, left_out: Tensor) -> None:
         """`torchbagua::<name>_encode_feedback`, see schema.py."""
@@ -112,6 +117,13 @@ class _Codec:
         values = self.decode_rows(wire[group.header].view(torch.float32), wire[group.payload])
         return values[:, : group.elements.shape[1]]
 
+    def _mean(self, rows: Tensor, group: _Group, divisor: float) -> Tensor:
+        """The mean [K, L] float32 of the blocks of all rows."""
+        total_kl = self._read(rows[0], group)
+        for row in rows[1:]:
+            total_kl = total_kl + self._read(row, group)
+        return torch.div(total_kl, torch.full_like(total_kl, divisor))
+
     def _write(self, wire: Tensor, group: _Group, values_kl: Tensor) -> None:
         header, payload_kp = self.encode_rows(values_kl)
         wire[group.header] = header.view(torch.uint8)
@@ -121,12 +133,14 @@ class _Codec:
 _MINMAX_UINT8 = _Codec("minmax_uint8", minmax_uint8_rows.encode_rows, minmax_uint8_rows.decode_rows)
 minmax_uint8_encode = _MINMAX_UINT8.encode
 minmax_uint8_decode = _MINMAX_UINT8.decode
+minmax_uint8_decode_mean = _MINMAX_UINT8.decode_mean
 minmax_uint8_decode_mean_encode = _MINMAX_UINT8.decode_mean_encode
 minmax_uint8_encode_feedback = _MINMAX_UINT8.encode_feedback
 
 _SIGN_1BIT = _Codec("sign_1bit", sign_1bit_rows.encode_rows, sign_1bit_rows.decode_rows)
 sign_1bit_encode = _SIGN_1BIT.encode
 sign_1bit_decode = _SIGN_1BIT.decode
+sign_1bit_decode_mean = _SIGN_1BIT.decode_mean
 sign_1bit_decode_mean_encode = _SIGN_1BIT.decode_mean_encode
 sign_1bit_encode_feedback = _SIGN_1BIT.encode_feedback
 
@@ -173,7 +187,13 @@ def qadam_form_gradients(averages: list[Tensor], momenta: list[Tensor], *, beta1
 
 
 for _codec in (_MINMAX_UINT8, _SIGN_1BIT):
-    for _kernel in (_codec.encode, _codec.decode, _codec.decode_mean_encode, _codec.encode_feedback):
+    for _kernel in (
+        _codec.encode,
+        _codec.decode,
+        _codec.decode_mean,
+        _codec.decode_mean_encode,
+        _codec.encode_feedback,
+    ):
         torch.library.impl(f"torchbagua::{_codec.name}_{_kernel.__name__}", "default", _kernel)
 for _qadam_kernel in (qadam_update, qadam_form_momenta, qadam_form_gradients):
     torch.library.impl(f"torchbagua::{_qadam_kernel.__name__}", "default", _qadam_kernel)

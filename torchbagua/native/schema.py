@@ -38,8 +38,8 @@ class BlockFormat(NamedTuple):
         return self.header_bytes * num_blocks + (num_elements + most_per_block * num_blocks) // self.elements_per_byte
 
 
-# The codecs by the beginning of their operations' names. Of each there are `_encode`, `_decode`, `_decode_mean_encode`,
-# `_encode_feedback`.
+# The codecs by the beginning of their operations' names. Of each there are `_encode`, `_decode`, `_decode_mean`,
+# `_decode_mean_encode` and `_encode_feedback`.
 CODECS = {
     "minmax_uint8": BlockFormat(header_bytes=8, elements_per_byte=1),  # minimum, maximum; a byte an element
     "sign_1bit": BlockFormat(header_bytes=4, elements_per_byte=8),  # scale; a bit an element
@@ -87,19 +87,31 @@ def check_codec(operation: str, x: Tensor, table: Tensor, wire: Tensor) -> None:
     check_device(operation, "table", table, x)
 
 
-def check_mean(operation: str, rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
-    """Raise ValueError for arguments that `decode_mean_encode` of a codec refuses by their type or value."""
+def check_senders(operation: str, rows: Tensor, table: Tensor, divisor: float) -> None:
+    """Raise ValueError for arguments that the means of a codec refuse by their type or value."""
     check_bytes(operation, "rows", rows, 2)
-    check_bytes(operation, "wire", wire, 1)
     if rows.shape[0] < 1:
         raise refusal(operation, "rows", "of at least one row", _describe(rows))
-    if wire.shape[0] != rows.shape[1]:
-        raise refusal(operation, "wire", f"as long as a row, {rows.shape[1]} bytes", _describe(wire))
     if not 0 < ctypes.c_float(divisor).value < math.inf:
         raise refusal(operation, "divisor", "a positive finite float32", divisor)
     check_table_tensor(operation, table)
-    check_device(operation, "wire", wire, rows)
     check_device(operation, "table", table, rows)
+
+
+def check_mean_encode(operation: str, rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
+    """Raise ValueError for arguments that `decode_mean_encode` of a codec refuses by their type or value."""
+    check_senders(operation, rows, table, divisor)
+    check_bytes(operation, "wire", wire, 1)
+    if wire.shape[0] != rows.shape[1]:
+        raise refusal(operation, "wire", f"as long as a row, {rows.shape[1]} bytes", _describe(wire))
+    check_device(operation, "wire", wire, rows)
+
+
+def check_mean(operation: str, rows: Tensor, table: Tensor, divisor: float, x: Tensor) -> None:
+    """Raise ValueError for arguments that `decode_mean` of a codec refuses by their type or value."""
+    check_senders(operation, rows, table, divisor)
+    check_floats(operation, "x", x)
+    check_device(operation, "x", x, rows)
 
 
 def check_floats(operation: str, argument: str, tensor: Tensor, num_elements: int | None = None) -> None:
@@ -155,8 +167,8 @@ def check_qadam(weights: list[Tensor], **others: list[Tensor]) -> None:
 # decode reads the wire, writes x: float32 arithmetic, rounded to the type of x at the end. A block whose header no
 # encoder writes becomes NaN.
 #
-# decode_mean_encode, for every block: decode the R rows in float32, add them in the order of the rows, divide by
-# `divisor` in float32, encode into `wire`. The `start` of a block is not used.
+# decode_mean, for every block: decode the R rows in float32, add them in the order of the rows, divide by `divisor` in
+# float32, into x, which is float32. decode_mean_encode encodes that into `wire`; it does not use a block's `start`.
 #
 # encode_feedback, for float32: encodes x + residual, and writes what the wire leaves out of that, the sum minus what is
 # decoded, to left_out [N], where there are blocks.
@@ -170,6 +182,9 @@ def check_qadam(weights: list[Tensor], **others: list[Tensor]) -> None:
 for _codec in CODECS:
     torch.library.define(f"torchbagua::{_codec}_encode", "(Tensor x, Tensor table, Tensor(a!) wire) -> ()")
     torch.library.define(f"torchbagua::{_codec}_decode", "(Tensor wire, Tensor table, Tensor(a!) x) -> ()")
+    torch.library.define(
+        f"torchbagua::{_codec}_decode_mean", "(Tensor rows, Tensor table, float divisor, Tensor(a!) x) -> ()"
+    )
     torch.library.define(
         f"torchbagua::{_codec}_decode_mean_encode",
         "(Tensor rows, Tensor table, float divisor, Tensor(a!) wire) -> ()",
@@ -210,13 +225,16 @@ def _register_codec_fakes(codec: str) -> None:
     def decode(wire: Tensor, table: Tensor, x: Tensor) -> None:
         check_codec(f"{codec}_decode", x, table, wire)
 
+    def decode_mean(rows: Tensor, table: Tensor, divisor: float, x: Tensor) -> None:
+        check_mean(f"{codec}_decode_mean", rows, table, divisor, x)
+
     def decode_mean_encode(rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
-        check_mean(f"{codec}_decode_mean_encode", rows, table, divisor, wire)
+        check_mean_encode(f"{codec}_decode_mean_encode", rows, table, divisor, wire)
 
     def encode_feedback(x: Tensor, residual: Tensor, table: Tensor, wire: Tensor, left_out: Tensor) -> None:
         check_feedback(f"{codec}_encode_feedback", x, residual, table, wire, left_out)
 
-    for fake in (encode, decode, decode_mean_encode, encode_feedback):
+    for fake in (encode, decode, decode_mean, decode_mean_encode, encode_feedback):
         torch.library.register_fake(f"torchbagua::{codec}_{fake.__name__}", fake)
 
 

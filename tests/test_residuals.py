@@ -1,0 +1,254 @@
+"""The residuals of error feedback: when they move, what they weigh on the network, and which states are refused."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchbagua as tb
+from q_adam_life import NUM_STEPS, NUM_WARM, Trainer
+from ranks import run_ranks
+from training import Branches, Tower, build
+
+ONE_BIT: dict[str, Any] = {"compression": "sign1bit", "error_feedback": True}
+
+
+def tensors_in(state: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested dictionaries, copied."""
+    for value in state.values() if isinstance(state, dict) else ():
+        if isinstance(value, torch.Tensor):
+            yield value.clone()
+        else:
+            yield from tensors_in(value)
+
+
+def equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize(("size", "nodes"), [(2, None), (3, [0, 0, 1])])
+def test_a_step_that_amp_skips_leaves_no_trace(size: int, nodes: list[int] | None) -> None:
+    """Inf on one rank alone: on no rank weights, moments or residuals move."""
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> list[tuple[bool, bool]]:
+        trainer = Trainer(group, model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        attachment = tb.attach(
+            trainer.ddp,
+            trainer.optimizer,
+            tb.QAdamAlgorithm(trainer.optimizer, **ONE_BIT),
+            grad_scaler=scaler,
+            process_group=None if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes),
+        )
+
+        def states() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            trained = {"weights": trainer.ddp.state_dict(), "optimizer": trainer.optimizer.state_dict()["state"]}
+            return list(tensors_in(trained)), list(tensors_in(attachment.impl.state_dict()))
+
+        stood_still = []
+        with attachment:
+            for step in range(NUM_STEPS + 2):
+                trainer.optimizer.zero_grad()
+                x = torch.randn(6, 10, generator=trainer.data)
+                if step == NUM_WARM + 2 and group.rank() == 1:
+                    x[0, 0] = torch.inf
+                before = states()
+                scaler.scale(trainer.ddp(x, 0).square().sum()).backward()
+                scaler.step(trainer.optimizer)
+                scaler.update()
+                after = states()
+                assert all(value.isfinite().all() for value in after[1])
+                stood_still.append((equal(before[0], after[0]), equal(before[1], after[1])))
+        return stood_still[NUM_WARM:]
+
+    runs = run_ranks(size, body)
+    for index in range(NUM_STEPS + 2 - NUM_WARM):
+        trained, residuals = zip(*(run[index] for run in runs), strict=True)
+        assert set(trained) == {index == 2}
+        assert all(residuals) == (index == 2)  # a rank that owns no shard has none that could move
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("as_views", [True, False])
+def test_what_nobody_uses_keeps_its_residual(set_to_none: bool, as_views: bool) -> None:
+    """Its momentum was sent, and DDP does not write what came of it to the gradient; where that is a view, it does."""
+    model = build(Branches)
+
+    def body(group: dist.ProcessGroup) -> tuple[bool, bool]:
+        trainer = Trainer(group, model, find_unused_parameters=True, gradient_as_bucket_view=as_views)
+        states = []
+        with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer, **ONE_BIT)) as attachment:
+            for choice in (0,) * 6 + (1,):  # all ranks alike
+                trainer.optimizer.zero_grad(set_to_none=set_to_none)
+                trainer.ddp(torch.randn(6, 10, generator=trainer.data), choice).square().sum().backward()
+                gradient = trainer.ddp.module.left.weight.grad
+                is_used = gradient is not None and bool(gradient.any())
+                trainer.optimizer.step()
+                states.append(copy.deepcopy(attachment.impl.state_dict()))
+        before, after = states[-2:]
+        kept = all(torch.equal(after[kind]["left.weight"], before[kind]["left.weight"]) for kind in ("sent", "mean"))
+        assert not torch.equal(after["sent"]["stem.weight"], before["sent"]["stem.weight"])
+        assert before["sent"]["left.weight"].any()
+        return kept, is_used
+
+    for kept, is_used in run_ranks(2, body):
+        assert kept != is_used
+        assert is_used == (as_views and not set_to_none)
+
+
+def test_a_backward_that_no_step_follows_counts_nothing() -> None:
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> bool:
+        plain, extra = Trainer(group, model), Trainer(group, model)
+        impls = [trainer.hook(**ONE_BIT) for trainer in (plain, extra)]
+        for step in range(NUM_STEPS):
+            plain.step()
+            if step > NUM_WARM:
+                extra.life.local.append({})
+                extra.ddp(torch.ones(6, 10), 0).square().sum().backward()
+            extra.step()
+        for impl in impls:
+            impl.close()
+        return equal(list(plain.life.weights[-1].values()), list(extra.life.weights[-1].values()))
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_a_second_step_counts_nothing_twice() -> None:
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> bool:
+        trainer = Trainer(group, model)
+        impl = trainer.hook(**ONE_BIT)
+        for _ in range(NUM_STEPS):
+            trainer.step()
+        before = list(tensors_in(impl.state_dict()))
+        trainer.optimizer.step()
+        after = list(tensors_in(impl.state_dict()))
+        impl.close()
+        return equal(before, after)
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_residuals_are_sent_only_where_there_are_some() -> None:
+    """The switch sends no more than later steps do; after loading, those of means are summed once."""
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> list[int]:
+        trainer = Trainer(group, model)
+        recorder = tb.traces.Recorder()
+        algorithm = tb.QAdamAlgorithm(trainer.optimizer, **ONE_BIT)
+        sent = []
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm, observers=[recorder]) as attachment:
+            for step in range(NUM_STEPS):
+                before = recorder.bytes_sent
+                trainer.step()
+                sent.append(recorder.bytes_sent - before)
+                if step == NUM_STEPS - 2:
+                    attachment.load_state_dict(copy.deepcopy(attachment.state_dict()))
+        return sent
+
+    for sent in run_ranks(2, body):
+        in_full, in_one_bit = sent[1], sent[NUM_WARM]
+        assert sent[NUM_WARM : NUM_STEPS - 1] == [in_one_bit] * (NUM_STEPS - 1 - NUM_WARM)
+        assert 20 < in_full / in_one_bit < 32
+        # The agreement on what was loaded, and the sum: DDP's chunks are cut at blocks, in one bit as in full.
+        assert in_full < sent[-1] < in_full + in_one_bit + 100
+
+
+def test_a_failure_leaves_residuals_as_they_were() -> None:
+    """Those of a bucket that takes over are summed in copies."""
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> bool:
+        trainer = Trainer(group, model)
+        impl = trainer.hook([0, 0, 1, 1], **ONE_BIT)
+        for _ in range(NUM_STEPS):
+            trainer.step()
+        impl.load_state_dict(impl.state_dict())
+        before = list(tensors_in(impl.state_dict()))
+        impl.process_group.world.close()
+        with pytest.raises(RuntimeError, match="the group is closed"):
+            trainer.step()
+        after = list(tensors_in(impl.state_dict()))
+        impl.close()
+        return equal(before, after)
+
+    assert run_ranks(4, body) == [True] * 4
+
+
+def test_one_rank_alone_cannot_load() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Tower))
+        impl = tb.QAdamAlgorithm(trainer.optimizer, **ONE_BIT).reify(group, timeout=timedelta(seconds=2))
+        if group.rank() == 0:
+            with pytest.raises(tb.CommunicationError, match="loading the residuals"):
+                impl.load_state_dict(impl.state_dict())
+        impl.close()
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_load_residuals_of_other_parameters() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Tower))
+        impl = tb.QAdamAlgorithm(trainer.optimizer, **ONE_BIT).reify(group)
+        values = {f"parameter {group.rank()}": list(trainer.named.values())[group.rank()].detach()}
+        with pytest.raises(tb.CommunicationError, match="as a digest of the names in its state"):
+            impl.load_state_dict({**impl.state_dict(), "sent": values, "mean": values})
+        impl.close()
+
+    run_ranks(2, body)
+
+
+def test_refusals() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Tower))
+        with pytest.raises(ValueError, match="compression 'sign1bit' needs error_feedback=True"):
+            tb.QAdamAlgorithm(trainer.optimizer, compression="sign1bit")
+        with pytest.raises(ValueError, match=r"compression must be one of \['MinMaxUInt8', 'sign1bit'\], got 'int4'"):
+            tb.QAdamAlgorithm(trainer.optimizer, compression="int4", error_feedback=True)
+        with pytest.raises(TypeError, match="error_feedback must be True or False, got 1"):
+            tb.QAdamAlgorithm(trainer.optimizer, error_feedback=1)
+        impl = trainer.hook(error_feedback=True)
+        state = impl.state_dict()
+        keys = r"must have the keys \['mean', 'num_ranks', 'rank', 'sent'\], got \['sent'\]"
+        with pytest.raises(ValueError, match=keys):
+            impl.load_state_dict({"sent": {}})
+        with pytest.raises(ValueError, match="got that of rank 7 of 2; every rank saves and loads its own"):
+            impl.load_state_dict({**state, "rank": 7})
+        zeros = {"parameter 0": torch.zeros(301, 10)}
+        one, wrong = torch.zeros(1), "QAdamAlgorithmImpl.load_state_dict: sent and mean must hold .* got others"
+        for sent, mean, got in (
+            ({"nobody": one}, {"nobody": one}, r", \['nobody'\]"),
+            ({"parameter 0": one}, {"parameter 0": one}, r", \['parameter 0'\]"),
+            (zeros, {}, ""),
+            ([1], [1], ""),
+            ({"parameter 0": 1.0}, {"parameter 0": 1.0}, ""),
+        ):
+            with pytest.raises(ValueError, match=wrong + got):
+                impl.load_state_dict({**state, "sent": sent, "mean": mean})
+        impl.load_state_dict({**state, "sent": zeros, "mean": zeros})
+        impl.close()
+
+    run_ranks(2, body)
+
+
+def test_a_group_of_one_has_no_residuals() -> None:
+    def body(group: dist.ProcessGroup) -> dict[str, Any]:
+        trainer = Trainer(group, build(Tower))
+        impl = trainer.hook(**ONE_BIT)
+        for _ in range(NUM_STEPS):
+            trainer.step()
+        state = impl.state_dict()
+        impl.close()
+        return state
+
+    assert run_ranks(1, body) == [{"rank": 0, "num_ranks": 1, "sent": {}, "mean": {}}]
