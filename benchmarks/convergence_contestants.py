@@ -8,7 +8,8 @@ from torch.optim import Optimizer
 import torchbagua as tb
 from torchbagua.cli.demo.train import WARMUP_STEPS
 
-QADAM_WARM_UPS = (0.05, 0.2, 0.5)  # of all steps; 1-bit Adam (arXiv 2102.02888) takes 15 to 25 %
+# Of all steps; 1-bit Adam (arXiv 2102.02888) takes 15 to 25 %.
+QADAM_WARM_UPS = {"8 bits": (0.05, 0.2), "1 bit": (0.05, 0.2, 0.5)}
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def qadam(num_steps: int) -> Contestants:
     contestants = {"GradientAllReduce": Contestant(lambda _: tb.GradientAllReduceAlgorithm())}
     arguments = {"8 bits": {}, "1 bit": {"compression": "sign1bit", "error_feedback": True}}
     for label, own in arguments.items():
-        for warm_up in QADAM_WARM_UPS:
+        for warm_up in QADAM_WARM_UPS[label]:
             warmup_steps = max(1, round(num_steps * warm_up))
             contestants[f"QAdam, {label}, warm-up {warmup_steps}"] = Contestant(
                 lambda adam, own=own: tb.QAdamAlgorithm(adam, **own),

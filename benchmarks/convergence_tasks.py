@@ -90,7 +90,7 @@ GPT_TASK = Task(
 
 TASKS = {
     "gpt": GPT_TASK,
-    "qadam": replace(GPT_TASK, title="The same GPT with QAdam", contestants=qadam),
+    "qadam": replace(GPT_TASK, title="The same GPT with QAdam", steps=480, contestants=qadam),
     "digits": Task(
         title="CNN with BatchNorm on scikit-learn's digits",
         loss_unit="nats",

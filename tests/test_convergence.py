@@ -20,9 +20,12 @@ LABELS = [
     "LowPrecisionDecentralized",
     "AsyncModelAverage",
 ]
-# Of 4 steps; three quarters of them in one bit are the least.
-QADAM_LABELS = ["GradientAllReduce"] + [
-    f"QAdam, {bits}, warm-up {warmup_steps}" for bits in ("8 bits", "1 bit") for warmup_steps in (1, 2)
+# Of 4 steps, so that several warm-ups are of one step.
+QADAM_LABELS = [
+    "GradientAllReduce",
+    "QAdam, 8 bits, warm-up 1",
+    "QAdam, 1 bit, warm-up 1",
+    "QAdam, 1 bit, warm-up 2",
 ]
 
 
@@ -64,10 +67,8 @@ def test_quick_run_trains_and_reports(tmp_path: Path) -> None:
             assert 0 < accuracy < 1
             assert row["step_sent_bytes"][0] > 0
         sent = [row["step_sent_bytes"][0] / baseline["step_sent_bytes"][0] for row in rows]
-        if task["task"] == "qadam":  # one or two steps of four in full; error feedback begins with a sum as long as one
-            assert sent[1:] == pytest.approx(
-                [(1 + 3 / 4) / 4, (2 + 2 / 4) / 4, (1 + 1 + 3 / 32) / 4, (2 + 1 + 2 / 32) / 4], rel=0.02
-            )
+        if task["task"] == "qadam":  # one or two steps of four in full
+            assert sent[1:] == pytest.approx([(1 + 3 / 4) / 4, (1 + 3 / 32) / 4, (2 + 2 / 32) / 4], rel=0.03)
         else:  # 8 bits and a header for each block of 2048 elements, or for each parameter that is smaller
             assert 0.25 <= sent[1] < 0.26
 
