@@ -90,7 +90,13 @@ def timed_functions(codec: type[MinMaxUInt8 | Sign1Bit], layout: str, dtype: tor
     def mean(kernels: Any) -> None:
         kernel(kernels, "decode_mean_encode")(rows, part.table, float(NUM_SENDERS), mean_wire)
 
-    operations = (encode, decode, mean)
+    def feedback(kernels: Any) -> None:
+        kernel(kernels, "encode_feedback")(x, residual, whole.table, wire, y)
+
+    operations = [encode, decode, mean]
+    if dtype == torch.float32:  # it reads two tensors and writes one, where the copy reads one
+        residual = torch.randn(NUM_ELEMENTS, generator=generator) * 1e-2
+        operations.append(feedback)
     compared: Timed = {"copy": lambda: y.copy_(x)}
     compared |= {operation.__name__: functools.partial(operation, OPS) for operation in operations}
     return compared, {operation.__name__: functools.partial(operation, reference) for operation in operations}
