@@ -160,12 +160,12 @@ constexpr int64_t kGrain = 1 << 15;
 void qadam_update(const std::vector<Tensor>& weights, const std::vector<Tensor>& gradients,
                   const std::vector<Tensor>& momenta, const std::vector<Tensor>& second_moments, double gradient_sign,
                   double weight_decay, double shrink, double beta1, double root_correction2, double eps,
-                  double step_size) {
+                  double largest_ratio, double step_size) {
   constexpr const char* kOp = "qadam_update";
-  const torchbagua::QAdamStep step{static_cast<float>(gradient_sign), static_cast<float>(weight_decay),
-                                   static_cast<float>(shrink),        static_cast<float>(beta1),
-                                   static_cast<float>(1.0 - beta1),   static_cast<float>(root_correction2),
-                                   static_cast<float>(eps),           static_cast<float>(step_size)};
+  const torchbagua::QAdamStep step{
+      static_cast<float>(gradient_sign), static_cast<float>(weight_decay),  static_cast<float>(shrink),
+      static_cast<float>(beta1),         static_cast<float>(1.0 - beta1),   static_cast<float>(root_correction2),
+      static_cast<float>(eps),           static_cast<float>(largest_ratio), static_cast<float>(step_size)};
   check_like(kOp, "gradients", gradients, weights);
   check_like(kOp, "momenta", momenta, weights);
   check_like(kOp, "second_moments", second_moments, weights);

@@ -133,7 +133,9 @@ def qadam_step(
     slope = gradient + kept * F32(0 if decoupled else weight_decay)
     moved = momentum * F32(betas[0]) + slope * F32(1 - betas[0])
     denominator = np.sqrt(second_moment) / F32((1 - betas[1] ** num_warm) ** 0.5) + F32(eps)
-    distance = moved / denominator * F32(lr / (1 - betas[0] ** (num_warm + num_since)))
+    correction1 = 1 - betas[0] ** (num_warm + num_since)
+    most = F32(max(1, (1 - betas[0]) / (1 - betas[1]) ** 0.5) * correction1)
+    distance = np.clip(moved / denominator, -most, most) * F32(lr / correction1)
     return kept - np.where(second_moment == 0, F32(0), distance), moved
 
 

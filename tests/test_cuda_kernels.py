@@ -84,6 +84,7 @@ class QAdamStep(ctypes.Structure):
             "one_minus_beta1",
             "root_correction2",
             "eps",
+            "largest_ratio",
             "step_size",
         )
     ]

@@ -25,6 +25,7 @@ NUMBERS = {
     "beta1": 0.9,
     "root_correction2": 0.3,
     "eps": 1e-8,
+    "largest_ratio": 0.7,  # of the random values, many are larger
     "step_size": 1e-3,
 }
 INTEGERS = {2: torch.int16, 4: torch.int32}

@@ -376,6 +376,38 @@ def test_ranks_with_different_warm_ups() -> None:
     run_ranks(2, body)
 
 
+def test_ranks_that_have_come_to_different_places() -> None:
+    """As where rank 0 alone has loaded the optimizer's state."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Tower))
+        if group.rank() == 0:
+            for parameter in trainer.named.values():
+                parameter.grad = torch.ones_like(parameter)
+            trainer.optimizer.step()
+        with pytest.raises(ValueError, match=r"q_adam_optimizer \(updates of its parameters so far\)"):
+            tb.QAdamAlgorithm(trainer.optimizer).reify(group)
+
+    run_ranks(2, body)
+
+
+def test_a_rank_that_skips_a_step_in_the_warm_up() -> None:
+    """It would send gradients where the others send momenta; messages of other lengths would end the process."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Tower))
+        with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer)):
+            for step in range(NUM_WARM):
+                trainer.optimizer.zero_grad()
+                trainer.ddp(torch.ones(6, 10), 0).sum().backward()
+                if (group.rank(), step) != (1, 1):
+                    trainer.optimizer.step()
+            with pytest.raises(RuntimeError, match=r"rank 0 has 6 parameters past their warm-up, rank 1 has 0\."):
+                trainer.ddp(torch.ones(6, 10), 0).sum().backward()
+
+    run_ranks(2, body)
+
+
 def test_nothing_keeps_the_impl_of_a_forgotten_hook() -> None:
     model = build(Tower)
 

@@ -269,3 +269,74 @@ def test_refused_tensors() -> None:
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match=r"gradients must be dense, got a sparse one of shape \[5, 2\]"):
         optimizer.step()
+
+
+def test_an_element_with_next_to_no_second_moment_moves_no_farther_than_under_adam() -> None:
+    """Momenta of one bit have the magnitude of their block everywhere, which a tiny second moment would divide."""
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = tb.QAdamOptimizer([weight], lr=0.01, warmup_steps=1, betas=(0.9, 0.999))
+    server = Server()
+    optimizer.serve(server)
+    weight.grad = torch.tensor([1.0, 1e-6, 0.0, torch.nan])
+    optimizer.step()
+    before = weight.detach().clone()
+    weight.grad = torch.tensor([1.0, 1.0, 1.0, 1.0])
+    optimizer.step()
+    moved = (before - weight.detach()).abs() / 0.01
+    assert moved[0] == pytest.approx(1, rel=1e-3)
+    assert moved[1] == pytest.approx(0.1 / 0.001**0.5, rel=1e-3)
+    assert moved[2] == 0
+    assert moved[3].isnan()
+
+
+def test_a_scheduler_of_a_wrapped_optimizer_goes_on_after_loading() -> None:
+    model = small_model()
+    adam = torch.optim.AdamW(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 0.5**step)
+    optimizer = tb.QAdamOptimizer.wrap(adam, warmup_steps=5)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_group_that_the_wrapped_optimizer_gets_later_has_a_warm_up() -> None:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    adam = torch.optim.Adam([first])
+    optimizer = tb.QAdamOptimizer.wrap(adam, warmup_steps=2)
+    server = Server()
+    optimizer.serve(server)
+    adam.add_param_group({"params": [second]})
+    for _ in range(3):
+        first.grad, second.grad = torch.ones(2), torch.ones(3)
+        optimizer.step()
+    assert optimizer.is_past_warmup(second)
+
+
+def test_the_state_of_an_adam_leaves_the_groups_their_warm_ups() -> None:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    state = torch.optim.Adam([{"params": [first]}, {"params": [second]}]).state_dict()
+    groups = [{"params": [first], "warmup_steps": 5}, {"params": [second], "warmup_steps": 50}]
+    optimizer = tb.QAdamOptimizer(groups)
+    optimizer.load_state_dict(state)
+    assert [group["warmup_steps"] for group in optimizer.param_groups] == [5, 50]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": "0.1"}, "lr must be a number, got '0.1'"),
+        ({"lr": torch.ones(2)}, "lr must be a number, got tensor"),
+        ({"eps": None}, "eps must be a number, got None"),
+        ({"weight_decay": True}, "weight_decay must be a number, got True"),
+        ({"betas": 0.9}, "betas must be two numbers, got 0.9"),
+        ({"betas": (0.9, None)}, r"betas must be two numbers, got \(0.9, None\)"),
+        ({"maximize": "no"}, "maximize must be True or False, got 'no'"),
+        ({"decoupled_weight_decay": None}, "decoupled_weight_decay must be True or False, got None"),
+    ],
+)
+def test_options_of_another_type(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=f"QAdamOptimizer: {message}"):
+        tb.QAdamOptimizer([nn.Parameter(torch.ones(2))], **arguments)

@@ -157,7 +157,8 @@ def test_residuals_are_sent_only_where_there_are_some() -> None:
 
     for sent in run_ranks(2, body):
         in_full, in_one_bit = sent[1], sent[NUM_WARM]
-        assert sent[NUM_WARM : NUM_STEPS - 1] == [in_one_bit] * (NUM_STEPS - 1 - NUM_WARM)
+        # In the first of these, ranks still agree on how many parameters are past their warm-up.
+        assert max(sent[NUM_WARM : NUM_STEPS - 1]) - min(sent[NUM_WARM : NUM_STEPS - 1]) < 100
         assert 20 < in_full / in_one_bit < 32
         # The agreement on what was loaded, and the sum: DDP's chunks are cut at blocks, in one bit as in full.
         assert in_full < sent[-1] < in_full + in_one_bit + 100
@@ -251,4 +252,6 @@ def test_a_group_of_one_has_no_residuals() -> None:
         impl.close()
         return state
 
-    assert run_ranks(1, body) == [{"rank": 0, "num_ranks": 1, "sent": {}, "mean": {}}]
+    (state,) = run_ranks(1, body)
+    assert (state["rank"], state["num_ranks"]) == (0, 1)
+    assert not any(value.any() for value in tensors_in(state))

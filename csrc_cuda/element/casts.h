@@ -47,6 +47,10 @@ TORCHBAGUA_ELEMENT float not_a_number() { return float_of(0x7fc00000u); }
 // lie above it.
 constexpr int kUnusableMagnitude = 0x7e800000;
 
+// Of NaN and a number, the first argument.
+TORCHBAGUA_ELEMENT float smaller(float a, float b) { return b < a ? b : a; }
+TORCHBAGUA_ELEMENT float larger(float a, float b) { return b > a ? b : a; }
+
 // For values that come of a float operation: g++ makes that conditional in `condition ? a : b`, and as it might trap
 // the loop around it is not vectorised.
 TORCHBAGUA_ELEMENT unsigned int select(bool condition, unsigned int a, unsigned int b) {

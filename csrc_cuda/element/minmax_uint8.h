@@ -29,9 +29,6 @@ struct Coder {
   float lowest;
 };
 
-TORCHBAGUA_ELEMENT float smaller(float a, float b) { return b < a ? b : a; }
-TORCHBAGUA_ELEMENT float larger(float a, float b) { return b > a ? b : a; }
-
 TORCHBAGUA_ELEMENT float round_half_even(float value) { return (value + kRoundingShift) - kRoundingShift; }
 
 // The header of a block from its extremes; NaN twice where `magnitude`, the largest in it, is unusable.

@@ -1,6 +1,7 @@
-// One element of QAdam after its warm-up: Adam's step with a second moment that stands still. An element whose second
-// moment is zero is not moved: it saw no gradient in the warm-up, and eps alone would divide by next to nothing.
-// Freestanding: g++, nvcc and NVRTC compile this header and nothing else, and all give the same bits.
+// One element of QAdam after its warm-up: Adam's step with a second moment that stands still, and that may be next to
+// nothing where the warm-up has hardly seen a gradient. So what it divides is bounded, and an element whose second
+// moment is zero is not moved. Freestanding: g++, nvcc and NVRTC compile this header and nothing else, and all give the
+// same bits.
 #pragma once
 
 #include "casts.h"
@@ -16,7 +17,8 @@ struct QAdamStep {
   float one_minus_beta1;
   float root_correction2;  // square root of the frozen bias correction of the second moment
   float eps;
-  float step_size;  // lr / bias correction of the momentum
+  float largest_ratio;  // bound on the magnitude of momentum over denominator
+  float step_size;      // lr / bias correction of the momentum
 };
 
 // Correctly rounded, on both.
@@ -37,7 +39,8 @@ TORCHBAGUA_ELEMENT void qadam_update(const QAdamStep& step, Element gradient, El
   const float moved = step.beta1 * to_float(momentum) + step.one_minus_beta1 * slope;
   const float variance = to_float(second_moment);
   const float denominator = square_root(variance) / step.root_correction2 + step.eps;
-  const float distance = step.step_size * (moved / denominator);
+  const float ratio = smaller(larger(moved / denominator, -step.largest_ratio), step.largest_ratio);
+  const float distance = step.step_size * ratio;
   from_float(moved, momentum);
   from_float(kept - float_of(select(variance == 0.0f, 0u, bits_of(distance))), weight);
 }

@@ -67,7 +67,7 @@ class QAdamAlgorithm(Algorithm):
             )
         check_flags(self, "hierarchical", "error_feedback")
         check_block("QAdamAlgorithm", self.block)
-        if self.compression not in _COMPRESSORS:
+        if not isinstance(self.compression, str) or self.compression not in _COMPRESSORS:
             raise ValueError(
                 f"QAdamAlgorithm: compression must be one of {sorted(_COMPRESSORS)}, got {self.compression!r}"
             )
@@ -90,7 +90,11 @@ class QAdamAlgorithm(Algorithm):
         """Return the arguments, and what of the optimizer must be the same on all ranks."""
         options = ("warmup_steps", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
         groups = [[group[option] for option in options] for group in self.q_adam_optimizer.param_groups]
-        return {**super().arguments(), f"q_adam_optimizer ({', '.join(options)} of its groups)": repr(groups)}
+        return {
+            **super().arguments(),
+            f"q_adam_optimizer ({', '.join(options)} of its groups)": repr(groups),
+            "q_adam_optimizer (updates of its parameters so far)": repr(self.q_adam_optimizer.num_updates),
+        }
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ValueError unless the optimizer is one of `optimizers`."""
@@ -133,6 +137,9 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def need_reset(self) -> bool:
         """Return True where parameters have come to the end of their warm-up since the last backward."""
         before, self._num_past_warmup = self._num_past_warmup, self.optimizer.num_past_warmup
+        if before < len(self.optimizer.parameters):  # what is sent may change its form, and ranks must do so together
+            facts = {"parameters past their warm-up": self._num_past_warmup}
+            self.lane.start(lambda: check_in_step(self.process_group.world, facts, "the gradients"))
         return before != self._num_past_warmup
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
@@ -211,8 +218,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     @property
     def _named(self) -> dict[str, torch.Tensor]:
         """The optimizer's parameters, by their names in the module; by their places behind the plain hook."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return {self._names.get(id(p), f"parameter {index}"): p for index, p in enumerate(parameters)}
+        return {self._names.get(id(p), f"parameter {index}"): p for index, p in enumerate(self.optimizer.parameters)}
 
     @torch.no_grad()
     def _form_momenta(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from torchbagua import native
+from torchbagua.algorithms.q_adam_options import check_group, check_numbers
 from torchbagua.memory_order import flatten_like, shape_like
 
-# In the state of a parameter past its warm-up: updates since then. Adam's own "step" stands still with the second
-# moment whose bias it corrects, so that Adam can go on from this state.
+# In the state of a parameter: updates since its warm-up. Adam's own "step" stands still with the second moment whose
+# bias it corrects, so that Adam can go on from this state.
 _UPDATES_SINCE = "updates_since_warmup"
 # In a group with such a parameter: the betas of its warm-up.
 _FROZEN_BETAS = "frozen_betas"
@@ -31,8 +32,9 @@ class QAdamOptimizer(torch.optim.Adam):
     The first `warmup_steps` updates of every parameter are those of `torch.optim.Adam`, bit for bit. Then v and its
     bias correction stand still, and only the momentum moves, which `QAdamAlgorithm` averages in 8 bits (1-bit Adam,
     Tang et al., arXiv 2102.02888; Bagua, arXiv 2107.01499): with the weight decay of Adam, or of AdamW,
-    m = b1 m + (1 - b1) g and w -= lr m / (1 - b1^t) / (sqrt(v / (1 - b2^W)) + eps). An element that has seen no
-    gradient in the warm-up, so that v is 0, is not moved after it.
+    m = b1 m + (1 - b1) g and w -= lr m / (1 - b1^t) / (sqrt(v / (1 - b2^W)) + eps). An element that has hardly seen a
+    gradient in the warm-up has next to nothing for v: what multiplies lr stays within max(1, (1 - b1) / sqrt(1 - b2)),
+    the most that it is under Adam (Kingma and Ba, arXiv 1412.6980, section 2.1). Where v is 0 the element is not moved.
 
     `state_dict` can be loaded into torch.optim.Adam, and its into this. Groups may have a `warmup_steps` of their own.
 
@@ -64,7 +66,7 @@ class QAdamOptimizer(torch.optim.Adam):
         self._group_of: dict[int, dict[str, Any]] = {}
         self._default_warmup_steps = warmup_steps
         self._server: weakref.ref[MomentumServer] | None = None
-        _check_numbers({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        check_numbers({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         super().__init__(
             params,
             lr=lr,
@@ -113,7 +115,7 @@ class QAdamOptimizer(torch.optim.Adam):
         group = self.param_groups[-1]
         group.setdefault("warmup_steps", self._default_warmup_steps)
         try:
-            self._check_group(group)
+            check_group(group)
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
@@ -124,9 +126,23 @@ class QAdamOptimizer(torch.optim.Adam):
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's is not typed
         self._server = getattr(self, "_server", None)
         self._default_warmup_steps = self.defaults["warmup_steps"]
+        self._adopt_groups()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, of Adam perhaps, which leaves each group's warmup_steps as they are."""
+        groups = self.param_groups
+        saved = [
+            {"warmup_steps": own["warmup_steps"], **given}
+            for own, given in zip(groups, state_dict["param_groups"], strict=False)
+        ]
+        super().load_state_dict({**state_dict, "param_groups": saved + state_dict["param_groups"][len(saved) :]})
+        groups[:] = self.param_groups  # the very list that schedulers of a wrapped optimizer go through
+        self.param_groups = groups
+
+    def _adopt_groups(self) -> None:
         for group in self.param_groups:
             group.setdefault("warmup_steps", self._default_warmup_steps)
-            self._check_group(group)
+            check_group(group)
         self._group_of = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
 
     def serve(self, server: MomentumServer) -> None:
@@ -146,11 +162,20 @@ class QAdamOptimizer(torch.optim.Adam):
         return self._server is not None and self._server() is not None
 
     @property
+    def parameters(self) -> list[Tensor]:
+        """All that it trains, group by group."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @property
     def num_past_warmup(self) -> int:
         """Parameters whose second moment stands still."""
-        return sum(
-            map(self.is_past_warmup, [parameter for group in self.param_groups for parameter in group["params"]])
-        )
+        return sum(map(self.is_past_warmup, self.parameters))
+
+    @property
+    def num_updates(self) -> list[int]:
+        """Updates of each parameter so far."""
+        states = [self.state.get(parameter) or {"step": 0} for parameter in self.parameters]
+        return [int(state["step"]) + state.get(_UPDATES_SINCE, 0) for state in states]
 
     def beta1_of(self, parameter: Tensor) -> float:
         """Return the decay of its momentum."""
@@ -166,10 +191,8 @@ class QAdamOptimizer(torch.optim.Adam):
         group, state = self._group_of.get(id(parameter)), self.state.get(parameter)
         if group is None or not state:
             return False
-        if _UPDATES_SINCE not in state:
-            if state["step"] < group["warmup_steps"]:
-                return False
-            state[_UPDATES_SINCE] = 0
+        if not state.setdefault(_UPDATES_SINCE, 0) and state["step"] < group["warmup_steps"]:
+            return False
         frozen, betas = tuple(group.setdefault(_FROZEN_BETAS, group["betas"])), tuple(group["betas"])
         if betas != frozen:
             raise ValueError(
@@ -189,10 +212,12 @@ class QAdamOptimizer(torch.optim.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not all("warmup_steps" in group for group in self.param_groups):  # of the optimizer that is wrapped
+            self._adopt_groups()
         with torch.no_grad():
-            with_gradient = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            with_gradient = [parameter for parameter in self.parameters if parameter.grad is not None]
             for parameter in with_gradient:
-                if parameter.grad.is_sparse:
+                if parameter.grad is not None and parameter.grad.is_sparse:
                     raise ValueError(
                         f"QAdamOptimizer: gradients must be dense, got a sparse one of shape {list(parameter.shape)}"
                     )
@@ -206,6 +231,8 @@ class QAdamOptimizer(torch.optim.Adam):
                 )
             if len(past) < len(with_gradient) or not with_gradient:
                 self._adam_step(without=past)
+                for parameter in with_gradient:
+                    self.state[parameter].setdefault(_UPDATES_SINCE, 0)
             self._update(past)
             if past and server is not None:
                 server.on_step(past)
@@ -237,6 +264,7 @@ class QAdamOptimizer(torch.optim.Adam):
             group = self._group_of[id(members[0])]
             lr, decay, is_decoupled = float(group["lr"]), group["weight_decay"], group["decoupled_weight_decay"]
             beta1, beta2 = group["betas"]
+            correction1 = 1.0 - beta1 ** (num_warm + num_since)
             tensors = [_flat_tensors(parameter, self.state[parameter]) for parameter in members]
             torch.ops.torchbagua.qadam_update(
                 *map(list, zip(*tensors, strict=True)),
@@ -246,36 +274,13 @@ class QAdamOptimizer(torch.optim.Adam):
                 beta1=beta1,
                 root_correction2=(1.0 - beta2**num_warm) ** 0.5,
                 eps=group["eps"],
-                step_size=lr / (1.0 - beta1 ** (num_warm + num_since)),
+                largest_ratio=max(1.0, (1.0 - beta1) / (1.0 - beta2) ** 0.5) * correction1,
+                step_size=lr / correction1,
             )
             for parameter, (weight, _, momentum, _) in zip(members, tensors, strict=True):
                 for changed, result in ((parameter, weight), (self.state[parameter]["exp_avg"], momentum)):
                     if result.data_ptr() != changed.data_ptr():  # a copy
                         changed.copy_(shape_like(parameter, result))
-
-    @staticmethod
-    def _check_group(group: dict[str, Any]) -> None:
-        warmup_steps = group["warmup_steps"]
-        if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool):
-            raise TypeError(f"QAdamOptimizer: warmup_steps must be an integer, got {warmup_steps!r}")
-        if warmup_steps < 1:
-            raise ValueError(f"QAdamOptimizer: warmup_steps must be at least 1, got {warmup_steps}")
-        _check_numbers(group)
-        for option in ("amsgrad", "capturable", "differentiable"):
-            if group[option]:
-                raise ValueError(f"QAdamOptimizer: {option} must be False, got {group[option]!r}")
-        for parameter in group["params"]:
-            if parameter.is_complex():
-                raise ValueError(f"QAdamOptimizer: params must be real, got one of {parameter.dtype}")
-
-
-def _check_numbers(options: dict[str, Any]) -> None:
-    for name in ("lr", "eps", "weight_decay"):
-        if not options[name] >= 0:  # NaN compares false
-            raise ValueError(f"QAdamOptimizer: {name} must be at least 0, got {options[name]}")
-    betas = options["betas"]
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"QAdamOptimizer: betas must be two numbers in [0, 1), got {betas}")
 
 
 def _flat_tensors(parameter: Tensor, state: dict[str, Any]) -> tuple[Tensor, ...]:

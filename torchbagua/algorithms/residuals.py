@@ -48,8 +48,11 @@ class ResidualsByParameter:
             feedback.commit(without=parts)
 
     def state_dict(self, named: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-        """Return what this rank holds, by "sent" and "mean" and by the name of the parameter, in its shape."""
-        held = {name: self._held(parameter) for name, parameter in named.items() if id(parameter) in self._places}
+        """Return what this rank holds, by "sent" and "mean" and by the name of the parameter, in its shape.
+
+        Zeros where there is nothing yet: torch.distributed.checkpoint loads into a state that has all the keys.
+        """
+        held = {name: self._held(parameter) for name, parameter in named.items()}
         return {
             kind: {name: shape_like(named[name], getattr(both, kind)).clone() for name, both in held.items()}
             for kind in Held._fields

@@ -12,6 +12,7 @@ from torchbagua.compressors.blocks import WireLayout, lay_out, pad_row
 from torchbagua.native.schema import CODECS
 
 DEFAULT_BLOCK = 2048
+_LARGEST_BLOCK = 2**30
 
 
 def check_block(owner: str, block: int | None) -> None:
@@ -20,8 +21,8 @@ def check_block(owner: str, block: int | None) -> None:
         return
     if not isinstance(block, int) or isinstance(block, bool):
         raise TypeError(f"{owner}: block must be an int or None, got {block!r}")
-    if block < 8 or block % 8:
-        raise ValueError(f"{owner}: block must be None or a multiple of 8 that is at least 8, got {block}")
+    if not 8 <= block <= _LARGEST_BLOCK or block % 8:
+        raise ValueError(f"{owner}: block must be None or a multiple of 8 from 8 to {_LARGEST_BLOCK}, got {block}")
 
 
 @dataclass(frozen=True)

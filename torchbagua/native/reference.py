@@ -157,6 +157,7 @@ def qadam_update(
     beta1: float,
     root_correction2: float,
     eps: float,
+    largest_ratio: float,
     step_size: float,
 ) -> None:
     """`torchbagua::qadam_update`, see schema.py."""
@@ -167,7 +168,7 @@ def qadam_update(
         moved = momentum.float() * beta1 + slope * (1.0 - beta1)
         variance = second_moment.float()
         denominator = torch.div(variance.sqrt(), torch.full_like(variance, root_correction2)) + eps
-        distance = torch.div(moved, denominator) * step_size
+        distance = torch.div(moved, denominator).clamp(-largest_ratio, largest_ratio) * step_size
         momentum.copy_(moved)
         weight.copy_(kept - torch.where(variance == 0, 0.0, distance))
 

@@ -197,11 +197,13 @@ for _codec in CODECS:
 # QAdam after its warm-up (algorithms.md, "QAdam"), for each of several parameters, of any shape; arithmetic in float32.
 # With w = weight * shrink and g = gradient * gradient_sign + weight_decay * w, in this order:
 #   momentum = beta1 * momentum + (1 - beta1) * g
-#   weight = w - step_size * (momentum / (sqrt(second_moment) / root_correction2 + eps)), or w where second_moment is 0.
+#   ratio = momentum / (sqrt(second_moment) / root_correction2 + eps), clamped to +- largest_ratio;
+#   weight = w - step_size * ratio, or w where second_moment is 0.
 torch.library.define(
     "torchbagua::qadam_update",
     "(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] momenta, Tensor[] second_moments, *, float gradient_sign, "
-    "float weight_decay, float shrink, float beta1, float root_correction2, float eps, float step_size) -> ()",
+    "float weight_decay, float shrink, float beta1, float root_correction2, float eps, "
+    "float largest_ratio, float step_size) -> ()",
 )
 
 # What travels, and what is left for the optimizer, both in place, for each of several parameters [N]:
