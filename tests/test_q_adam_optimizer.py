@@ -289,6 +289,7 @@ def test_an_element_with_next_to_no_second_moment_moves_no_farther_than_under_ad
     assert moved[3].isnan()
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_scheduler_of_a_wrapped_optimizer_goes_on_after_loading() -> None:
     model = small_model()
     adam = torch.optim.AdamW(model.parameters(), lr=1.0)

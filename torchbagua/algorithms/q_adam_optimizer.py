@@ -103,6 +103,8 @@ class QAdamOptimizer(torch.optim.Adam):
         own = cls(first["params"], warmup_steps=warmup_steps)
         own.defaults.update(optimizer.defaults)
         own.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+        # Its schedulers would warn that nobody calls its step (torch 2.13).
+        optimizer._opt_called = True  # type: ignore[attr-defined]
         return own
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
