@@ -25,6 +25,7 @@ from q_adam_life import (
     Trainer,
     check_lives,
     initial_of,
+    weights_with_and_without_scale,
 )
 from ranks import run_ranks
 from training import Branches, Tower, build
@@ -101,26 +102,10 @@ def test_the_loss_scale_changes_nothing(dtype: torch.dtype) -> None:
     model = build(lambda: Tower(dtypes=(dtype,) * 3))
 
     def body(group: dist.ProcessGroup) -> tuple[Tensors, Tensors]:
-        plain, scaled = Trainer(group, model), Trainer(group, model)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        algorithms = [
-            tb.QAdamAlgorithm(trainer.optimizer, compression="sign1bit", error_feedback=True)
-            for trainer in (plain, scaled)
-        ]
-        with (
-            tb.attach(plain.ddp, plain.optimizer, algorithms[0]),
-            tb.attach(scaled.ddp, scaled.optimizer, algorithms[1], grad_scaler=scaler),
-        ):
-            for _ in range(NUM_STEPS):
-                plain.step()
-                scaled.optimizer.zero_grad()
-                index = len(plain.life.weights) - 1
-                loss = scaled.ddp(torch.randn(6, 10, generator=scaled.data), group.rank() + index).square().sum()
-                scaler.scale(loss).backward()
-                scaler.step(scaled.optimizer)
-                scaler.update()
+        ends = weights_with_and_without_scale(group, model, scaler, compression="sign1bit", error_feedback=True)
         assert scaler.get_scale() > 1024
-        return plain.life.weights[-1], initial_of(scaled.ddp.module)
+        return ends
 
     for plain, scaled in run_ranks(2, body):
         assert all(torch.equal(scaled[name], weight) for name, weight in plain.items())

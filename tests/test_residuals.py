@@ -1,7 +1,6 @@
 """The residuals of error feedback: when they move, what they weigh on the network, and which states are refused."""
 
 import copy
-from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,24 +9,11 @@ import torch
 import torch.distributed as dist
 
 import torchbagua as tb
-from q_adam_life import NUM_STEPS, NUM_WARM, Trainer
+from q_adam_life import NUM_STEPS, NUM_WARM, Trainer, equal, tensors_in
 from ranks import run_ranks
 from training import Branches, Tower, build
 
 ONE_BIT: dict[str, Any] = {"compression": "sign1bit", "error_feedback": True}
-
-
-def tensors_in(state: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested dictionaries, copied."""
-    for value in state.values() if isinstance(state, dict) else ():
-        if isinstance(value, torch.Tensor):
-            yield value.clone()
-        else:
-            yield from tensors_in(value)
-
-
-def equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, None), (3, [0, 0, 1])])

@@ -1,6 +1,5 @@
 """What the algorithms that average weights share: weights in buckets, read and changed between two steps."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,7 +9,7 @@ import torch
 from torchbagua.algorithms.base import Algorithm, check_flags
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import BaguaBucket, BaguaTensor, check_elements
-from torchbagua.collectives import BaguaProcessGroup, check_in_step, moved_within
+from torchbagua.collectives import BaguaProcessGroup, check_in_step, fingerprint, moved_within
 from torchbagua.lane import Job
 
 T = TypeVar("T")
@@ -135,7 +134,7 @@ class ModelAveragingImpl(AlgorithmImpl):
                 if not are_parameters:
                     self.buffer_buckets.append(buckets[-1])
         layout = [(tensor.name, tuple(tensor.parameter.shape), str(tensor.parameter.dtype)) for tensor in tensors]
-        self.fingerprint = int.from_bytes(hashlib.sha256(repr(layout).encode()).digest()[:5], "big")
+        self.fingerprint = fingerprint(layout)
         return buckets
 
     def facts(self, *, is_last: bool = False) -> dict[str, int]:

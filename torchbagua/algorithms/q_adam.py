@@ -1,6 +1,5 @@
 """QAdam: after a warm-up, Adam's momentum travels in 8 bits or in one, and nothing else does."""
 
-import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from torchbagua.algorithms.q_adam_optimizer import QAdamOptimizer
 from torchbagua.algorithms.rank_state import check_rank_state, place_of
 from torchbagua.algorithms.residuals import ResidualsByParameter
 from torchbagua.bucket import BaguaBucket, BaguaTensor
-from torchbagua.collectives import BaguaProcessGroup, Held, check_in_step
+from torchbagua.collectives import BaguaProcessGroup, Held, check_in_step, fingerprint
 from torchbagua.compressors import DEFAULT_BLOCK, Compressor, MinMaxUInt8, Sign1Bit, check_block
 from torchbagua.memory_order import flatten_like
 
@@ -185,9 +184,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         owner = type(self).__name__
         check_rank_state(owner, state, Held._fields, self.process_group)
         self.residuals.load_state_dict(owner, state, self._named)
-        names = hashlib.sha256(repr(list(state["sent"])).encode()).digest()
         # What ranks hold decides whether they sum it in the next backward.
-        facts = {"as a digest of the names in its state": int.from_bytes(names[:4], "big")}
+        facts = {"as a digest of the names in its state": fingerprint(list(state["sent"]))}
         self.lane.start(lambda: check_in_step(self.process_group.world, facts, "loading the residuals")).result()
         self.reset()
 
@@ -261,12 +259,12 @@ def _has_gradient(parameter: torch.Tensor) -> bool:
 
 
 def _run_parts(whole: BaguaBucket, parts: Sequence[BaguaBucket]) -> None:
-    values = {id(tensor): values for tensor, values in whole.views(whole.flat)}
+    values = {id(tensor): values for tensor, values in whole.parts(whole.flat)}
     for part in parts:
-        for tensor, place in part.views(part.flat):
+        for tensor, place in part.parts(part.flat):
             place.copy_(values[id(tensor)])
         part.run()
-        for tensor, place in part.views(part.flat):
+        for tensor, place in part.parts(part.flat):
             values[id(tensor)].copy_(place)
 
 

@@ -155,13 +155,17 @@ class QAdamOptimizer(torch.optim.Adam):
 
     def release(self, server: MomentumServer) -> None:
         """End what `serve` began."""
-        if self._server is not None and self._server() is server:
+        if self._living_server is server:
             self._server = None
 
     @property
     def is_served(self) -> bool:
         """Whether momenta are averaged."""
-        return self._server is not None and self._server() is not None
+        return self._living_server is not None
+
+    @property
+    def _living_server(self) -> MomentumServer | None:
+        return None if self._server is None else self._server()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -193,7 +197,7 @@ class QAdamOptimizer(torch.optim.Adam):
         group, state = self._group_of.get(id(parameter)), self.state.get(parameter)
         if group is None or not state:
             return False
-        if not state.setdefault(_UPDATES_SINCE, 0) and state["step"] < group["warmup_steps"]:
+        if not state.get(_UPDATES_SINCE) and state["step"] < group["warmup_steps"]:
             return False
         frozen, betas = tuple(group.setdefault(_FROZEN_BETAS, group["betas"])), tuple(group["betas"])
         if betas != frozen:
@@ -224,7 +228,7 @@ class QAdamOptimizer(torch.optim.Adam):
                         f"QAdamOptimizer: gradients must be dense, got a sparse one of shape {list(parameter.shape)}"
                     )
             past = [parameter for parameter in with_gradient if self.is_past_warmup(parameter)]
-            server = None if self._server is None else self._server()
+            server = self._living_server
             if past and server is None:
                 raise RuntimeError(
                     "QAdamOptimizer: after the warm-up of "
@@ -259,7 +263,7 @@ class QAdamOptimizer(torch.optim.Adam):
         alike: dict[tuple[int, float, int], list[Tensor]] = {}
         for parameter in parameters:
             state = self.state[parameter]
-            state[_UPDATES_SINCE] += 1
+            state[_UPDATES_SINCE] = state.get(_UPDATES_SINCE, 0) + 1
             key = (id(self._group_of[id(parameter)]), float(state["step"]), state[_UPDATES_SINCE])
             alike.setdefault(key, []).append(parameter)
         for (_, num_warm, num_since), members in alike.items():

@@ -12,7 +12,7 @@ from torchbagua.collectives.decentralized_mean import (
 )
 from torchbagua.collectives.error_feedback import ErrorFeedback, Held
 from torchbagua.collectives.hierarchical import Hierarchical
-from torchbagua.collectives.lockstep import check_in_step, maximum
+from torchbagua.collectives.lockstep import check_in_step, fingerprint, maximum
 from torchbagua.collectives.low_precision_ring import LowPrecisionRing, Replicas, low_precision_ring
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.two_phase_mean import Mean, TwoPhaseMean, centralized_mean
@@ -36,6 +36,7 @@ __all__ = [
     "check_in_step",
     "check_peers",
     "decentralized_mean",
+    "fingerprint",
     "low_precision_ring",
     "maximum",
     "moved_within",
