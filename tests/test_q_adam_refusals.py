@@ -1,0 +1,100 @@
+"""QAdam where ranks or arguments do not fit, and where its impl is forgotten."""
+
+import copy
+import gc
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from q_adam_life import NUM_WARM, Trainer
+from ranks import run_ranks
+from training import Tower, build
+
+
+def test_refusals() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Tower))
+        with pytest.raises(ValueError, match="q_adam_optimizer must be a QAdamOptimizer, got SGD"):
+            tb.QAdamAlgorithm(torch.optim.SGD(trainer.ddp.parameters()))
+        other = tb.QAdamOptimizer(trainer.ddp.parameters())
+        with pytest.raises(
+            ValueError, match="q_adam_optimizer must be the optimizer that is attached, got another one"
+        ):
+            tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(other))
+        with (
+            tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer)),
+            pytest.raises(ValueError, match="q_adam_optimizer is attached already; detach it first"),
+        ):
+            tb.QAdamAlgorithm(trainer.optimizer).reify(group)
+        assert not trainer.optimizer.is_served
+        with pytest.raises(ValueError, match=r"needs exactly one QAdamOptimizer, got \['SGD'\]"):
+            tb.attach(trainer.ddp, torch.optim.SGD(trainer.ddp.parameters()), "qadam")
+        with tb.attach(trainer.ddp, trainer.optimizer, "qadam") as attachment:
+            assert attachment.algorithm == tb.QAdamAlgorithm(trainer.optimizer)
+
+    run_ranks(1, body)
+
+
+def test_ranks_with_different_warm_ups() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Tower), warmup_steps=3 + group.rank())
+        with pytest.raises(ValueError, match=r"disagree in QAdamAlgorithm's argument q_adam_optimizer \(warmup_steps"):
+            tb.QAdamAlgorithm(trainer.optimizer).reify(group)
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_have_come_to_different_places() -> None:
+    """As where rank 0 alone has loaded the optimizer's state."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Tower))
+        if group.rank() == 0:
+            for parameter in trainer.named.values():
+                parameter.grad = torch.ones_like(parameter)
+            trainer.optimizer.step()
+        with pytest.raises(ValueError, match=r"q_adam_optimizer \(updates of its parameters so far\)"):
+            tb.QAdamAlgorithm(trainer.optimizer).reify(group)
+
+    run_ranks(2, body)
+
+
+def test_a_rank_that_skips_a_step_in_the_warm_up() -> None:
+    """It would send gradients where the others send momenta; messages of other lengths would end the process."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Tower))
+        with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer)):
+            for step in range(NUM_WARM):
+                trainer.optimizer.zero_grad()
+                trainer.ddp(torch.ones(6, 10), 0).sum().backward()
+                if (group.rank(), step) != (1, 1):
+                    trainer.optimizer.step()
+            with pytest.raises(RuntimeError, match=r"rank 0 has 6 parameters past their warm-up, rank 1 has 0\."):
+                trainer.ddp(torch.ones(6, 10), 0).sum().backward()
+
+    run_ranks(2, body)
+
+
+def test_nothing_keeps_the_impl_of_a_forgotten_hook() -> None:
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> bool:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        optimizer = tb.QAdamOptimizer(ddp.parameters(), warmup_steps=1)
+        ddp.register_comm_hook(tb.QAdamAlgorithm(optimizer).reify(group), tb.comm_hook)
+        ddp(torch.ones(2, 10), 0).sum().backward()
+        assert optimizer.is_served
+        del ddp
+        deadline_s = time.monotonic() + 20
+        while optimizer.is_served and time.monotonic() < deadline_s:  # the lane's thread lets go of the last job
+            DistributedDataParallel._active_ddp_module = None  # of all ranks: they are threads here (torch 2.13)
+            gc.collect()
+            time.sleep(0.01)
+        return optimizer.is_served
+
+    assert run_ranks(2, body) == [False, False]
