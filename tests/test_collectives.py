@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -167,12 +168,22 @@ def test_events_count_the_payload() -> None:
         mean(torch.ones(num_elements))
         return recorder.events
 
-    row_bytes = num_elements // size + 8 * 4  # four blocks a chunk
-    for events in run_ranks(size, body):
-        assert [event.operation for event in events] == ["all_to_all", "all_gather"]
+    chunk = num_elements // size
+    row_bytes = chunk + 8 * 4  # four blocks a chunk
+    for rank, events in enumerate(run_ranks(size, body)):
+        others = {other for other in range(size) if other != rank}
+        work = [(event.phase, event.operation) for event in events if event.phase not in ("send", "receive")]
+        assert Counter(work) == {("encode", "all_to_all"): 3, ("reduce", "all_to_all"): 1, ("decode", "all_gather"): 3}
+        for operation in ("all_to_all", "all_gather"):
+            for phase in ("send", "receive"):
+                messages = [event for event in events if (event.phase, event.operation) == (phase, operation)]
+                assert {event.peers[0] for event in messages} == others
+                assert sum(event.bytes_sent for event in messages) == (phase == "send") * (size - 1) * row_bytes
+                assert sum(event.bytes_received for event in messages) == (phase == "receive") * (size - 1) * row_bytes
         for event in events:
-            assert event.bytes_sent == event.bytes_received == (size - 1) * row_bytes
-            assert (event.scope, event.bucket, event.group_size) == ("world", "gradients", size)
+            assert (event.scope, event.bucket, event.ranks) == ("world", "gradients", (0, 1, 2))
+            assert (event.num_elements, event.raw_bytes, event.wire_bytes) == (chunk, 4 * chunk, row_bytes)
+            assert event.bits_per_element == 8 * row_bytes / chunk
             assert 0 < event.start_ns < event.end_ns
 
 

@@ -269,7 +269,8 @@ def test_a_group_of_one_sends_nothing_and_goes_on_past_the_warm_up() -> None:
             assert all(torch.equal(averaged[name], gradient) for name, gradient in local.items())
 
     run_ranks(1, body)
-    assert recorder.events == []
+    assert recorder.bytes_sent == 0
+    assert {event.phase for event in recorder.events} <= {"backward", "bucket", "step", "wait"}
 
 
 def test_another_optimizer_of_the_same_model_is_averaged_in_full_precision() -> None:

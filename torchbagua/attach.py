@@ -1,7 +1,7 @@
 """attach: put an algorithm to work on a module and its optimizer, and take it off again."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -20,11 +20,13 @@ from torchbagua.attach_checks import (
     check_unsharded,
     facts_of,
     mark_attached,
+    settings_of,
 )
 from torchbagua.collectives import BaguaProcessGroup, broadcast_state, broadcast_tensors
 from torchbagua.ddp import silenced, trampoline_of
-from torchbagua.events import Observer
+from torchbagua.events import Observer, check_observers
 from torchbagua.step_hooks import agree_on_overflow, install_step_hooks
+from torchbagua.traces import Summary
 
 
 def attach(
@@ -52,7 +54,7 @@ def attach(
             world where there is no DDP, with nodes told by host names.
         grad_scaler: the loop's GradScaler. Where an algorithm averages weights, all ranks then skip a step together;
             QAdam learns from it in which unit gradients are.
-        observers: hear of every exchange.
+        observers: hear of every phase of communication, and of the training step; see `torchbagua.traces`.
         timeout: bound on every wait of the algorithm for another rank, except where asynchronous averaging ends, which
             waits for the ranks that are still training; default: that of the group, which bounds what DDP itself sends,
             buffers for instance.
@@ -82,13 +84,16 @@ def attach(
     if process_group is not None and isinstance(module, DistributedDataParallel):
         check_same_ranks(module.process_group, process_group.process_group)
     check_detached(module)
+    check_observers("attach", observers)
+    summary = next((one for one in observers if isinstance(one, Summary)), Summary() if observers else None)
     impl = algorithm.reify(
         process_group or _group_of(module),
-        observers=observers,
+        observers=[*observers, *([summary] if summary is not None and summary not in observers else [])],
         timeout=timeout,
         facts=facts_of(module, optimizers, with_scaler=grad_scaler is not None),
+        settings=settings_of(module, optimizers),
     )
-    return Attachment(module, optimizers, algorithm, impl, grad_scaler)
+    return Attachment(module, optimizers, algorithm, impl, grad_scaler, summary)
 
 
 class Attachment:
@@ -106,9 +111,11 @@ class Attachment:
         algorithm: Algorithm,
         impl: AlgorithmImpl,
         grad_scaler: torch.amp.GradScaler | None,
+        summary: Summary | None,
     ) -> None:
         self.algorithm = algorithm
         self.impl = impl
+        self._summary = summary
         self._optimizers = optimizers
         self._grad_scaler = grad_scaler
         self._is_detached = False
@@ -168,6 +175,9 @@ class Attachment:
         with self._undo:
             if self.impl.finish(failed=failed):
                 self._broadcast_state()
+            if not failed:
+                with suppress(RuntimeError):  # a rank has left: what was compared when the run began has to do
+                    self.impl.lane.start(self.impl.process_group.compare_clocks).result()
 
     def _broadcast_state(self) -> None:
         world = self.impl.process_group.world
@@ -180,6 +190,19 @@ class Attachment:
         if self._grad_scaler is not None and self._grad_scaler.is_enabled():
             state = broadcast_state(world, self._grad_scaler.state_dict(), "the state of the GradScaler")
             self._grad_scaler.load_state_dict(state)
+
+    def summary(self) -> Summary:
+        """Return what communication has cost this rank so far; `print` it for a table.
+
+        Raises:
+            RuntimeError: `attach` was given no observer, so nothing was noted.
+        """
+        if self._summary is None:
+            raise RuntimeError(
+                "torchbagua: there is nothing to sum up: without observers nothing is noted; "
+                "attach(..., observers=[torchbagua.traces.Summary()])"
+            )
+        return self._summary
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the algorithm: plain tensors and numbers, loadable with `weights_only=True`."""

@@ -45,6 +45,24 @@ def facts_of(
     }
 
 
+def settings_of(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+    """What a trace writes down of the training: the model and its optimizers, with what they were made with."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    settings = {
+        "model": f"{type(inner).__name__}, {sum(parameter.numel() for parameter in trained):,} trained elements",
+        "dtypes": ", ".join(sorted({str(parameter.dtype) for parameter in trained})),
+    }
+    if isinstance(module, DistributedDataParallel):
+        settings["DDP's bucket_cap_mb"] = str(module.bucket_bytes_cap // 2**20)
+    for index, optimizer in enumerate(optimizers):
+        name = "optimizer" if index == 0 else f"optimizer {index}"
+        settings[name] = (
+            f"{type(optimizer).__name__}({', '.join(f'{key}={value}' for key, value in optimizer.defaults.items())})"
+        )
+    return settings
+
+
 def check_detached(module: torch.nn.Module) -> None:
     """Raise ValueError where an algorithm is attached to `module`, or to a part of it, or DDP has a foreign hook."""
     for name, submodule in module.named_modules():

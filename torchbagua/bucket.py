@@ -18,6 +18,7 @@ from torchbagua.collectives import (
 from torchbagua.compressors import Compressor, by_name
 from torchbagua.memory_order import shape_like
 from torchbagua.native.schema import ELEMENT_TYPES
+from torchbagua.tracer import Span
 
 
 @dataclass(frozen=True)
@@ -105,16 +106,20 @@ class BaguaBucket:
         An operation that raises fails the step, and closes the groups of all operations, since no later message on them
         would be matched, and so that peers hear of it at once.
         """
-        with self._closed_on_failure():
+        with self._closed_on_failure(), self._span():
             rest = [finish for operation in self._operations if (finish := operation(self)) is not None]
         self.num_runs += 1
 
         def finish_all() -> None:
-            with self._closed_on_failure():
+            with self._closed_on_failure(), self._span():
                 for finish in rest:
                     finish()
 
-        return finish_all
+        return finish_all if rest else lambda: None
+
+    def _span(self) -> Span:
+        num_elements, raw_bytes = self.flat.numel(), self.flat.nbytes
+        return self.group.tracer.span("bucket", bucket=self.name, num_elements=num_elements, raw_bytes=raw_bytes)
 
     @contextmanager
     def _closed_on_failure(self) -> Iterator[None]:

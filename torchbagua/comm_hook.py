@@ -1,10 +1,14 @@
 """The DDP communication hook that runs a gradient algorithm."""
 
+import time
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.bucket import check_elements
+from torchbagua.bucket import BaguaBucket, check_elements
+from torchbagua.tracer import Tracer
 
 
 def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -35,4 +39,35 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
     if any(parameter.is_complex() for parameter in bucket.parameters()):
         raise ValueError("comm_hook: parameters must be real, got complex ones, whose gradients DDP flattens as real")
     own_bucket = state.gradient_bucket(bucket.parameters(), flat, index=bucket.index())
-    return state.lane.submit(own_bucket.run)
+    if not (bucket.is_last() and state.tracer.is_on):
+        return state.lane.submit(own_bucket.run)
+    return state.lane.submit(_told_of_wait(own_bucket, state.tracer))
+
+
+def _told_of_wait(last: BaguaBucket, tracer: Tracer) -> Callable[[], torch.Tensor]:
+    """Return what runs the last bucket of a backward, and tell observers how long backward waits for it."""
+    engine = torch.autograd.Variable._execution_engine
+    begin_ns, done_ns = 0, 0
+
+    def run() -> torch.Tensor:
+        nonlocal done_ns
+        flat = last.run()
+        done_ns = time.perf_counter_ns()
+        return flat
+
+    def begin() -> None:
+        nonlocal begin_ns
+        begin_ns = time.perf_counter_ns()
+        engine.queue_callback(end)
+
+    def end() -> None:
+        # Not until now: after its wait DDP copies the averages into the gradients, with communication or without.
+        if done_ns > begin_ns:
+            tracer.tell("wait", begin_ns, done_ns)
+        if not tracer.has_optimizer:
+            tracer.end_step()
+
+    # Called when all gradients are computed. DDP waits in a callback that it queues when this hook has returned, so
+    # what this one queues is called after that.
+    engine.queue_callback(begin)
+    return run

@@ -6,6 +6,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -23,10 +24,16 @@ class Lane:
     Args:
         name: of the thread.
         on_failure: called on the lane's thread when a job has raised, before anybody hears of it.
+        waiting: entered while another thread waits for a job that is not done.
     """
 
-    def __init__(self, name: str, on_failure: Callable[[], None]) -> None:
-        self._worker = _Worker(on_failure)
+    def __init__(
+        self,
+        name: str,
+        on_failure: Callable[[], None],
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._worker = _Worker(on_failure, waiting)
         self._name = name
         self._lock = threading.Lock()  # nothing is queued behind the stop
         self._thread: threading.Thread | None = None
@@ -103,8 +110,9 @@ class Job(Generic[T]):
         future: the same for torch, which makes a RuntimeError of whatever is raised.
     """
 
-    def __init__(self, run: Callable[[], T]) -> None:
+    def __init__(self, run: Callable[[], T], waiting: Callable[[], AbstractContextManager[None]]) -> None:
         self._run = run
+        self._waiting = waiting
         self._failure: BaseException | None = None
         self._done: torch.futures.Future[None] = torch.futures.Future()
         # Not Future.set_exception, which casts its value to a tensor and garbles the message.
@@ -116,7 +124,9 @@ class Job(Generic[T]):
 
     def result(self) -> T:
         """Wait until it is done, and return what it returned or raise what it raised."""
-        self._done.wait()
+        if not self._done.done():
+            with self._waiting():
+                self._done.wait()
         return self._result(self._done)
 
     def run(self) -> None:
@@ -139,14 +149,15 @@ class Job(Generic[T]):
 class _Worker:
     """What the thread holds: the queue and the error that ended it."""
 
-    def __init__(self, on_failure: Callable[[], None]) -> None:
+    def __init__(self, on_failure: Callable[[], None], waiting: Callable[[], AbstractContextManager[None]]) -> None:
         self._on_failure = on_failure
+        self._waiting = waiting
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # between a job that is queued and the failure after which none runs
         self._failure: BaseException | None = None
 
     def submit(self, run: Callable[[], T]) -> Job[T]:
-        job = Job(run)
+        job = Job(run, self._waiting)
         with self._lock:
             if self._failure is None:
                 self._jobs.put(job)

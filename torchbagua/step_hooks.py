@@ -1,5 +1,6 @@
 """Where an impl's hooks enter the training step: module, gradients, end of backward, GradScaler, optimizer."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -9,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.tracer import Tracer
 
 # On a GradScaler that attachments have been given.
 _IMPLS_OF_SCALER = "_torchbagua_impls"
@@ -45,23 +47,25 @@ def install_step_hooks(
             impl.reset()
         if on_step is not None:
             on_step(optimizer)
+        impl.tracer.end_step()
 
+    impl.tracer.has_optimizer = True
     with ExitStack() as handles:  # closed here only where an installation raises
         if on_forward is not None:
             handles.callback(wrapper.register_forward_pre_hook(before_forward).remove)
-        if on_backward_end is not None:
-            backward_end = _BackwardEnd(on_backward_end)
-            handles.callback(backward_end.close)
+        if on_backward_end is not None or impl.tracer.is_on:
+            backward = _Backward(impl.tracer, on_backward_end)
+            handles.callback(backward.close)
 
             def after_forward(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
                 if module is wrapper:
-                    backward_end.watch(outputs)
+                    backward.watch(outputs)
 
             handles.callback(wrapper.register_forward_hook(after_forward).remove)
         if on_gradient is not None:
             for name, parameter in trained.items():
                 handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
-        if on_step is not None or impl.owns_buckets:
+        if on_step is not None or impl.owns_buckets or impl.tracer.is_on:
             handles.callback(optimizer.register_step_post_hook(after_step).remove)
         return handles.pop_all()
 
@@ -104,15 +108,17 @@ def agree_on_overflow(
     return stack
 
 
-class _BackwardEnd:
-    """Queues a callback with the autograd engine once in each backward.
+class _Backward:
+    """Tells of each backward, and calls a function at its end, from a callback that it queues with the autograd engine.
 
     It is queued when backward reaches the module's outputs and not at a parameter: a reentrant checkpoint runs a
     backward of its own within, and a callback that is queued there is called at the end of that one.
     """
 
-    def __init__(self, callback: Callable[[], None]) -> None:
-        self._callback = callback
+    def __init__(self, tracer: Tracer, on_end: Callable[[], None] | None) -> None:
+        self._tracer = tracer
+        self._on_end = on_end
+        self._start_ns = 0
         self._is_queued = False
         self._is_closed = False
 
@@ -122,17 +128,20 @@ class _BackwardEnd:
         for output in tree_leaves(outputs):
             # Not a parameter that the module returns, on which hooks would pile up.
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-                output.register_hook(self._queue)
+                output.register_hook(self._begin)
 
     def close(self) -> None:
         """Call no more, whatever backward is still to come."""
         self._is_closed = True
 
-    def _queue(self, _: torch.Tensor) -> None:
+    def _begin(self, _: torch.Tensor) -> None:
         if not self._is_queued and not self._is_closed:
             self._is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._run)
+            self._start_ns = time.perf_counter_ns()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
-    def _run(self) -> None:
+    def _end(self) -> None:
         self._is_queued = False
-        self._callback()
+        self._tracer.tell("backward", self._start_ns, time.perf_counter_ns())
+        if self._on_end is not None:
+            self._on_end()

@@ -101,6 +101,9 @@ class BackgroundRounds:
         self._last_to_stop: int | None = None  # a rank that had not stopped yet at the last round
         self._leaves = False
         self._is_over = False
+        self._num_steps = 0
+        self._snapshot_at_step = 0
+        self._averaged_at_step = 0  # when the snapshots behind the differences were taken
         self._step_s = 0.0
         self._last_step_at = clock.now()
         impl.read_weights(self._snapshots)
@@ -117,6 +120,7 @@ class BackgroundRounds:
         with self._turn:
             now = self._clock.now()
             self._step_s, self._last_step_at = now - self._last_step_at, now
+            self._num_steps += 1
             self._serve()
 
     def stop(self, reason: str, *, with_mean: bool) -> Ending:
@@ -174,8 +178,13 @@ class BackgroundRounds:
         if self._has_differences:
             self._impl.add_to_weights(self._differences, self._buffer_snapshots)
             self._has_differences = False
+            staleness = self._num_steps - self._averaged_at_step
+            now_ns = time.perf_counter_ns()
+            values = {"rounds": self.num_rounds, "staleness in steps": staleness}
+            self._impl.tracer.tell("apply", now_ns, now_ns, values=values)
         if self._wants_snapshot:
             self._impl.read_weights(self._snapshots)
+            self._snapshot_at_step = self._num_steps
             self._wants_snapshot = self._is_behind = False
             self._is_last_snapshot = self._stops
             self._turn.notify_all()
@@ -245,6 +254,7 @@ class BackgroundRounds:
             for index, bucket in enumerate(self._impl.buckets):
                 self._differences[index], bucket.flat = bucket.flat, self._differences[index]
             self._buffer_snapshots = of_buffers
+            self._averaged_at_step = self._snapshot_at_step
             self._has_differences = self._is_behind = True
 
     def _wait(self, timeout_s: float, is_done: Callable[[], bool]) -> None:

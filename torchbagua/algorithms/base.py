@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torchbagua import native
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.collectives import BaguaProcessGroup
-from torchbagua.events import Observer
+from torchbagua.environment import environment
+from torchbagua.events import Observer, Run
 
 
 class Algorithm:
@@ -64,14 +65,16 @@ class Algorithm:
         observers: Sequence[Observer] = (),
         timeout: timedelta | None = None,
         facts: Mapping[str, Any] | None = None,
+        settings: Mapping[str, str] | None = None,
     ) -> AlgorithmImpl:
         """Bind the algorithm to a group. Collective: opens private groups, and compares the algorithm over the ranks.
 
         Args:
             process_group: the ranks that train together; a BaguaProcessGroup where nodes are given explicitly.
-            observers: hear of every exchange.
+            observers: hear of every phase of communication, and of the training step.
             timeout: bound on every wait for another rank; default: that of `process_group`.
             facts: further values that must be the same on all ranks, by the name that an error gives them.
+            settings: what observers write down of the run beside the algorithm and its group, by name.
 
         Raises:
             TypeError: `process_group` is no process group.
@@ -92,10 +95,24 @@ class Algorithm:
             impl = self.make_impl(group)
             if not isinstance(impl, AlgorithmImpl):
                 raise TypeError(f"{type(self).__name__}.make_impl must return an AlgorithmImpl, got {impl!r}")
+            group.compare_clocks()
+            if group.tracer.is_on:
+                group.tracer.start(type(self).__name__, self._describe_run(group, settings or {}))
             return impl
         except BaseException:
             group.close()
             raise
+
+    def _describe_run(self, group: BaguaProcessGroup, settings: Mapping[str, str]) -> Run:
+        return Run(
+            id=group.id,
+            algorithm=repr(self),
+            rank=group.rank,
+            nodes=tuple(group.nodes),
+            settings={**settings, **{name: str(value) for name, value in environment().items()}},
+            board=group.board,
+            clock_offsets=group.clock_offsets,
+        )
 
 
 def check_flags(algorithm: Algorithm, *names: str) -> None:

@@ -1,6 +1,7 @@
 """AlgorithmImpl: what runs an algorithm. With Algorithm, the interface of the built-in ones and of users' own."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class AlgorithmImpl:
     Attributes:
         process_group: the group, with private communicators for the lane.
         lane: runs what the impl communicates.
+        tracer: tells the group's observers what is done and when.
         buckets: a weight algorithm's buckets; empty for a gradient algorithm, which runs in DDP's.
         ignored_names: the module's parameters and buffers that DDP was told to ignore.
         grad_scaler: what `attach` was given.
@@ -39,7 +41,12 @@ class AlgorithmImpl:
                 "buckets, and a weight algorithm overrides both"
             )
         self.process_group = process_group
-        self.lane = Lane(f"torchbagua lane of {cls.__name__}", on_failure=process_group.close)
+        self.tracer = process_group.tracer
+        self.lane = Lane(
+            f"torchbagua lane of {cls.__name__}",
+            on_failure=process_group.close,
+            waiting=partial(process_group.tracer.span, "wait"),
+        )
         self.buckets: list[BaguaBucket] = []
         self.ignored_names: frozenset[str] = frozenset()
         self.grad_scaler: torch.amp.GradScaler | None = None
@@ -113,8 +120,9 @@ class AlgorithmImpl:
         return False
 
     def close(self) -> None:
-        """Finish what is queued, end the lane's thread and close the private groups. May be called again."""
+        """Finish what is queued, end the lane's thread, traces and private groups. May be called again."""
         self.lane.close()
+        self.tracer.end()
         self.process_group.close()
 
     def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:

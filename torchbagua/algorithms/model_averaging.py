@@ -173,9 +173,10 @@ class ModelAveragingImpl(AlgorithmImpl):
     @torch.no_grad()
     def write_weights(self, flats: Sequence[torch.Tensor]) -> None:
         """Replace the weights, in place, by flat tensors, one for each bucket."""
-        for bucket, flat in zip(self.buckets, flats, strict=True):
-            for weight, part in self._with_weights(bucket, flat):
-                weight.copy_(part)
+        with self.tracer.span("apply"):
+            for bucket, flat in zip(self.buckets, flats, strict=True):
+                for weight, part in self._with_weights(bucket, flat):
+                    weight.copy_(part)
 
     @torch.no_grad()
     def add_to_weights(self, differences: Sequence[torch.Tensor], buffer_snapshots: Sequence[torch.Tensor]) -> None:
@@ -185,15 +186,16 @@ class ModelAveragingImpl(AlgorithmImpl):
             differences: mean minus snapshot, one flat tensor for each bucket.
             buffer_snapshots: the snapshots, of `buffer_buckets` only: buffers decay, see `moved_within`.
         """
-        snapshots = dict(zip(self.buffer_buckets, buffer_snapshots, strict=True))
-        for bucket, difference in zip(self.buckets, differences, strict=True):
-            if bucket in snapshots:
-                means = bucket.views(snapshots[bucket] + difference)
-                for (weight, part), (_, mean) in zip(self._with_weights(bucket, difference), means, strict=True):
-                    weight.copy_(moved_within(weight, part, mean))
-            else:
-                for weight, part in self._with_weights(bucket, difference):
-                    weight.add_(part)
+        with self.tracer.span("apply"):
+            snapshots = dict(zip(self.buffer_buckets, buffer_snapshots, strict=True))
+            for bucket, difference in zip(self.buckets, differences, strict=True):
+                if bucket in snapshots:
+                    means = bucket.views(snapshots[bucket] + difference)
+                    for (weight, part), (_, mean) in zip(self._with_weights(bucket, difference), means, strict=True):
+                        weight.copy_(moved_within(weight, part, mean))
+                else:
+                    for weight, part in self._with_weights(bucket, difference):
+                        weight.add_(part)
 
     def by_name(
         self, flats: Sequence[torch.Tensor], buckets: Sequence[BaguaBucket] | None = None

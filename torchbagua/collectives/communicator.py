@@ -1,14 +1,16 @@
 """One private gloo group, and what its ranks send each other."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from torchbagua.events import CommEvent, Observer
+from torchbagua.events import Phase
+from torchbagua.tracer import Span, Tracer
 
 _CPU = torch.device("cpu")
 
@@ -41,12 +43,13 @@ class Communicator:
         ranks: the members, as ranks of the user's group; they name the peers in errors.
         scope: "world", "intra_node" or "inter_node", for events and errors.
         timeout: bound on every wait.
-        observers: hear of every exchange.
+        tracer: hears of every phase of what is done over the group.
 
     Raises:
         CommunicationError: the ranks could not be connected within `timeout`.
 
     Attributes:
+        tracer: the same.
         link_bytes_per_s: for each rank, the best rate of a receive from it longer than SMALL_MESSAGE_BYTES, 0 before
             the first. Data are sent when their receive is posted and not before, so the link is at least as fast.
     """
@@ -60,16 +63,17 @@ class Communicator:
         ranks: Sequence[int],
         scope: str,
         timeout: timedelta,
-        observers: Sequence[Observer] = (),
+        tracer: Tracer,
     ) -> None:
         self.rank = rank
         self.ranks = tuple(ranks)
         self.scope = scope
         self.link_bytes_per_s = [0.0] * len(ranks)
-        self._observers = tuple(observers)
+        self.tracer = tracer
         # A work holds the connections open, so what is posted and not waited for is kept where `close` ends it.
         self._pending: dict[tuple[int, Direction, int], _Pending] = {}
         self._scratch: dict[str, torch.Tensor] = {}
+        self._num_messages: Counter[tuple[str, int]] = Counter()
         self._process_group: dist.ProcessGroup | None = None
         try:
             self._process_group = _gloo_group(dist.PrefixStore(name, store), rank, len(ranks), timeout)
@@ -158,10 +162,15 @@ class Communicator:
         del pending
         self._fail(direction, peer, purpose, failure)
 
-    def tell(self, event: CommEvent) -> None:
-        """Tell the observers of an exchange."""
-        for observer in self._observers:
-            observer.on_comm(event)
+    def span(self, phase: Phase, bucket: str, **details: Any) -> Span:
+        """Return a phase of what is done for `bucket` over this group, see `Tracer.span`."""
+        return self.tracer.span(phase, bucket=bucket, scope=self.scope, ranks=self.ranks, **details)
+
+    def message_span(self, phase: Literal["send", "receive"], peer: int, bucket: str, **details: Any) -> Span:
+        """Return a phase for one message to or from `peer`, of which the two sides must make equally many."""
+        self._num_messages[phase, peer] += 1
+        message = self._num_messages[phase, peer]
+        return self.span(phase, bucket, peers=(self.ranks[peer],), message=message, **details)
 
     def close(self) -> None:
         """Close the connections; peers that still wait for this rank get an error at once.

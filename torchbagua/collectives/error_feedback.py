@@ -36,6 +36,10 @@ class Residual:
         compressor.encode_feedback(x_L, self.values[elements], layout, wire_W, self._staged[elements])
         self._is_staged = True
 
+    def staged(self, elements: slice) -> torch.Tensor:
+        """Return what is staged of `elements`."""
+        return self._staged[elements]
+
     def commit(self, without: Sequence[slice] = ()) -> None:
         """Take what is staged for the residual, but for these slices of the bucket, of which nothing was used."""
         if not self._is_staged:

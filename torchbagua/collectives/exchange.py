@@ -1,18 +1,26 @@
 """An exchange: every rank of a group sends one tensor to each of its peers, and receives one from each."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 
 from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, Communicator
-from torchbagua.events import CommEvent
+from torchbagua.tracer import NO_SPAN, Span
 
 # Exchanges of different operations may be under way at the same time.
 _TAGS = {"all_to_all": 0, "all_gather": 1, "peer_exchange": 2, "agreement": 3}
 
 # 5 Gbit/s. What is faster, as between ranks of one machine, waits for processors and not for links.
 _FAST_LINK_BYTES_PER_S = 0.625e9
+
+
+class Contents(NamedTuple):
+    """What the messages of an exchange hold, for events: elements by rank, where their tensors are encoded."""
+
+    sent: Sequence[int]
+    received: Sequence[int]
+    element_bytes: int
 
 
 class Exchange:
@@ -34,6 +42,7 @@ class Exchange:
         receives: tensors to fill, by the rank that sends; own entry, and empty ones, are left alone.
         bucket: what it serves, in events and errors.
         rounds: (target, source) of each round, no rank twice in either place; default: all others, around the ring.
+        contents: what the messages hold; default: tensors as they are.
 
     Raises:
         CommunicationError: a peer is gone.
@@ -46,11 +55,13 @@ class Exchange:
         receives: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
         bucket: str,
         rounds: Sequence[tuple[int, int]] | None = None,
+        contents: Contents | None = None,
     ) -> None:
         self._communicator = communicator
         self._operation = operation
         self._receives = receives
         self._bucket = bucket
+        self._contents = contents
         if rounds is None:
             distances = range(1, communicator.size)
             rounds = [(communicator.rank_after(distance), communicator.rank_before(distance)) for distance in distances]
@@ -84,32 +95,21 @@ class Exchange:
             CommunicationError: a peer is gone, or did not take part within the group's timeout.
         """
         communicator = self._communicator
-        start_ns = time.perf_counter_ns()
-        bytes_sent = 0
+        sends: list[Span] = []
         for index, (target, _) in enumerate(self._rounds):
             self._post_receives(index + 1)
             tensor = send(target)
-            bytes_sent += tensor.nbytes
+            sends.append(self._span("send", target, tensor))
+            sends[-1].begin()
             communicator.post("sending to", target, tensor, tag=self._tag, purpose=self._purpose)
             if self._takes_turns:
                 self._receive(index, on_received)
         if not self._takes_turns:
             for index in range(len(self._rounds)):
                 self._receive(index, on_received)
-        for target, _ in self._rounds:
+        for (target, _), span in zip(self._rounds, sends, strict=True):
             communicator.wait("sending to", target, tag=self._tag, purpose=self._purpose)
-        communicator.tell(
-            CommEvent(
-                operation=self._operation,
-                scope=communicator.scope,
-                bucket=self._bucket,
-                group_size=communicator.size,
-                bytes_sent=bytes_sent,
-                bytes_received=sum(self._receives[source].nbytes for _, source in self._rounds),
-                start_ns=start_ns,
-                end_ns=time.perf_counter_ns(),
-            )
-        )
+            span.end()
 
     @property
     def _tag(self) -> int:
@@ -131,6 +131,26 @@ class Exchange:
     def _receive(self, index: int, on_received: Callable[[int], None]) -> None:
         """Finish the receive of one round; the next sender sends while `on_received` computes."""
         _, source = self._rounds[index]
-        self._communicator.wait("receiving from", source, tag=self._tag, purpose=self._purpose)
+        with self._span("receive", source, self._receives[source]):
+            self._communicator.wait("receiving from", source, tag=self._tag, purpose=self._purpose)
         self._post_receives(index + 2)
         on_received(source)
+
+    def _span(self, phase: Literal["send", "receive"], peer: int, tensor: torch.Tensor) -> Span:
+        if not tensor.numel():
+            return NO_SPAN  # nor is it sent
+        if self._contents is None:
+            num_elements = tensor.numel() if tensor.is_floating_point() else 0  # integers are what is agreed on
+            raw_bytes = tensor.nbytes
+        else:
+            num_elements = (self._contents.sent if phase == "send" else self._contents.received)[peer]
+            raw_bytes = num_elements * self._contents.element_bytes
+        return self._communicator.message_span(
+            phase,
+            peer,
+            self._bucket,
+            operation=self._operation,
+            num_elements=num_elements,
+            raw_bytes=raw_bytes,
+            wire_bytes=tensor.nbytes,
+        )

@@ -79,7 +79,8 @@ class Hierarchical:
         scatter.run(lambda peer: shards[peer])
         gather.expect()
         if self._inner is not None:
-            sum_L = sum_of_rows(rows_RL)
+            with intra_node.span("reduce", self._bucket, operation="all_to_all", num_elements=own.numel()):
+                sum_L = sum_of_rows(rows_RL)
             self._inner(sum_L, *details)
             own.copy_(sum_L)
         gather.run(lambda peer: own)

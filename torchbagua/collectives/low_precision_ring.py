@@ -5,13 +5,16 @@ Shape suffixes: N elements, C chunks, L elements of a chunk, W wire bytes.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.exchange import Exchange
+from torchbagua.collectives.exchange import Contents, Exchange
 from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.collectives.sampled_values import tell_error
 from torchbagua.compressors import Compressor
 from torchbagua.compressors.blocks import block_bounds, deal_blocks
 
@@ -79,6 +82,15 @@ class LowPrecisionRing:
         self._elements, self._rows = layout.elements, layout.rows
         self._chunks = [layout.chunk(index) for index in range(num_chunks)]
         self._wire_W = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+        num_elements, element_bytes = len(replicas.weight), replicas.weight.element_size()
+        of_all = [num_elements] * communicator.size
+        self._contents = Contents(sent=of_all, received=of_all, element_bytes=element_bytes)
+        self._size: dict[str, Any] = {
+            "operation": "peer_exchange",
+            "num_elements": num_elements,
+            "raw_bytes": num_elements * element_bytes,
+            "wire_bytes": layout.num_bytes,
+        }
         longest = max(elements.stop - elements.start for elements in layout.elements)
         self._difference_L, self._third_L = torch.empty(2, longest, device=device).unbind()
         # Tensors, because on CUDA division by a Python number is a multiplication by its reciprocal.
@@ -87,6 +99,12 @@ class LowPrecisionRing:
 
     def update(self, x_N: torch.Tensor) -> None:
         """Replace `x_N`, of any dtype, by the own replica that its compressed difference leads to; nothing is sent."""
+        with self._communicator.span("encode", self._bucket, **self._size):
+            self._update(x_N)
+
+    def _update(self, x_N: torch.Tensor) -> None:
+        tracer = self._communicator.tracer
+        is_sampled = tracer.samples and not self._compressor.in_place
         for elements, row, layout in zip(self._elements, self._rows, self._chunks, strict=True):
             own = self._replicas[elements]
             x_L = x_N[elements]
@@ -102,8 +120,12 @@ class LowPrecisionRing:
                 d_L.add_(own.weight)
                 torch.clamp(d_L, torch.minimum(x_L, mean_L), torch.maximum(x_L, mean_L), out=d_L)
                 d_L.sub_(own.weight)
+            before_L = d_L.clone() if is_sampled else d_L
             self._compressor.encode(d_L, layout, self._wire_W[row])
             self._compressor.decode(self._wire_W[row], layout, d_L)
+            if is_sampled:
+                tell_error(tracer, self._bucket, partial(_left_out, before_L, d_L))
+                is_sampled = False  # one chunk will do
             own.weight.add_(d_L)
             x_L.copy_(own.weight)
 
@@ -122,9 +144,11 @@ class LowPrecisionRing:
 
         def take(source: int) -> None:
             copies = [(left, self._replicas.left), (right, self._replicas.right)]
-            self._add(receives[source], [copy_N for neighbour, copy_N in copies if neighbour == source])
+            with communicator.span("decode", self._bucket, **self._size):
+                self._add(receives[source], [copy_N for neighbour, copy_N in copies if neighbour == source])
 
-        Exchange(communicator, "peer_exchange", receives, self._bucket, rounds).run(lambda _: self._wire_W, take)
+        exchange = Exchange(communicator, "peer_exchange", receives, self._bucket, rounds, self._contents)
+        exchange.run(lambda _: self._wire_W, take)
 
     def _add(self, wire_W: torch.Tensor, copies: list[torch.Tensor]) -> None:
         for elements, row, layout in zip(self._elements, self._rows, self._chunks, strict=True):
@@ -132,6 +156,10 @@ class LowPrecisionRing:
             self._compressor.decode(wire_W[row], layout, d_L)
             for copy_N in copies:
                 copy_N[elements].add_(d_L)
+
+
+def _left_out(before_L: torch.Tensor, after_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return before_L, before_L - after_L
 
 
 def low_precision_ring(

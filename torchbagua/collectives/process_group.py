@@ -1,5 +1,6 @@
 """BaguaProcessGroup: a torch process group, the nodes its ranks are on, and private groups for a lane."""
 
+import secrets
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
@@ -7,8 +8,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from torchbagua.collectives.agreement import Facts, check_agreement, exchange_facts
+from torchbagua.collectives.board import StoreBoard
+from torchbagua.collectives.clock import clock_offset
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.events import Observer, check_observers
+from torchbagua.tracer import Tracer
 from torchbagua.version import __version__
 
 
@@ -22,13 +26,17 @@ class BaguaProcessGroup:
         nodes: which node each rank is on, a list with one label a rank; default: the ranks' host names, exchanged over
             the store. Give it where host names mislead: containers and network namespaces share or invent them.
         timeout: bound on every wait, in construction and after; default: that of `process_group`.
-        observers: hear of every exchange over the private groups.
+        observers: hear of every phase of communication over the private groups.
         facts: further values that all ranks must have in common.
 
     Attributes:
+        id: the same on all ranks, and that of no other group.
         rank, size: own place in `process_group`, as in torch.
         nodes: node index of each rank, numbered in order of first appearance.
         node_ranks: for each node, its ranks in ascending order.
+        tracer: tells the observers, for whatever runs over the private groups.
+        board: where ranks pin up texts for each other.
+        clock_offsets: (own clock, rank 0's minus it) in ns, whenever ranks have compared their clocks.
         num_shards: the smallest number of ranks on a node: so many shards of a tensor can be owned on every node.
         world: communicator over all ranks.
         intra_node: over the ranks of own node; None where there is one node, or one rank a node.
@@ -67,6 +75,7 @@ class BaguaProcessGroup:
             )
 
         self._observers = tuple(observers)
+        self.tracer = Tracer(observers)
         # Every rank constructs its groups in the same order, so counting own constructions gives all the same name.
         counter = f"torchbagua/constructed/{self.rank}"
         group_store = process_group.get_group_store()
@@ -76,6 +85,8 @@ class BaguaProcessGroup:
             "version": __version__,
             "nodes": node_indices,
             "host": socket.gethostname(),
+            "compares clocks": self.tracer.compares_clocks,
+            "id": secrets.token_hex(8),
         }
         try:
             all_facts = exchange_facts(store, self.rank, self.size, own, self.timeout)
@@ -84,6 +95,11 @@ class BaguaProcessGroup:
             raise
         fields = {"version": "the version of torchbagua", "nodes": "BaguaProcessGroup's argument nodes"}
         check_agreement(all_facts, {**fields, **{fact: fact for fact in facts or {}}})
+        # Where one rank asks for it all have to take part.
+        self._compares_clocks = any(facts["compares clocks"] for facts in all_facts)
+        self.id = str(all_facts[0]["id"])
+        self.clock_offsets: list[tuple[int, int]] = []
+        self.board = StoreBoard(store, self.rank, self.size)
         self.nodes = node_indices or _number_by_first_appearance([str(facts["host"]) for facts in all_facts])
 
         self.node_ranks = [
@@ -101,7 +117,7 @@ class BaguaProcessGroup:
                 ranks=ranks,
                 scope=scope,
                 timeout=self.timeout,
-                observers=observers,
+                tracer=self.tracer,
             )
 
         self.intra_node: Communicator | None = None
@@ -116,6 +132,15 @@ class BaguaProcessGroup:
         except BaseException:
             self.close()
             raise
+
+    def compare_clocks(self) -> None:
+        """Add to `clock_offsets`, where an observer of any rank needs that. Collective.
+
+        Raises:
+            CommunicationError: a peer is gone or did not take part within the group's timeout.
+        """
+        if self._compares_clocks:
+            self.clock_offsets.append(clock_offset(self.world))
 
     def duplicate(
         self,

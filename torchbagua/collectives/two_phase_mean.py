@@ -10,11 +10,14 @@ import torch
 
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import ErrorFeedback, Held
-from torchbagua.collectives.exchange import Exchange
+from torchbagua.collectives.exchange import Contents, Exchange
 from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.collectives.sampled_values import tell_error, tell_residuals
 from torchbagua.compressors import Compressor, Identity
 from torchbagua.compressors.blocks import block_bounds, deal_blocks
+from torchbagua.events import Phase
+from torchbagua.tracer import Span
 
 
 class Mean(Protocol):
@@ -129,6 +132,10 @@ class TwoPhaseMean:
         self._device = device
         self._layout = compressor.layout(bounds_B, deal_blocks(bounds_B, communicator.size), dtype, device)
         self._chunks = [self._layout.chunk(rank) for rank in range(communicator.size)]
+        lengths = [elements.stop - elements.start for elements in self._layout.elements]
+        own_length = [lengths[communicator.rank]] * communicator.size
+        self._scattered = Contents(sent=lengths, received=own_length, element_bytes=dtype.itemsize)
+        self._gathered = Contents(sent=own_length, received=lengths, element_bytes=dtype.itemsize)
         self._feedback: ErrorFeedback | None = None
 
     def keep_residuals(self, feedback: ErrorFeedback, start: int = 0) -> None:
@@ -162,28 +169,35 @@ class TwoPhaseMean:
         mean_wires = [mean_W[row] for row in self._layout.rows]
 
         def encode_into(wire: torch.Tensor, peer: int) -> torch.Tensor:
-            if self._feedback is None:
-                compressor.encode(values[peer], self._chunks[peer], wire)
-            else:
-                elements = self._layout.elements[peer]
-                self._feedback.sent.encode(values[peer], compressor, self._chunks[peer], wire, elements)
+            with self._span("encode", "all_to_all", peer):
+                if self._feedback is None:
+                    compressor.encode(values[peer], self._chunks[peer], wire)
+                else:
+                    elements = self._layout.elements[peer]
+                    self._feedback.sent.encode(values[peer], compressor, self._chunks[peer], wire, elements)
             return wire
 
         def decode(peer: int) -> None:
-            compressor.decode(mean_wires[peer], self._chunks[peer], means[peer])
+            with self._span("decode", "all_gather", peer):
+                compressor.decode(mean_wires[peer], self._chunks[peer], means[peer])
 
-        scatter = Exchange(communicator, "all_to_all", list(rows_RW), self._bucket)
+        scatter = Exchange(communicator, "all_to_all", list(rows_RW), self._bucket, contents=self._scattered)
         # Made before the chunks of the wire are sent, into which it receives: a rank sends the mean of its chunk only
         # when it has received that chunk from everybody.
-        gather = Exchange(communicator, "all_gather", mean_wires, self._bucket)
+        gather = Exchange(communicator, "all_gather", mean_wires, self._bucket, contents=self._gathered)
         scatter.expect()
         encode_into(rows_RW[rank], rank)
+        if communicator.tracer.samples and not compressor.in_place:
+            self._tell_error(values[rank], rows_RW[rank])
         scatter.run(lambda peer: encode_into(wires[peer], peer))
         gather.expect()
         if row_bytes:
-            self._form_mean(rows_RW, means[rank], mean_wires[rank])
+            with self._span("reduce", "all_to_all", rank):
+                self._form_mean(rows_RW, means[rank], mean_wires[rank])
         gather.run(lambda peer: mean_wires[rank], decode)
         decode(rank)
+        if communicator.tracer.samples and self._feedback is not None:
+            tell_residuals(communicator.tracer, self._bucket, self._feedback)
 
     def _form_mean(self, rows_RW: torch.Tensor, mean_L: torch.Tensor, mean_W: torch.Tensor) -> None:
         """Write the encoded mean of own chunk's copies to `mean_W`; `mean_L` is memory for it."""
@@ -193,3 +207,29 @@ class TwoPhaseMean:
             return
         compressor.decode_mean(rows_RW, layout, self._divisor, mean_L)
         self._feedback.mean.encode(mean_L, compressor, layout, mean_W, slice(0, mean_L.numel()))
+
+    def _tell_error(self, x_L: torch.Tensor, wire_W: torch.Tensor) -> None:
+        """Tell observers what encoding own chunk has left out of it; with error feedback `x_L` may hold anything."""
+
+        def parts() -> tuple[torch.Tensor, torch.Tensor]:
+            rank = self._communicator.rank
+            decoded_L = torch.empty_like(x_L)
+            self._compressor.decode(wire_W, self._chunks[rank], decoded_L)
+            if self._feedback is None:
+                return x_L, x_L.float() - decoded_L
+            left_out_L = self._feedback.sent.staged(self._layout.elements[rank])
+            return decoded_L + left_out_L, left_out_L
+
+        tell_error(self._communicator.tracer, self._bucket, parts)
+
+    def _span(self, phase: Phase, operation: str, peer: int) -> Span:
+        """Return a phase of the work on the chunk that `peer` owns."""
+        num_elements = self._gathered.received[peer]
+        return self._communicator.span(
+            phase,
+            self._bucket,
+            operation=operation,
+            num_elements=num_elements,
+            raw_bytes=num_elements * self._gathered.element_bytes,
+            wire_bytes=self._chunks[peer].num_bytes,
+        )

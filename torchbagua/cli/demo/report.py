@@ -1,18 +1,15 @@
 """What the demo found: the comparison of two runs, as a table, as JSON and as a picture."""
 
 import json
-import os
-import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from matplotlib.figure import Figure
 
-import torchbagua
 from torchbagua.cli.demo.train import Run, Settings
+from torchbagua.environment import environment
 
 LOSS_TOLERANCE = 0.01
 """How far ByteGrad's loss may lie from plain DDP's; what the project promises."""
@@ -133,13 +130,7 @@ def write(comparison: Comparison, settings: Settings, folder: Path) -> list[Path
     """Writes `results.json` and `loss.png` into `folder` and returns their paths."""
     results, picture = folder / "results.json", folder / "loss.png"
     document = {
-        "environment": {
-            "torchbagua": torchbagua.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "num_cores": os.cpu_count(),
-        },
+        "environment": environment(),
         "settings": asdict(settings),
         "loss_difference": comparison.loss_difference,
         "loss_tolerance": LOSS_TOLERANCE,

@@ -1,0 +1,23 @@
+"""A board over the store of a group, where ranks pin up texts for each other without waiting."""
+
+import torch.distributed as dist
+
+
+class StoreBoard:
+    """See `torchbagua.events.Board`. A slot takes one key of the store for each rank, however often it is replaced."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store = dist.PrefixStore("board", store)
+        self._rank = rank
+        self._size = size
+
+    def put(self, slot: int, text: str) -> None:
+        """Replace this rank's text in `slot`."""
+        self._store.set(f"{slot}/{self._rank}", text)
+
+    def get(self, slot: int) -> list[str] | None:
+        """Return all ranks' texts in `slot`, in rank order; None where one has put none there yet."""
+        keys = [f"{slot}/{rank}" for rank in range(self._size)]
+        if not self._store.check(keys):  # `get` would wait
+            return None
+        return [self._store.get(key).decode() for key in keys]

@@ -1,0 +1,19 @@
+"""The machine and the software that a run's figures depend on."""
+
+import os
+import platform
+
+import torch
+
+from torchbagua.version import __version__
+
+
+def environment() -> dict[str, str | int]:
+    """Return them by name; no host name and no path, since results are published."""
+    return {
+        "torchbagua": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "num_cores": os.cpu_count() or 1,
+    }

@@ -1,0 +1,189 @@
+"""The tracer: where the phases of an algorithm's work become events, which it tells to observers."""
+
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch.autograd import profiler
+
+from torchbagua.events import CommEvent, Observer, Phase, Run
+
+
+class Span(Protocol):
+    """A phase that is under way; a context manager too. One that ends by an exception is not told of."""
+
+    def begin(self) -> None:
+        """Start the clock."""
+        ...
+
+    def end(self) -> None:
+        """Stop it, and tell the observers."""
+        ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None: ...
+
+
+class Tracer:
+    """Tells the observers of one group, or of one algorithm that runs on it, what is done and when.
+
+    Without observers, and outside of torch.profiler, nothing is done. An observer that raises is dropped with a
+    warning; training goes on.
+
+    Args:
+        observers: hear of every phase.
+
+    Attributes:
+        step: the number of the training step, the one clock of all events.
+        algorithm: the class of the algorithm, by name.
+        has_optimizer: whether the steps of an optimizer are the clock, else averaged backward passes.
+        samples: whether an observer wants values measured in this step.
+    """
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.step = 0
+        self.algorithm = ""
+        self.has_optimizer = False
+        self.samples = False
+        self._observers = tuple(observers)
+        self._failures: list[str] = []
+        self._lock = threading.Lock()  # the lane and the training thread both tell
+        self._step_start_ns = time.perf_counter_ns()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anybody listens."""
+        return bool(self._observers)
+
+    @property
+    def compares_clocks(self) -> bool:
+        """Whether an observer needs to know how far the ranks' clocks are apart."""
+        return any(getattr(observer, "compares_clocks", False) for observer in self._observers)
+
+    def start(self, algorithm: str, run: Run) -> None:
+        """Tell observers of the run, which is one of the algorithm class of that name."""
+        self.algorithm = algorithm
+        self._failures = run.failures
+        self._call_all("on_start", run)
+        self._start_step()
+
+    def end(self) -> None:
+        """Tell observers that there is nothing more to come; they are let go."""
+        self._call_all("on_end")
+        self._observers = ()
+
+    def span(self, phase: Phase, **details: Any) -> Span:
+        """Return a phase that begins now, or when its `begin` is called.
+
+        Args:
+            phase: which.
+            details: fields of its event.
+        """
+        # On a thread that the profiler does not follow, asking is cheaper than a range that nobody sees.
+        is_profiled = phase != "send" and profiler._is_profiler_enabled
+        if not self._observers and not is_profiled:
+            return NO_SPAN
+        return _Span(self, phase, details, is_profiled)
+
+    def tell(self, phase: Phase, start_ns: int, end_ns: int, **details: Any) -> None:
+        """Tell observers of a phase that has ended."""
+        if not self._observers:
+            return
+        event = CommEvent(phase, start_ns, end_ns, self.step, self.algorithm, **details)
+        with self._lock:
+            for observer in self._observers:
+                try:
+                    observer.on_comm(event)
+                except Exception as error:
+                    self._drop(observer, error)
+
+    def measure(self, compute: Callable[[], Mapping[str, float]], **details: Any) -> None:
+        """Tell observers of values by name, which it takes `compute` the time of a phase to find."""
+        if not self._observers:
+            return
+        start_ns = time.perf_counter_ns()
+        values = compute()
+        self.tell("measure", start_ns, time.perf_counter_ns(), values=values, **details)
+
+    def end_step(self) -> None:
+        """Tell observers that a training step has ended, and go on to the next."""
+        self.tell("step", self._step_start_ns, time.perf_counter_ns())
+        self.step += 1
+        self._start_step()
+
+    def _start_step(self) -> None:
+        self._step_start_ns = time.perf_counter_ns()
+        self.samples = any(self._call_all("samples", self.step))
+
+    def _call_all(self, method: str, *args: Any) -> list[Any]:
+        results = []
+        with self._lock:
+            for observer in self._observers:
+                if (function := getattr(observer, method, None)) is not None:
+                    try:
+                        results.append(function(*args))
+                    except Exception as error:
+                        self._drop(observer, error)
+        return results
+
+    def _drop(self, observer: Observer, error: Exception) -> None:
+        self._observers = tuple(other for other in self._observers if other is not observer)
+        name = type(observer).__name__
+        self._failures.append(f"{name} stopped in step {self.step}: {type(error).__name__}: {error}")
+        warnings.warn(
+            f"torchbagua: the observer {name} failed in step {self.step} and hears nothing more; training goes on\n"
+            f"{''.join(traceback.format_exception(error))}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+class _Span:
+    __slots__ = ("_details", "_phase", "_range", "_start_ns", "_tracer")
+
+    def __init__(self, tracer: Tracer, phase: Phase, details: dict[str, Any], is_profiled: bool) -> None:
+        self._tracer = tracer
+        self._phase = phase
+        self._details = details
+        name = f"torchbagua: {details.get('bucket', '')} {phase}" if is_profiled else ""
+        self._range = profiler.record_function(name) if is_profiled else None
+
+    def begin(self) -> None:
+        if self._range is not None:
+            self._range.__enter__()
+        self._start_ns = time.perf_counter_ns()
+
+    def end(self) -> None:
+        self._tracer.tell(self._phase, self._start_ns, time.perf_counter_ns(), **self._details)
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
+        if exception_type is None:
+            self.end()
+        elif self._range is not None:
+            self._range.__exit__(None, None, None)
+
+
+class _NoSpan:
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+NO_SPAN = _NoSpan()
