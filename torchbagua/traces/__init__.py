@@ -1,6 +1,8 @@
 """Observers of communication. They know `torchbagua.events` and nothing else of the package."""
 
+from torchbagua.traces.perfetto import PerfettoTrace
 from torchbagua.traces.recorder import Recorder
 from torchbagua.traces.summary import Summary
+from torchbagua.traces.tensorboard import TensorBoardTrace
 
-__all__ = ["Recorder", "Summary"]
+__all__ = ["PerfettoTrace", "Recorder", "Summary", "TensorBoardTrace"]

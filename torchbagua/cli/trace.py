@@ -1,0 +1,57 @@
+"""`torchbagua trace`: what PerfettoTrace has written, as one file of all ranks, as a table, or as a picture."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchbagua.traces import trace_files
+from torchbagua.traces.summary import table
+
+_VIEWER = "https://ui.perfetto.dev"
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Runs `merge`, `show` or `draw`; 0 where it succeeded, 1 where the files do not serve."""
+    parser = argparse.ArgumentParser(prog="torchbagua trace", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    merge = commands.add_parser("merge", help="bring all ranks' files together in one, clocks aligned, for Perfetto")
+    show = commands.add_parser("show", help="print a table, a row for each rank")
+    draw = commands.add_parser("draw", help="draw the timeline of one step of all ranks")
+    for command in (merge, show, draw):
+        command.add_argument("folder", type=Path, metavar="DIR", help="the path of PerfettoTrace")
+    merge.add_argument("--output", type=Path, metavar="FILE", help="default: DIR/merged.json.gz")
+    draw.add_argument("--output", type=Path, metavar="FILE", help="a .png, .svg or .pdf; default: DIR/timeline.png")
+    draw.add_argument("--step", type=int, metavar="N", help="default: the one in the middle")
+    options = parser.parse_args(arguments)
+    try:
+        return {"merge": _merge, "show": _show, "draw": _draw}[options.command](options)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"torchbagua trace {options.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _merge(options: argparse.Namespace) -> int:
+    merged = trace_files.merge(options.folder, options.output or options.folder / "merged.json.gz")
+    print(f"wrote {merged.path}: {merged.num_ranks} ranks, {merged.num_messages} messages; open it in {_VIEWER}")
+    if merged.num_backwards:
+        print(
+            f"{merged.num_backwards} messages seem to arrive before they leave, by {merged.worst_us:.0f} us at most: "
+            "so far the clocks of these ranks could not be aligned"
+        )
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    print(table([trace_files.summarise(path) for path in trace_files.find_files(options.folder)]))
+    return 0
+
+
+def _draw(options: argparse.Namespace) -> int:
+    from torchbagua.traces.timeline import draw
+
+    ranks = trace_files.events_of_step(options.folder, options.step)
+    output = options.output or options.folder / "timeline.png"
+    draw(ranks).savefig(output)
+    print(f"wrote {output}")
+    return 0

@@ -1,0 +1,140 @@
+"""PerfettoTrace: what every rank does and when, for https://ui.perfetto.dev."""
+
+import gzip
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from torchbagua.events import CommEvent, Run
+from torchbagua.traces.writer_thread import WriterThread, check_folder
+
+HEADER = "torchbagua"
+"""Name of the metadata event that every file begins with; what it holds is `header`'s."""
+
+TRAINING_THREAD, LANE_THREAD, FIRST_SENDER = 1, 2, 10
+"""Numbers of the tracks of a rank; messages to rank p are on FIRST_SENDER + p."""
+
+_TRAINING_PHASES = ("step", "backward", "wait", "apply")
+_DETAILS = ("step", "operation", "bucket", "scope", "ranks", "peers", "message", "num_elements", "raw_bytes")
+_FLUSH_EVERY_S = 2.0
+
+
+class PerfettoTrace:
+    """Writes one file a rank, in Chrome's trace event format: training thread, lane, and messages by peer. An observer.
+
+    Writes `rank<r>.json.gz` in `path`, on a thread of its own, and replaces what an earlier run has left there.
+    `torchbagua trace merge` makes one file of all ranks', with their clocks aligned and an arrow for every message;
+    `torchbagua trace show` prints a table. Serves one attachment, or one `reify`.
+
+    Args:
+        path: a folder; the ranks of one run share it, or their files are brought together later.
+        steps: which steps to keep; default all. A step takes some 20 bytes for each event of it.
+
+    Raises:
+        ValueError: `path` cannot be written to.
+        TypeError: `steps` is not a range.
+
+    Source: "Trace Event Format", the Chromium project.
+    """
+
+    compares_clocks = True
+
+    def __init__(self, path: str | os.PathLike[str], *, steps: range | None = None) -> None:
+        if steps is not None and not isinstance(steps, range):
+            raise TypeError(f"PerfettoTrace: steps must be a range or None, got {steps!r}")
+        self.path = Path(path)
+        check_folder("PerfettoTrace", "path", self.path)
+        self._steps = steps
+        self._writer: WriterThread[list[CommEvent]] | None = None
+        self._pending: list[CommEvent] = []
+
+    def on_start(self, run: Run) -> None:
+        """Open the file."""
+        if self._writer is not None:
+            raise ValueError("PerfettoTrace: a trace serves one attachment; make another one")
+        file = _File(self.path / f"rank{run.rank}.json.gz", run)
+        self._writer = WriterThread("torchbagua PerfettoTrace", file.write, file.close)
+
+    def on_comm(self, event: CommEvent) -> None:
+        """Keep the event, and hand over those of a step when it has ended."""
+        if self._steps is None or event.step in self._steps:
+            self._pending.append(event)
+        if event.phase == "step" and self._writer is not None:
+            self._writer.put(self._pending)
+            self._pending = []
+
+    def on_end(self) -> None:
+        """Write what is left, and close the file."""
+        if self._writer is not None:
+            self._writer.put(self._pending)
+            self._pending = []
+            self._writer.close()
+
+
+class _File:
+    def __init__(self, path: Path, run: Run) -> None:
+        self._run = run
+        self._base_ns = time.perf_counter_ns()
+        self._named: set[int] = set()
+        self._file = gzip.open(path, "wt", encoding="utf-8", compresslevel=1)  # noqa: SIM115 - for the whole run
+        self._flushed_s = time.monotonic()
+        # One event a line, so that what a killed process leaves can be read; the format allows that the end is missing.
+        self._file.write("[" + self._header())
+        self._name("process_name", 0, f"rank {run.rank}, node {run.nodes[run.rank]}")
+
+    def write(self, events: list[CommEvent]) -> None:
+        for event in events:
+            self._put(event)
+        if time.monotonic() > self._flushed_s + _FLUSH_EVERY_S:
+            self._file.flush()
+            self._flushed_s = time.monotonic()
+
+    def close(self) -> None:
+        self._file.write(",\n" + self._header() + "]\n")  # with the clocks that have been compared since
+        self._file.close()
+
+    def _header(self) -> str:
+        run = self._run
+        args = {
+            "id": run.id,
+            "rank": run.rank,
+            "nodes": run.nodes,
+            "algorithm": run.algorithm,
+            "base_ns": self._base_ns,
+            "clock_offsets": run.clock_offsets,
+            "settings": dict(run.settings),
+            "failures": run.failures,
+        }
+        return json.dumps({"name": HEADER, "ph": "M", "pid": run.rank, "args": args})
+
+    def _put(self, event: CommEvent) -> None:
+        if event.phase == "send":
+            tid, track = FIRST_SENDER + event.peers[0], f"to rank {event.peers[0]}"
+            name = f"send {event.bucket}"
+        elif event.phase in _TRAINING_PHASES:
+            tid, track = TRAINING_THREAD, "training"
+            name = f"step {event.step}" if event.phase == "step" else event.phase
+        else:
+            tid, track = LANE_THREAD, "lane"
+            name = event.bucket if event.phase == "bucket" else event.phase
+        if tid not in self._named:
+            self._named.add(tid)
+            self._name("thread_name", tid, track)
+        details: dict[str, Any] = {key: value for key in _DETAILS if (value := getattr(event, key))}
+        if event.wire_bytes:
+            details |= {"wire_bytes": event.wire_bytes, "bits_per_element": round(event.bits_per_element, 3)}
+        if event.values:
+            details["values"] = dict(event.values)
+        start_us, duration_us = (event.start_ns - self._base_ns) / 1e3, (event.end_ns - event.start_ns) / 1e3
+        self._file.write(
+            f',\n{{"name":{json.dumps(name)},"cat":"{event.phase}","ph":"X","ts":{start_us:.3f},"dur":{duration_us:.3f},'
+            f'"pid":{self._run.rank},"tid":{tid},"args":{json.dumps(details)}}}'
+        )
+
+    def _name(self, kind: str, tid: int, name: str) -> None:
+        row = {"name": kind, "ph": "M", "pid": self._run.rank, "tid": tid, "args": {"name": name}}
+        order = {"name": kind.replace("name", "sort_index"), "ph": "M", "pid": self._run.rank, "tid": tid}
+        order["args"] = {"sort_index": tid or self._run.rank}
+        self._file.write(f",\n{json.dumps(row)},\n{json.dumps(order)}")

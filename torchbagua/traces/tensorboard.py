@@ -1,0 +1,105 @@
+"""TensorBoardTrace: what communication costs, as charts and pictures in TensorBoard."""
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchbagua.events import CommEvent, Run
+from torchbagua.traces.over_ranks import OverRanks
+from torchbagua.traces.tensorboard_pages import Pages, layout
+from torchbagua.traces.writer_thread import WriterThread, check_folder
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoardTrace:
+    """Writes to TensorBoard what communication costs: charts, bucket times, the timeline of a step. An observer.
+
+    Every `every_n_steps` steps it writes means over these steps: under `communication/` the time of a step, what of it
+    was exposed communication, overlap, bytes, compression ratio and the timeline; under `communication_detail/` the
+    rest; under `communication_of_all_ranks/` mean and maximum over the ranks. It writes on a thread of its own. Serves
+    one attachment, or one `reify`.
+
+    Args:
+        log_dir: a folder, or a SummaryWriter of yours, which stays open.
+        every_n_steps: how often to write; in one of these steps the quantisation error is measured.
+        ranks: which ranks write; the first of them also what all ranks have in common. In a folder, ranks other than
+            the first write to `rank<r>` in it. Every rank has to have the trace, whether it writes or not.
+
+    Raises:
+        ValueError: `log_dir` cannot be written to, or another argument is out of range.
+        ImportError: tensorboard or matplotlib is not installed.
+    """
+
+    def __init__(
+        self,
+        log_dir: "str | os.PathLike[str] | SummaryWriter",
+        every_n_steps: int = 10,
+        *,
+        ranks: Collection[int] = (0,),
+    ) -> None:
+        if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
+            raise ValueError(f"TensorBoardTrace: every_n_steps must be an integer from 1, got {every_n_steps!r}")
+        if not ranks or any(not isinstance(rank, int) or rank < 0 for rank in ranks):
+            raise ValueError(f"TensorBoardTrace: ranks must be some ranks, got {ranks!r}")
+        try:
+            import matplotlib  # noqa: F401
+            import torch.utils.tensorboard
+        except ImportError as error:
+            raise ImportError(f"TensorBoardTrace: {error}; pip install 'torchbagua[traces]'") from error
+        self._folder: Path | None = None
+        self._given_writer: SummaryWriter | None = None
+        if isinstance(log_dir, torch.utils.tensorboard.SummaryWriter):
+            self._given_writer = log_dir
+        else:
+            self._folder = Path(log_dir)
+            check_folder("TensorBoardTrace", "log_dir", self._folder)
+        self._every_n_steps = every_n_steps
+        self._ranks = sorted(ranks)
+        self._thread: WriterThread[list[CommEvent]] | None = None
+        self._pending: list[CommEvent] = []
+
+    def samples(self, step: int) -> bool:
+        """Return whether values are measured in this step: in the one after which it writes."""
+        return (step + 1) % self._every_n_steps == 0
+
+    def on_start(self, run: Run) -> None:
+        """Open the event file, on ranks that write."""
+        if self._thread is not None:
+            raise ValueError("TensorBoardTrace: a trace serves one attachment; make another one")
+        is_first = run.rank == self._ranks[0]
+        writer = None
+        if run.rank in self._ranks:
+            writer = self._given_writer or _open(self._folder, None if is_first else run.rank)
+        over_ranks = OverRanks(run, self._every_n_steps, collects=is_first)
+        pages = Pages(run, writer, over_ranks, self._every_n_steps)
+
+        def finish() -> None:
+            pages.finish()
+            if writer is not None and writer is not self._given_writer:
+                writer.close()
+
+        self._thread = WriterThread("torchbagua TensorBoardTrace", pages.add_step, finish)
+
+    def on_comm(self, event: CommEvent) -> None:
+        """Keep the event, and hand over those of a step when it has ended."""
+        self._pending.append(event)
+        if event.phase == "step" and self._thread is not None:
+            self._thread.put(self._pending)
+            self._pending = []
+
+    def on_end(self) -> None:
+        """Write what is left, and close the event file."""
+        if self._thread is not None:
+            self._thread.close()
+
+
+def _open(folder: Path | None, rank: int | None) -> "SummaryWriter":
+    from torch.utils.tensorboard import SummaryWriter
+
+    assert folder is not None
+    writer = SummaryWriter(folder if rank is None else folder / f"rank{rank}")
+    writer.add_custom_scalars(layout())
+    return writer

@@ -1,0 +1,151 @@
+"""What TensorBoardTrace writes: names of charts, and how they are filled."""
+
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchbagua.events import CommEvent, Run
+from torchbagua.traces.figures import Figures
+from torchbagua.traces.over_ranks import OverRanks
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+# TensorBoard shows groups, which end at the slash, and charts within them in alphabetical order.
+_OVERVIEW, _DETAIL, _RANKS = "communication", "communication_detail", "communication_of_all_ranks"
+_PHASES = ("encode", "send", "receive", "reduce", "decode", "apply")
+_OVER_RANKS = (
+    f"{_OVERVIEW}/step_ms",
+    f"{_OVERVIEW}/exposed_ms",
+    f"{_OVERVIEW}/sent_MB_a_step",
+    f"{_DETAIL}/communication_ms",
+)
+
+# A picture costs some tenths of a second: it is drawn as often as that is at most this share of time.
+_PICTURE_SHARE = 0.005
+
+
+def layout() -> dict[str, dict[str, list[Any]]]:
+    """Return the charts of the tab Custom Scalars, which has several lines in one."""
+    of_a_step = [f"{_OVERVIEW}/step_ms", f"{_DETAIL}/communication_ms", f"{_OVERVIEW}/exposed_ms"]
+    phases = [f"{_DETAIL}/{phase}_ms" for phase in _PHASES]
+    over_ranks = {
+        _name(tag): ["Multiline", [f"{_RANKS}/{_name(tag)}_{kind}" for kind in ("mean", "maximum")]]
+        for tag in _OVER_RANKS
+    }
+    return {
+        "communication": {"a step (ms)": ["Multiline", of_a_step], "phases of a step (ms)": ["Multiline", phases]},
+        "communication of all ranks": over_ranks,
+    }
+
+
+def scalars(figures: Figures, sent_bytes: int) -> dict[str, float]:
+    """Return what the charts show, by tag.
+
+    Args:
+        figures: of the steps since the charts were written last.
+        sent_bytes: since the beginning.
+    """
+    num_steps = figures.num_steps
+
+    def ms(total_ns: int) -> float:
+        return total_ns / num_steps / 1e6
+
+    optional = {
+        f"{_DETAIL}/relative_quantisation_error": figures.relative_error,
+        f"{_DETAIL}/residual_norm": figures.residual_norm,
+        **{f"{_DETAIL}/{name.replace(' ', '_')}": value for name, value in figures.latest.items()},
+    }
+    return {
+        f"{_OVERVIEW}/step_ms": ms(figures.step_ns),
+        f"{_OVERVIEW}/exposed_ms": ms(figures.wait_ns),
+        f"{_OVERVIEW}/overlap_percent": 100 * figures.overlap,
+        f"{_OVERVIEW}/sent_MB_a_step": figures.bytes_sent / num_steps / 1e6,
+        f"{_OVERVIEW}/compression_ratio_to_float32": figures.ratio,
+        f"{_DETAIL}/bits_per_element": figures.bits_per_element,
+        f"{_DETAIL}/sent_MB_in_all": sent_bytes / 1e6,
+        f"{_DETAIL}/achieved_Gbit_per_s": figures.gbit_per_s,
+        f"{_DETAIL}/communication_ms": ms(figures.communication_ns),
+        **{f"{_DETAIL}/{phase}_ms": ms(figures.phase_ns[phase]) for phase in _PHASES},
+        **{tag: value for tag, value in optional.items() if value is not None},
+    }
+
+
+class Pages:
+    """Fills the charts, step by step.
+
+    Args:
+        run: what is traced.
+        writer: None on a rank that only puts its figures up for another.
+        over_ranks: brings the ranks' figures together.
+        every_n_steps: how often to write.
+    """
+
+    def __init__(self, run: Run, writer: "SummaryWriter | None", over_ranks: OverRanks, every_n_steps: int) -> None:
+        self._run = run
+        self._writer: Any = writer  # whose methods have no types (torch 2.13)
+        self._over_ranks = over_ranks
+        self._every_n_steps = every_n_steps
+        self._window = Figures()
+        self._sent_bytes = 0
+        self._undrawn: list[CommEvent] = []
+        self._next_picture_s = 0.0
+        if self._writer is not None:
+            rows = {"algorithm": run.algorithm, "ranks": str(run.num_ranks), "nodes": str(run.nodes), **run.settings}
+            text = "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
+            self._writer.add_text(f"{_OVERVIEW}/run", text)
+
+    def add_step(self, events: list[CommEvent]) -> None:
+        """Add the events up to the end of a step, and write where it is time."""
+        self._window.add(events)
+        self._sent_bytes += sum(event.bytes_sent for event in events)
+        num_steps = events[-1].step + 1
+        if num_steps % self._every_n_steps == 0:
+            self._undrawn = events
+            self._write(num_steps)
+
+    def finish(self) -> None:
+        """Write what other ranks have put up meanwhile, and the last step's timeline."""
+        self._write_over_ranks(self._over_ranks.found_last())
+        if self._writer is not None:
+            if self._undrawn:
+                self._draw()
+            self._writer.flush()
+
+    def _write(self, num_steps: int) -> None:
+        values = scalars(self._window, self._sent_bytes)
+        self._over_ranks.put(num_steps, {tag: values[tag] for tag in _OVER_RANKS})
+        if self._writer is not None:
+            for tag, value in values.items():
+                self._writer.add_scalar(tag, value, num_steps)
+            if self._window.bucket_ns:
+                self._writer.add_histogram(
+                    f"{_DETAIL}/bucket_ms", torch.tensor(self._window.bucket_ns) / 1e6, num_steps
+                )
+            if time.monotonic() >= self._next_picture_s:
+                self._draw()
+            self._write_over_ranks(self._over_ranks.found())
+            self._writer.flush()
+        self._window = Figures()
+
+    def _write_over_ranks(self, found: list[tuple[int, list[dict[str, float]]]]) -> None:
+        for num_steps, ranks in found:
+            for tag in _OVER_RANKS:
+                values = [figures[tag] for figures in ranks]
+                self._writer.add_scalar(f"{_RANKS}/{_name(tag)}_mean", statistics.fmean(values), num_steps)
+                self._writer.add_scalar(f"{_RANKS}/{_name(tag)}_maximum", max(values), num_steps)
+
+    def _draw(self) -> None:
+        from torchbagua.traces.timeline import draw
+
+        start_s = time.monotonic()
+        figure = draw({self._run.rank: self._undrawn})
+        self._writer.add_figure(f"{_OVERVIEW}/timeline", figure, self._undrawn[-1].step + 1)
+        self._undrawn = []
+        self._next_picture_s = time.monotonic() + (time.monotonic() - start_s) / _PICTURE_SHARE
+
+
+def _name(tag: str) -> str:
+    return tag.split("/")[1]

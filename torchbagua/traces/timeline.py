@@ -1,0 +1,128 @@
+"""The picture of one training step: what the threads of a rank did, and when."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from torchbagua.events import CommEvent
+
+
+class _Style(NamedTuple):
+    row: str
+    colour: str
+    hatch: str = ""
+
+
+# Okabe and Ito's palette, which people who cannot tell red from green can tell apart; waiting is hatched besides.
+_STYLES = {
+    "backward": _Style("training", "#bbbbbb"),
+    "wait": _Style("training", "#d55e00", "////"),
+    "apply": _Style("training", "#cc79a7"),
+    "encode": _Style("lane", "#0072b2"),
+    "receive": _Style("lane", "#f0e442"),
+    "reduce": _Style("lane", "#009e73"),
+    "decode": _Style("lane", "#56b4e9"),
+    "send": _Style("messages", "#e69f00"),
+}
+_MEANINGS = {
+    "backward": "backward computes",
+    "wait": "training waits",
+    "apply": "averages go into weights",
+    "encode": "encode",
+    "receive": "lane waits for a message",
+    "reduce": "add up",
+    "decode": "decode",
+    "send": "message on its way",
+}
+_ROWS = ("training", "buckets", "lane", "messages")
+_BUCKET_COLOURS = ("#e8e8e8", "#d0d0d0")
+_ROW_HEIGHT = 0.8
+
+
+def draw(ranks: Mapping[int, Sequence[CommEvent]]) -> Figure:
+    """Draw one step of one rank or of several.
+
+    Args:
+        ranks: events of the step by rank, on one clock.
+
+    Returns:
+        A figure with four rows a rank: training thread, buckets, lane, messages; in ms since the first step began.
+    """
+    steps = {rank: event for rank, events in ranks.items() for event in events if event.phase == "step"}
+    origin_ns = min((event.start_ns for event in steps.values()), default=0)
+    end_ns = max((event.end_ns for event in steps.values()), default=1)
+    figure = Figure(figsize=(10, 1.6 + 1.5 * len(ranks)), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    labels = []
+    for index, (rank, events) in enumerate(ranks.items()):
+        top = index * (len(_ROWS) + 0.5)
+        rows = {row: top + number for number, row in enumerate(_ROWS)}
+        labels += [(place, row if len(ranks) == 1 else f"rank {rank}: {row}") for row, place in rows.items()]
+        _draw_rank(axes, events, rows, origin_ns)
+    axes.set_yticks([place for place, _ in labels], [label for _, label in labels])
+    axes.invert_yaxis()
+    axes.set_xlim(0, (end_ns - origin_ns) / 1e6)
+    axes.set_xlabel("ms since the step began")
+    axes.grid(axis="x", alpha=0.3)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_title(_title(ranks, steps), fontsize="medium", weight="bold", loc="left")
+    shown = {event.phase for events in ranks.values() for event in events}
+    patches = [
+        Patch(facecolor=style.colour, hatch=style.hatch, edgecolor="white", label=_MEANINGS[phase])
+        for phase, style in _STYLES.items()
+        if phase in shown
+    ]
+    figure.legend(
+        handles=patches, loc="outside lower center", ncols=min(8, len(patches)), fontsize="small", frameon=False
+    )
+    return figure
+
+
+def _draw_rank(axes: Axes, events: Sequence[CommEvent], rows: Mapping[str, float], origin_ns: int) -> None:
+    def place(event: CommEvent) -> tuple[float, float]:
+        return (event.start_ns - origin_ns) / 1e6, (event.end_ns - event.start_ns) / 1e6
+
+    for phase, style in _STYLES.items():
+        spans = [place(event) for event in events if event.phase == phase]
+        bottom = rows[style.row] - _ROW_HEIGHT / 2
+        # Messages to several peers lie over each other, and show how many there are.
+        alpha = 0.6 if phase == "send" else 1.0
+        axes.broken_barh(
+            spans,
+            (bottom, _ROW_HEIGHT),
+            facecolor=style.colour,
+            hatch=style.hatch,
+            edgecolor="white",
+            lw=0.3,
+            alpha=alpha,
+        )
+    buckets = sorted(event for event in events if event.phase == "bucket")
+    for number, event in enumerate(buckets):
+        start, width = place(event)
+        bottom = rows["buckets"] - _ROW_HEIGHT / 2
+        axes.broken_barh([(start, width)], (bottom, _ROW_HEIGHT), facecolor=_BUCKET_COLOURS[number % 2])
+        label = event.bucket.split()[-1]
+        axes.text(
+            max(start, 0) + width / 2,
+            rows["buckets"],
+            label,
+            ha="center",
+            va="center",
+            fontsize="x-small",
+            clip_on=True,
+        )
+
+
+def _title(ranks: Mapping[int, Sequence[CommEvent]], steps: Mapping[int, CommEvent]) -> str:
+    parts = []
+    for rank, step in steps.items():
+        waited_ns = sum(event.duration_ns for event in ranks[rank] if event.phase == "wait")
+        parts.append(f"rank {rank} {step.duration_ns / 1e6:.1f} ms, {waited_ns / 1e6:.1f} of them waiting")
+    if not steps:
+        return "no whole step"
+    number, algorithm = (next(iter(steps.values())).step, next(iter(steps.values())).algorithm)
+    return f"Step {number} with {algorithm}: {'; '.join(parts) if len(parts) <= 2 else f'{len(parts)} ranks'}"
