@@ -46,19 +46,8 @@ class Summary:
 def table(summaries: Sequence[Summary]) -> str:
     """Return one table of several ranks' summaries, a row each, with what the columns mean."""
     head = [
-        [
-            "",
-            "steps",
-            "ms",
-            "waited",
-            "overlap",
-            *(["ms"] * len(_PHASES)),
-            "MB sent",
-            "bits per",
-            "less than",
-            "Gbit/s",
-        ],
-        ["rank", "", "a step", "ms", "%", *_PHASES, "a step", "element", "float32", ""],
+        ["", "steps", "ms", "waited", "overlap", *(["ms"] * len(_PHASES)), "MB sent", "bits per", "ratio", "Gbit/s"],
+        ["rank", "", "a step", "ms", "%", *_PHASES, "a step", "element", "", ""],
     ]
     rows = [*head, *map(_row, summaries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -71,9 +60,10 @@ def table(summaries: Sequence[Summary]) -> str:
 
 
 _LEGEND = """\
-Means over the steps. waited: what training stood still for communication. overlap: the share of communication that it
-did not wait for. receive: what the lane waited for messages. send: messages on their way, while the lane did other
-things. Gbit/s: sent, while messages were under way. MB: payload of this rank, without headers of the transport."""
+Means over the steps. waited: for how long training stood still for communication. overlap: the share of communication
+that it did not wait for. receive: the lane waited for messages. send: messages were on their way, while the lane did
+other things. MB: payload that this rank has sent, without headers of the transport. ratio: float32's bits to these.
+Gbit/s: sent, while messages were under way."""
 
 
 def _row(summary: Summary) -> list[str]:

@@ -1,0 +1,382 @@
+"""PerfettoTrace: files in the trace event format, brought together on one clock; and `torchbagua trace`."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import torchbagua as tb
+from ranks import run_ranks
+from torchbagua.cli import trace
+from torchbagua.collectives import clock
+from torchbagua.traces import trace_files
+from tracing import NUM_STEPS, check_nested, train_traced
+
+Row = dict[str, Any]
+
+
+def write_trace(folder: Path, size: int = 2, name: str = "bytegrad", **options: Any) -> list[tb.Attachment]:
+    return train_traced(size, name, lambda group: [tb.traces.PerfettoTrace(folder, **options)])
+
+
+def read(path: Path) -> list[Row]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        rows: list[Row] = json.load(file)
+    return rows
+
+
+def check_format(rows: list[Row]) -> None:
+    """Check what the "Trace Event Format" document asks of complete, flow and metadata events."""
+    for row in rows:
+        assert isinstance(row["name"], str)
+        assert isinstance(row["pid"], int)
+        if row["ph"] == "M":
+            assert row["name"] in (
+                "process_name",
+                "process_sort_index",
+                "thread_name",
+                "thread_sort_index",
+                "torchbagua",
+            )
+            assert set(row["args"]) & {"name", "sort_index", "id"}
+            continue
+        assert isinstance(row["tid"], int)
+        assert isinstance(row["cat"], str)
+        assert row["ts"] >= 0
+        if row["ph"] == "X":
+            assert row["dur"] >= 0
+            assert isinstance(row["args"], dict)
+        else:
+            assert row["ph"] in ("s", "f")
+            assert isinstance(row["id"], int)
+            assert row.get("bp") == ("e" if row["ph"] == "f" else None)
+
+
+def slices_by_track(rows: list[Row]) -> dict[tuple[int, int], list[Row]]:
+    tracks = defaultdict(list)
+    for row in rows:
+        if row["ph"] == "X":
+            tracks[row["pid"], row["tid"]].append(row)
+    return tracks
+
+
+@pytest.mark.parametrize("name", ["bytegrad", "decentralized", "async"])
+def test_a_file_for_each_rank(tmp_path: Path, name: str) -> None:
+    write_trace(tmp_path, size=3, name=name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank{rank}.json.gz" for rank in range(3)]
+    for rank in range(3):
+        rows = read(tmp_path / f"rank{rank}.json.gz")
+        check_format([row for row in rows if row.get("ts", 0) >= 0])
+        assert {row["pid"] for row in rows} == {rank}
+        tracks = slices_by_track(rows)
+        named = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
+        assert {tid for _, tid in tracks} == set(named)
+        assert set(named.values()) == {"training", "lane"} | {f"to rank {peer}" for peer in {0, 1, 2} - {rank}}
+        steps = [row["name"] for row in rows if row.get("cat") == "step"]
+        assert steps == [f"step {step}" for step in range(NUM_STEPS)]
+        for slices in tracks.values():
+            # In a millionth of a second, to which times are rounded, one may end after the next has begun.
+            check_nested([(round(row["ts"], 1), round(row["ts"] + row["dur"], 1)) for row in slices])
+        inner = [row for row in tracks[rank, 2] if row["cat"] in ("encode", "reduce", "decode")]
+        buckets = [row for row in tracks[rank, 2] if row["cat"] == "bucket"]
+        for row in inner:
+            assert any(
+                bucket["ts"] - 0.01 <= row["ts"] and row["ts"] + row["dur"] <= bucket["ts"] + bucket["dur"] + 0.01
+                for bucket in buckets
+            ), "each phase lies within the run of a bucket"
+
+
+def test_files_hold_what_observers_hear(tmp_path: Path) -> None:
+    recorders = [tb.traces.Recorder() for _ in range(2)]
+    traces = [tb.traces.PerfettoTrace(tmp_path) for _ in range(2)]
+    attachments = train_traced(
+        2, "qadam_1bit", lambda group: [recorders[group.rank()], traces[group.rank()]], nodes=[0, 1]
+    )
+    for rank, (recorder, attachment) in enumerate(zip(recorders, attachments, strict=True)):
+        path = tmp_path / f"rank{rank}.json.gz"
+        header = trace_files.header_of(path)
+        assert header["algorithm"] == repr(attachment.algorithm)
+        assert header["nodes"] == [0, 1]
+        assert header["settings"]["optimizer"].startswith("QAdamOptimizer(lr=0.001")
+        assert {"torch", "python", "torchbagua", "model"} <= set(header["settings"])
+        found = [trace_files._event(row, header["base_ns"]) for row in trace_files.rows_in(path) if row["ph"] == "X"]
+        # The algorithm stands in the header.
+        assert found == [event._replace(algorithm="") for event in recorder.events]
+        table, own = str(trace_files.summarise(path)), str(attachment.summary())
+        assert table == own
+
+
+@pytest.mark.parametrize("nodes", [None, [0, 0, 1, 1]], ids=["flat", "2x2"])
+def test_merged_ranks_have_an_arrow_for_every_message(tmp_path: Path, nodes: list[int] | None) -> None:
+    recorders = [tb.traces.Recorder() for _ in range(4)]
+    train_traced(4, "bytegrad", lambda group: [recorders[group.rank()], tb.traces.PerfettoTrace(tmp_path)], nodes=nodes)
+    merged = trace_files.merge(tmp_path, tmp_path / "all.json.gz")
+    num_messages = sum(event.phase == "send" for recorder in recorders for event in recorder.events)
+    assert (merged.num_ranks, merged.num_messages, merged.num_backwards) == (4, num_messages, 0)
+    rows = read(tmp_path / "all.json.gz")
+    check_format(rows)
+    times = [row["ts"] for row in rows if "ts" in row]
+    assert times == sorted(times)
+    assert times[0] == 0
+    tracks = slices_by_track(rows)
+    assert {pid for pid, _ in tracks} == {0, 1, 2, 3}
+    for slices in tracks.values():
+        check_nested([(round(row["ts"], 1), round(row["ts"] + row["dur"], 1)) for row in slices])
+    starts = {row["id"]: row for row in rows if row["ph"] == "s"}
+    ends = {row["id"]: row for row in rows if row["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert len(starts) == num_messages
+
+    def slice_at(row: Row, category: str) -> Row:
+        (found,) = (
+            one
+            for one in tracks[row["pid"], row["tid"]]
+            if one["cat"] == category
+            and one["ts"] <= row["ts"] + 1e-9 <= one["ts"] + one["dur"] + 2e-3
+            and (category == "receive" or one["ts"] == row["ts"])
+        )
+        return found
+
+    for number, start in starts.items():
+        end = ends[number]
+        send, receive = slice_at(start, "send"), slice_at(end, "receive")
+        assert send["args"]["peers"] == [end["pid"]]
+        assert receive["args"]["peers"] == [start["pid"]]
+        for key in ("message", "bucket", "operation", "wire_bytes", "scope", "ranks"):
+            assert send["args"].get(key) == receive["args"].get(key)
+
+
+def test_clocks_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank's clock is off by another number of seconds, and is fast or slow by another part in a thousand."""
+
+    class SkewedTime:
+        def __init__(self, rates: dict[int, float], offsets_s: dict[int, float]) -> None:
+            self.rates, self.offsets_s = rates, offsets_s
+
+        def of(self, rank: int, now_ns: int) -> int:
+            return round(now_ns * self.rates[rank] + self.offsets_s[rank] * 1e9)
+
+        def perf_counter_ns(self) -> int:
+            thread = threading.current_thread().name
+            return self.of(ranks_of_threads[thread], time.perf_counter_ns())
+
+    ranks_of_threads: dict[str, int] = {f"rank {rank}": rank for rank in range(3)}
+    skewed = SkewedTime({0: 1.0, 1: 1.001, 2: 0.999}, {0: 0.0, 1: 1000.0, 2: -3.5})
+    monkeypatch.setattr(clock, "time", skewed)
+
+    def body(group: dist.ProcessGroup) -> tuple[int, list[tuple[int, int]]]:
+        own = tb.BaguaProcessGroup(group, observers=[tb.traces.PerfettoTrace(tmp_path)])
+        for _ in range(2):
+            own.compare_clocks()
+            time.sleep(0.2)
+        return group.rank(), own.clock_offsets
+
+    for rank, offsets in run_ranks(3, body):
+        for own_ns, offset_ns in offsets:
+            true_ns = (own_ns - skewed.offsets_s[rank] * 1e9) / skewed.rates[rank]
+            # Threads of one process on a busy machine: the shortest of sixteen ways there and back.
+            assert abs(own_ns + offset_ns - true_ns) < 2e6
+        if rank:
+            drift_ns = offsets[1][1] - offsets[0][1]
+            assert (drift_ns < 0) == (skewed.rates[rank] > 1)
+
+
+def test_merging_undoes_what_clocks_differ_by(tmp_path: Path) -> None:
+    """Rank 1's file rewritten as a clock would have it that is 7 s ahead and a thousandth fast."""
+    plain, skewed = tmp_path / "plain", tmp_path / "skewed"
+    write_trace(plain)
+    skewed.mkdir()
+    (skewed / "rank0.json.gz").write_bytes((plain / "rank0.json.gz").read_bytes())
+    rows = read(plain / "rank1.json.gz")
+    ahead_ns, rate = 7e9, 1.001
+    header = [row["args"] for row in rows if row["name"] == "torchbagua"][-1]
+    base_ns = header["base_ns"]
+
+    def on_skewed(own_ns: float) -> float:
+        return own_ns + ahead_ns + (rate - 1) * (own_ns - base_ns)
+
+    offsets = []
+    for own_ns, offset_ns in header["clock_offsets"]:
+        offsets.append([round(on_skewed(own_ns)), round(own_ns + offset_ns - on_skewed(own_ns))])
+    for row in rows:
+        if "ts" in row:
+            start_ns, end_ns = base_ns + row["ts"] * 1e3, base_ns + (row["ts"] + row["dur"]) * 1e3
+            row["ts"] = (on_skewed(start_ns) - on_skewed(base_ns)) / 1e3
+            row["dur"] = (on_skewed(end_ns) - on_skewed(start_ns)) / 1e3
+        elif row["name"] == "torchbagua":
+            row["args"] |= {"base_ns": round(on_skewed(base_ns)), "clock_offsets": offsets}
+    with gzip.open(skewed / "rank1.json.gz", "wt") as file:
+        file.write("[" + ",\n".join(map(json.dumps, rows)) + "]\n")
+
+    expected = [row for row in read(trace_files.merge(plain, tmp_path / "a.json.gz").path) if row["ph"] == "X"]
+    found = [row for row in read(trace_files.merge(skewed, tmp_path / "b.json.gz").path) if row["ph"] == "X"]
+
+    def key(row: Row) -> tuple[Any, ...]:
+        return row["pid"], row["tid"], row["ts"]
+
+    for one, other in zip(sorted(expected, key=key), sorted(found, key=key), strict=True):
+        assert (one["name"], one["args"]) == (other["name"], other["args"])
+        assert abs(one["ts"] - other["ts"]) < 5, "within 5 us: two comparisons, and a line between them"
+
+
+def test_only_some_steps(tmp_path: Path) -> None:
+    write_trace(tmp_path, steps=range(2, 4))
+    for rank in range(2):
+        rows = [row for row in read(tmp_path / f"rank{rank}.json.gz") if row["ph"] == "X"]
+        assert {row["args"].get("step", 0) for row in rows} == {2, 3}
+    assert trace_files.merge(tmp_path, tmp_path / "all.json.gz").num_messages > 0
+
+
+def test_one_rank_alone_may_trace(tmp_path: Path) -> None:
+    train_traced(2, "bytegrad", lambda group: [tb.traces.PerfettoTrace(tmp_path)] if group.rank() == 1 else [])
+    assert [path.name for path in tmp_path.iterdir()] == ["rank1.json.gz"]
+    with pytest.raises(ValueError, match=r"of 2 ranks, those of \[0\] are missing"):
+        trace_files.merge(tmp_path, tmp_path / "all.json.gz")
+
+
+def test_what_a_killed_process_leaves_can_be_read(tmp_path: Path) -> None:
+    write_trace(tmp_path)
+    path = tmp_path / "rank0.json.gz"
+    whole = len(list(trace_files.rows_in(path)))
+    path.write_bytes(path.read_bytes()[:-500])
+    assert 20 < len(list(trace_files.rows_in(path))) < whole
+    assert trace_files.merge(tmp_path, tmp_path / "all.json.gz").num_messages > 0
+    assert trace_files.summarise(path).figures.num_steps > 0
+
+
+KILLED = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import torchbagua as tb
+from torchbagua.traces import perfetto
+perfetto._FLUSH_EVERY_S = 0.0
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=0, world_size=1)
+ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+tb.attach(ddp, optimizer, "bytegrad", observers=[tb.traces.PerfettoTrace(sys.argv[1])])
+for step in range(50):
+    ddp(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+time.sleep(0.5)
+{end}
+"""
+
+
+@pytest.mark.parametrize(("end", "status"), [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("", 0)])
+def test_a_process_that_does_not_detach_loses_nothing_that_is_written(tmp_path: Path, end: str, status: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(KILLED.format(end=end))
+    command = [sys.executable, str(script), str(tmp_path / "trace"), str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == status, done.stderr
+    rows = list(trace_files.rows_in(tmp_path / "trace" / "rank0.json.gz"))
+    assert sum(row.get("cat") == "step" for row in rows) == 50
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path, as_text: bool) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match=r"PerfettoTrace: path must be a folder to write to, got '.*file/trace'"):
+        tb.traces.PerfettoTrace(str(file / "trace") if as_text else file / "trace")
+    with pytest.raises(ValueError, match="PerfettoTrace: path must be a folder"):
+        tb.traces.PerfettoTrace("/proc/self")
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="PerfettoTrace: steps must be a range or None, got 10"):
+        tb.traces.PerfettoTrace(tmp_path, steps=10)
+    used = tb.traces.PerfettoTrace(tmp_path)
+    train_traced(1, "bytegrad", lambda group: [used], num_steps=1)
+    with pytest.warns(RuntimeWarning, match="a trace serves one attachment; make another one"):
+        train_traced(1, "bytegrad", lambda group: [used], num_steps=1)
+
+
+def test_files_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    write_trace(tmp_path, size=3)
+    write_trace(tmp_path, size=2)
+    with pytest.raises(ValueError, match=r"rank2.json.gz is of another run than rank0.json.gz; remove the older one"):
+        trace_files.find_files(tmp_path)
+
+
+def test_trace_shows_merges_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trace(tmp_path)
+    assert trace.main(["show", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "ByteGradAlgorithm(hierarchical=True, average=True, block=2048), 2 ranks" in output
+    assert [line.split()[:2] for line in output.splitlines() if line[:5].strip() in ("0", "1")] == [
+        ["0", "6"],
+        ["1", "6"],
+    ]
+
+    assert trace.main(["merge", str(tmp_path)]) == 0
+    assert "merged.json.gz: 2 ranks" in capsys.readouterr().out
+    check_format(read(tmp_path / "merged.json.gz"))
+    assert trace.main(["show", str(tmp_path)]) == 0, "the merged file lies beside the ranks'"
+
+    assert trace.main(["draw", str(tmp_path), "--step", "3"]) == 0
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+
+    assert trace.main(["draw", str(tmp_path), "--step", "99"]) == 1
+    assert "step 99 is not in" in capsys.readouterr().err
+    assert trace.main(["show", str(tmp_path / "nothing")]) == 1
+    assert "there is no rank*.json.gz" in capsys.readouterr().err
+    (tmp_path / "rank0.json.gz").write_bytes(gzip.compress(b"[1]"))
+    assert trace.main(["merge", str(tmp_path)]) == 1
+    assert "rank0.json.gz was not written by this version of PerfettoTrace" in capsys.readouterr().err
+    assert trace.main(["merge", str(tmp_path), "--output", str(tmp_path / "rank1.json.gz" / "x")]) == 1
+
+
+FULL = """
+import resource, sys, warnings
+sys.path.insert(0, sys.argv[2])
+import torchbagua as tb
+from tracing import train_traced
+kinds = {"perfetto": tb.traces.PerfettoTrace, "tensorboard": lambda path: tb.traces.TensorBoardTrace(path, 1)}
+observers = {}
+
+def observe(group):
+    observers[group.rank()] = kinds[sys.argv[1]](sys.argv[3])
+    return [observers[group.rank()]]
+
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8000, most))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    attachments = train_traced(2, "bytegrad", observe, num_steps=400)
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+for one in caught:
+    if "torchbagua" in str(one.message):
+        print("WARNING", str(one.message).splitlines()[0])
+print(attachments[0].summary())
+"""
+
+
+@pytest.mark.parametrize(("kind", "num_warnings"), [("perfetto", 2), ("tensorboard", 1)])
+def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path, kind: str, num_warnings: int) -> None:
+    """A limit on the size of files stands for a disk that fills: writing raises OSError in the same places."""
+    script = tmp_path / "train.py"
+    script.write_text(FULL)
+    command = [sys.executable, str(script), kind, str(Path(__file__).parent), str(tmp_path / "trace")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env={**os.environ})
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
+    assert len(told) == num_warnings, done.stdout
+    name = {"perfetto": "PerfettoTrace", "tensorboard": "TensorBoardTrace"}[kind]
+    assert all(f"the observer {name} failed in step" in line for line in told)
+    assert f"{name} stopped in step" in done.stdout
+    assert "File too large" in done.stdout
+    steps = [line.split()[1] for line in done.stdout.splitlines() if line[:6].strip() == "0"]
+    assert steps == ["400"], "training went on to its end"

@@ -1,0 +1,288 @@
+"""Events: every phase of every algorithm, on one step clock, and observers that fail."""
+
+import copy
+import itertools
+import threading
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import torchbagua as tb
+from ranks import run_ranks
+from tracing import NAMES, NUM_STEPS, ON_LANE, TRAINING, check_nested, record, train_traced
+from training import Tower, build
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("size", "nodes"), [(2, None), (4, None), (4, [0, 0, 1, 1])], ids=["2", "4", "2x2"])
+def test_every_algorithm_tells_of_its_phases(name: str, size: int, nodes: list[int] | None) -> None:
+    ranks = record(size, name, nodes=nodes)
+    sent, received = Counter(), Counter()
+    for rank, events in enumerate(ranks):
+        phases = Counter(event.phase for event in events)
+        assert phases["step"] == phases["backward"] == NUM_STEPS
+        assert {"bucket", "send", "receive"} <= set(phases)
+        assert [event.step for event in events if event.phase == "step"] == list(range(NUM_STEPS))
+        assert len({event.algorithm for event in events}) == 1
+        for thread in TRAINING, ON_LANE:
+            check_nested([(event.start_ns, event.end_ns) for event in events if event.phase in thread])
+        for peer in range(size):
+            sends = [event for event in events if event.phase == "send" and event.peers == (peer,)]
+            spans = sorted((event.start_ns, event.end_ns) for event in sends)
+            assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans)), "one at a time"
+        for event in events:
+            if event.phase in ("send", "receive"):
+                (peer,) = event.peers
+                assert peer != rank
+                assert {rank, peer} <= set(event.ranks)
+                assert event.wire_bytes > 0
+                assert event.num_elements or event.operation == "agreement"
+                pair = (rank, peer) if event.phase == "send" else (peer, rank)
+                key = (event.scope, event.ranks, *pair, event.message)
+                both = (event.operation, event.bucket, event.num_elements, event.raw_bytes, event.wire_bytes)
+                (sent if event.phase == "send" else received)[key, both] += 1
+    assert sent == received, "every message, its number and size on both sides"
+    assert set(sent.values()) == {1}
+
+
+@pytest.mark.parametrize(("name", "bits"), [("bytegrad", 8), ("gradient_allreduce", 32), ("decentralized", 32)])
+def test_bits_of_an_element(name: str, bits: int) -> None:
+    for events in record(2, name):
+        for event in events:
+            if event.phase == "send" and event.num_elements:
+                assert event.raw_bytes == 4 * event.num_elements
+                # Rows of 32 bytes, and headers of 8 for each block, of which a parameter's last may be short.
+                most_overhead_bytes = 32 + 8 * (event.num_elements // 2048 + 6)
+                assert bits <= event.bits_per_element <= bits + 8 * most_overhead_bytes / event.num_elements
+
+
+def test_what_is_waited_for_ends_when_the_lane_is_done() -> None:
+    for events in record(2, "bytegrad"):
+        for step in range(1, NUM_STEPS):
+            (backward,) = (event for event in events if (event.phase, event.step) == ("backward", step))
+            (whole,) = (event for event in events if (event.phase, event.step) == ("step", step))
+            buckets = [event for event in events if (event.phase, event.step) == ("bucket", step)]
+            waits = [event for event in events if (event.phase, event.step) == ("wait", step)]
+            last_ns = max(event.end_ns for event in buckets)
+            assert whole.start_ns <= backward.start_ns <= min(event.start_ns for event in buckets)
+            assert bool(waits) == (last_ns > backward.end_ns) or abs(last_ns - backward.end_ns) < 10**6
+            for wait in waits:
+                assert wait.start_ns >= backward.end_ns
+                assert last_ns <= wait.end_ns <= whole.end_ns
+
+
+def test_sampled_values_are_right() -> None:
+    """Relative error of own chunk, residuals, staleness: beside what they are computed from."""
+
+    class Sampler(tb.traces.Recorder):
+        def samples(self, step: int) -> bool:
+            return step == 4
+
+    recorders = [Sampler() for _ in range(2)]
+    attachments = train_traced(2, "qadam_1bit", lambda group: [recorders[group.rank()]], num_steps=5)
+    for recorder, attachment in zip(recorders, attachments, strict=True):
+        measured = [event for event in recorder.events if event.phase == "measure"]
+        assert {event.step for event in measured} == {4}
+        state = attachment.impl.state_dict()
+        for kind, name in (("sent", "residual of what is sent"), ("mean", "residual of the mean")):
+            norm = sum(event.values.get(name, 0.0) ** 2 for event in measured) ** 0.5
+            expected = torch.cat([values.flatten() for values in state[kind].values()]).norm().item()
+            assert norm == pytest.approx(expected, rel=1e-5)  # summed in another order
+        for event in measured:
+            if "encoded" in event.values:
+                assert 0 < event.values["left out"] < event.values["encoded"] * 2
+
+    recorders = [Sampler() for _ in range(2)]
+    train_traced(2, "bytegrad", lambda group: [recorders[group.rank()]], num_steps=5)
+    for recorder in recorders:
+        values = [event.values for event in recorder.events if event.phase == "measure"]
+        assert len(values) == sum(event.phase == "bucket" and event.step == 4 for event in recorder.events)
+        # Half a step of a block is its range / 510, and the range of an almost normal block some 6 deviations.
+        errors = [each["left out"] / each["encoded"] for each in values if each["encoded"]]
+        assert all(error < 0.02 for error in errors)
+        assert max(errors) > 0.001
+
+    recorders = [Sampler() for _ in range(2)]
+    train_traced(2, "async", lambda group: [recorders[group.rank()]], num_steps=60)
+    for recorder in recorders:
+        rounds = [event.values for event in recorder.events if event.phase == "apply" and event.values]
+        assert rounds
+        counts = [values["rounds"] for values in rounds]
+        assert counts == sorted(counts)
+        staleness = [values["staleness in steps"] for values in rounds]
+        assert min(staleness) >= 0  # where a rank waits at the end for the others, and takes no steps
+        assert max(staleness) >= 1
+
+
+def test_behind_the_plain_hook_averaged_backward_passes_are_the_clock() -> None:
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
+        recorder = tb.traces.Recorder()
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        impl = tb.ByteGradAlgorithm().reify(group, observers=[recorder])
+        ddp.register_comm_hook(impl, tb.comm_hook)
+        for step in range(4):
+            with ddp.no_sync():
+                ddp(torch.ones(6, 10), step).sum().backward()
+            ddp(torch.ones(6, 10), step).sum().backward()
+        impl.close()
+        return recorder.events
+
+    for events in run_ranks(2, body):
+        assert [event.step for event in events if event.phase == "step"] == [0, 1, 2, 3]
+        assert {event.step for event in events if event.phase == "bucket"} == {0, 1, 2, 3}
+
+
+class Checkpointed(nn.Module):
+    """A model of which a part runs its forward again in backward, in a backward of its own."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 300), nn.Linear(300, 1)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor, choice: int) -> torch.Tensor:
+        return checkpoint(self.second, self.first(x).tanh(), use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (Tower(), {"static_graph": True}),
+        (Tower(), {"find_unused_parameters": True}),
+        (Tower(), {"gradient_as_bucket_view": True}),
+        (Checkpointed(use_reentrant=True), {"static_graph": True}),
+        (Checkpointed(use_reentrant=False), {}),
+    ],
+    ids=["static", "unused", "view", "reentrant", "checkpoint"],
+)
+def test_step_and_wait_in_every_kind_of_ddp(model: nn.Module, options: dict[str, bool]) -> None:
+    def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
+        recorder = tb.traces.Recorder()
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **options)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        with tb.attach(ddp, optimizer, "bytegrad", observers=[recorder]):
+            for step in range(3):
+                optimizer.zero_grad()
+                ddp(torch.ones(6, 10), step).sum().backward()
+                optimizer.step()
+        return recorder.events
+
+    for events in run_ranks(2, body):
+        phases = Counter(event.phase for event in events)
+        assert phases["step"] == phases["backward"] == 3
+        check_nested([(event.start_ns, event.end_ns) for event in events if event.phase in TRAINING])
+
+
+class Failing:
+    """An observer that raises on its third event."""
+
+    def __init__(self) -> None:
+        self.num_heard = 0
+
+    def on_comm(self, event: tb.CommEvent) -> None:
+        self.num_heard += 1
+        if self.num_heard == 3:
+            raise KeyError("of the user's")
+
+
+def test_an_observer_that_raises_is_dropped_and_training_goes_on() -> None:
+    failing, recorders = [Failing(), Failing()], [tb.traces.Recorder(), tb.traces.Recorder()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attachments = train_traced(
+            2, "bytegrad", lambda group: [failing[group.rank()], recorders[group.rank()]], num_steps=3
+        )
+    assert [observer.num_heard for observer in failing] == [3, 3]
+    messages = [str(one.message) for one in caught if "observer Failing" in str(one.message)]
+    assert len(messages) == 2, "one warning on each rank"
+    for message in messages:
+        assert "hears nothing more; training goes on" in message
+        assert "Traceback" in message
+        assert "of the user's" in message
+    for attachment, recorder in zip(attachments, recorders, strict=True):
+        assert sum(event.phase == "step" for event in recorder.events) == 3, "others still hear"
+        assert "Failing stopped in step 0: KeyError" in str(attachment.summary())
+
+
+@pytest.mark.parametrize("method", ["on_start", "samples", "on_end"])
+def test_a_trace_that_raises_elsewhere_is_dropped_too(method: str) -> None:
+    def fail(self: object, *args: object) -> None:
+        raise OSError("no disk")
+
+    broken = type("Broken", (tb.traces.Recorder,), {method: fail})
+    with pytest.warns(RuntimeWarning, match="(?s)Broken failed in step .*no disk"):
+        attachments = train_traced(2, "bytegrad", lambda group: [broken()], num_steps=2)
+    for attachment in attachments:
+        assert "Broken stopped in step" in str(attachment.summary())
+        assert attachment.summary().figures.num_steps == 2
+
+
+def test_observers_change_no_bit() -> None:
+    """Neither do those that have values measured."""
+
+    class Sampler(tb.traces.Recorder):
+        def samples(self, step: int) -> bool:
+            return True
+
+    def weights(name: str, observed: bool) -> list[torch.Tensor]:
+        model = build(Tower)
+        attachments = train_traced(2, name, lambda group: [Sampler()] if observed else [], model=model)
+        return [parameter for one in attachments for parameter in one.impl._module.parameters()]
+
+    for name in ("bytegrad", "qadam_1bit", "low_precision_decentralized", "gradient_allreduce"):
+        assert all(map(torch.equal, weights(name, True), weights(name, False))), name
+
+
+def test_without_observers_nothing_is_noted() -> None:
+    (attachment, _) = train_traced(2, "bytegrad", lambda group: [])
+    tracer = attachment.impl.tracer
+    assert not tracer.is_on
+    assert tracer.span("encode") is tracer.span("wait"), "one object that does nothing"
+    with pytest.raises(RuntimeError, match=r"without observers nothing is noted; attach.*observers="):
+        attachment.summary()
+
+
+def test_observers_are_told_one_at_a_time() -> None:
+    class Exclusive:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+            self.threads: set[str] = set()
+
+        def on_comm(self, event: tb.CommEvent) -> None:
+            assert self.lock.acquire(blocking=False), "called while it is called"
+            self.threads.add(threading.current_thread().name)
+            self.lock.release()
+
+    observers = [Exclusive(), Exclusive()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train_traced(2, "decentralized", lambda group: [observers[group.rank()]], num_steps=30)
+    for observer in observers:
+        assert len(observer.threads) == 2, "lane and training thread"
+
+
+def test_the_profiler_shows_buckets_by_name() -> None:
+    model = build(Tower)
+    settings = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        impl = tb.ByteGradAlgorithm().reify(group)
+        ddp.register_comm_hook(impl, tb.comm_hook)
+        for step in range(2):
+            ddp(torch.ones(6, 10), step).sum().backward()
+        impl.close()
+
+    with torch.profiler.profile(experimental_config=settings) as profile:
+        run_ranks(2, body)
+    names = {event.key for event in profile.key_averages()}
+    for phase in ("bucket", "encode", "receive", "reduce", "decode"):
+        assert f"torchbagua: gradient bucket 0 {phase}" in names
