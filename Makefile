@@ -64,9 +64,19 @@ bench-network: $(STAMPS)/package ## time training steps over emulated slow netwo
 bench-convergence: $(STAMPS)/bench ## train two models with every algorithm: held-out loss, and a picture of the curves
 	$(BIN)/python benchmarks/convergence.py $(ARGS)
 
+.PHONY: bench-tracing
+bench-tracing: $(STAMPS)/package ## time training steps with and without observers
+	$(BIN)/python benchmarks/tracing.py $(ARGS)
+
 .PHONY: soak
 soak: $(STAMPS)/dev ## the tests that take minutes
 	$(BIN)/pytest -m soak -o faulthandler_timeout=1800 $(ARGS)
+
+# Debian calls it chromium; it is installed where that takes no password.
+.PHONY: test-browser
+test-browser: $(STAMPS)/dev ## open the traces in TensorBoard with headless Chromium (Debian: the package chromium)
+	command -v chromium || { test "$$(id -u)" = 0 && apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; }
+	$(BIN)/pytest -m browser $(ARGS)
 
 .PHONY: clean
 clean: ## remove .venv and everything built

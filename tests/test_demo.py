@@ -16,6 +16,7 @@ from torchbagua.cli.demo.model import GPT
 from torchbagua.cli.demo.report import compare, table
 from torchbagua.cli.demo.text import LIMIT_BYTES, read_standard_library
 from torchbagua.cli.demo.train import Run
+from torchbagua.traces import trace_files
 
 STEPS = 12
 COMMAND = [sys.executable, "-m", "torchbagua.cli", "demo"]
@@ -31,7 +32,8 @@ def test_demo_trains_and_reports(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     results = json.loads((tmp_path / "a" / "b" / "results.json").read_text(encoding="utf-8"))
     plain, bytegrad = results["runs"]
-    assert results["settings"] == {"nproc": 2, "steps": STEPS, "seed": 7}
+    (traces,) = (tmp_path / "a" / "b" / "traces").iterdir()
+    assert results["settings"] == {"nproc": 2, "steps": STEPS, "seed": 7, "traces": str(traces)}
     assert (plain["name"], bytegrad["name"]) == ("plain DDP", "ByteGrad")
     for summary in plain, bytegrad:
         assert len(summary["losses"]) == len(summary["sent_bytes"]) == STEPS
@@ -56,6 +58,16 @@ def test_demo_trains_and_reports(tmp_path: Path) -> None:
     assert "less than 1%" in run.stdout
     assert "ring all-reduce" in run.stdout, "where plain DDP's bytes come from is told"
     assert f"{STEPS}/{STEPS}" in run.stderr, "the progress bar"
+
+    for line in (
+        f"torchbagua trace show {traces}",
+        f"tensorboard --logdir {traces.parent}",
+        f"{traces}/merged.json.gz",
+    ):
+        assert line in run.stdout
+    assert trace_files.summarise(trace_files.find_files(traces)[0]).figures.num_steps == STEPS
+    assert (traces / "merged.json.gz").is_file()
+    assert list(traces.glob("events.out.tfevents.*"))
 
 
 def test_table_tells_where_losses_disagree() -> None:
@@ -145,7 +157,7 @@ def test_a_rank_that_raises_is_reported(tmp_path: Path) -> None:
     assert "a rank failed" in run.stderr
     assert "ValueError" in run.stderr
     assert "no such path" in run.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def _start_training(folder: Path) -> "subprocess.Popen[bytes]":

@@ -77,7 +77,7 @@ def test_charts_show_what_observers_hear(tmp_path: Path, name: str) -> None:
             assert at(f"communication_of_all_ranks/{figure}_maximum") == about(max(both))
 
     tags = read(tmp_path).Tags()
-    assert tags["images"] == ["communication/timeline"]
+    assert tags["images"] == ["communication/a_step"]
     assert tags["histograms"] == ["communication_detail/bucket_ms"]
     of_name = {
         "bytegrad": {"relative_quantisation_error"},
@@ -119,7 +119,7 @@ def test_run_layout_and_pictures(tmp_path: Path) -> None:
         assert part in table
     (layout,) = events.Tensors("custom_scalars__config__")
     assert b"communication/exposed_ms" in layout.tensor_proto.string_val[0]
-    pictures = events.Images("communication/timeline")
+    pictures = events.Images("communication/a_step")
     assert [picture.step for picture in pictures] == [2, 6], "the first, and the last when it ends"
     for picture in pictures:
         assert picture.encoded_image_string.startswith(b"\x89PNG")

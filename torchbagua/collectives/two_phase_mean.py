@@ -13,7 +13,7 @@ from torchbagua.collectives.error_feedback import ErrorFeedback, Held
 from torchbagua.collectives.exchange import Contents, Exchange
 from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.collectives.sampled_values import tell_error, tell_residuals
+from torchbagua.collectives.sampled_values import SAMPLED_ELEMENTS, tell_error, tell_residuals
 from torchbagua.compressors import Compressor, Identity
 from torchbagua.compressors.blocks import block_bounds, deal_blocks
 from torchbagua.events import Phase
@@ -213,11 +213,13 @@ class TwoPhaseMean:
 
         def parts() -> tuple[torch.Tensor, torch.Tensor]:
             rank = self._communicator.rank
-            decoded_L = torch.empty_like(x_L)
-            self._compressor.decode(wire_W, self._chunks[rank], decoded_L)
+            sample = self._chunks[rank].beginning(SAMPLED_ELEMENTS)
+            elements = sample.elements[0]
+            decoded_L = torch.empty_like(x_L[elements])
+            self._compressor.decode(wire_W, sample, decoded_L)
             if self._feedback is None:
-                return x_L, x_L.float() - decoded_L
-            left_out_L = self._feedback.sent.staged(self._layout.elements[rank])
+                return x_L[elements], x_L[elements].float() - decoded_L
+            left_out_L = self._feedback.sent.staged(self._layout.elements[rank])[elements]
             return decoded_L + left_out_L, left_out_L
 
         tell_error(self._communicator.tracer, self._bucket, parts)

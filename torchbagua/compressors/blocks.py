@@ -5,7 +5,7 @@ Shape suffixes in this package: N elements, C chunks, B blocks, L elements of a 
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -79,6 +79,15 @@ class WireLayout:
             table=self.table[first:last] - shift,
             chunk_blocks=(0, last - first),
         )
+
+    def beginning(self, num_elements: int) -> "WireLayout":
+        """Return the layout of the first blocks of a layout of one chunk, about so many elements of it."""
+        first = min(num_elements, self.elements[0].stop)
+        num_blocks = 0
+        if len(self.table):
+            num_blocks = max(1, int((self.table[:, 0] + self.table[:, 1] <= first).sum()))
+            first = int(self.table[num_blocks - 1, :2].sum())
+        return replace(self, elements=(slice(0, first),), table=self.table[:num_blocks], chunk_blocks=(0, num_blocks))
 
 
 def lay_out(

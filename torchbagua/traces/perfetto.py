@@ -17,7 +17,7 @@ TRAINING_THREAD, LANE_THREAD, FIRST_SENDER = 1, 2, 10
 """Numbers of the tracks of a rank; messages to rank p are on FIRST_SENDER + p."""
 
 _TRAINING_PHASES = ("step", "backward", "wait", "apply")
-_DETAILS = ("step", "operation", "bucket", "scope", "ranks", "peers", "message", "num_elements", "raw_bytes")
+_DETAILS = ("operation", "bucket", "scope", "ranks", "peers", "num_elements", "raw_bytes")
 _FLUSH_EVERY_S = 2.0
 
 
@@ -78,6 +78,7 @@ class _File:
         self._run = run
         self._base_ns = time.perf_counter_ns()
         self._named: set[int] = set()
+        self._rendered: dict[tuple[Any, ...], tuple[int, str, str]] = {}
         self._file = gzip.open(path, "wt", encoding="utf-8", compresslevel=1)  # noqa: SIM115 - for the whole run
         self._flushed_s = time.monotonic()
         # One event a line, so that what a killed process leaves can be read; the format allows that the end is missing.
@@ -110,12 +111,30 @@ class _File:
         return json.dumps({"name": HEADER, "ph": "M", "pid": run.rank, "args": args})
 
     def _put(self, event: CommEvent) -> None:
+        # All but step, message and times comes again in every step.
+        key = (event.phase, event.bucket, event.operation, event.scope, event.ranks, event.peers, event.num_elements)
+        known = self._rendered.get((*key, event.wire_bytes))
+        if known is None:
+            known = self._rendered[(*key, event.wire_bytes)] = self._render(event)
+        tid, name, details = known
+        if event.phase == "step":
+            name = f"step {event.step}"
+        if event.values:
+            details += f',"values":{json.dumps(dict(event.values))}'
+        self._file.write(
+            f',\n{{"name":"{name}","cat":"{event.phase}","ph":"X","ts":{(event.start_ns - self._base_ns) / 1e3:.3f},'
+            f'"dur":{(event.end_ns - event.start_ns) / 1e3:.3f},"pid":{self._run.rank},"tid":{tid},'
+            f'"args":{{"step":{event.step},"message":{event.message}{details}}}}}'
+        )
+
+    def _render(self, event: CommEvent) -> tuple[int, str, str]:
+        """Return track, name and details of an event, the latter two in JSON."""
+        name: str = event.phase
         if event.phase == "send":
             tid, track = FIRST_SENDER + event.peers[0], f"to rank {event.peers[0]}"
             name = f"send {event.bucket}"
         elif event.phase in _TRAINING_PHASES:
             tid, track = TRAINING_THREAD, "training"
-            name = f"step {event.step}" if event.phase == "step" else event.phase
         else:
             tid, track = LANE_THREAD, "lane"
             name = event.bucket if event.phase == "bucket" else event.phase
@@ -125,13 +144,7 @@ class _File:
         details: dict[str, Any] = {key: value for key in _DETAILS if (value := getattr(event, key))}
         if event.wire_bytes:
             details |= {"wire_bytes": event.wire_bytes, "bits_per_element": round(event.bits_per_element, 3)}
-        if event.values:
-            details["values"] = dict(event.values)
-        start_us, duration_us = (event.start_ns - self._base_ns) / 1e3, (event.end_ns - event.start_ns) / 1e3
-        self._file.write(
-            f',\n{{"name":{json.dumps(name)},"cat":"{event.phase}","ph":"X","ts":{start_us:.3f},"dur":{duration_us:.3f},'
-            f'"pid":{self._run.rank},"tid":{tid},"args":{json.dumps(details)}}}'
-        )
+        return tid, json.dumps(name)[1:-1], f",{json.dumps(details)[1:-1]}" if details else ""
 
     def _name(self, kind: str, tid: int, name: str) -> None:
         row = {"name": kind, "ph": "M", "pid": self._run.rank, "tid": tid, "args": {"name": name}}

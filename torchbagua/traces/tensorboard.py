@@ -100,6 +100,7 @@ def _open(folder: Path | None, rank: int | None) -> "SummaryWriter":
     from torch.utils.tensorboard import SummaryWriter
 
     assert folder is not None
-    writer = SummaryWriter(folder if rank is None else folder / f"rank{rank}")
+    # A queue that is full would make one thread wait for the other at every chart.
+    writer = SummaryWriter(folder if rank is None else folder / f"rank{rank}", max_queue=1000)
     writer.add_custom_scalars(layout())
     return writer

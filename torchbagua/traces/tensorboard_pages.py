@@ -24,7 +24,8 @@ _OVER_RANKS = (
 )
 
 # A picture costs some tenths of a second: it is drawn as often as that is at most this share of time.
-_PICTURE_SHARE = 0.005
+_PICTURE_SHARE = 0.001
+_FLUSH_EVERY_S = 2.0
 
 
 def layout() -> dict[str, dict[str, list[Any]]]:
@@ -92,6 +93,7 @@ class Pages:
         self._sent_bytes = 0
         self._undrawn: list[CommEvent] = []
         self._next_picture_s = 0.0
+        self._flushed_s = 0.0
         if self._writer is not None:
             rows = {"algorithm": run.algorithm, "ranks": str(run.num_ranks), "nodes": str(run.nodes), **run.settings}
             text = "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
@@ -127,7 +129,9 @@ class Pages:
             if time.monotonic() >= self._next_picture_s:
                 self._draw()
             self._write_over_ranks(self._over_ranks.found())
-            self._writer.flush()
+            if time.monotonic() > self._flushed_s + _FLUSH_EVERY_S:
+                self._writer.flush()
+                self._flushed_s = time.monotonic()
         self._window = Figures()
 
     def _write_over_ranks(self, found: list[tuple[int, list[dict[str, float]]]]) -> None:
@@ -142,7 +146,7 @@ class Pages:
 
         start_s = time.monotonic()
         figure = draw({self._run.rank: self._undrawn})
-        self._writer.add_figure(f"{_OVERVIEW}/timeline", figure, self._undrawn[-1].step + 1)
+        self._writer.add_figure(f"{_OVERVIEW}/a_step", figure, self._undrawn[-1].step + 1)
         self._undrawn = []
         self._next_picture_s = time.monotonic() + (time.monotonic() - start_s) / _PICTURE_SHARE
 

@@ -54,7 +54,9 @@ def draw(ranks: Mapping[int, Sequence[CommEvent]]) -> Figure:
     steps = {rank: event for rank, events in ranks.items() for event in events if event.phase == "step"}
     origin_ns = min((event.start_ns for event in steps.values()), default=0)
     end_ns = max((event.end_ns for event in steps.values()), default=1)
-    figure = Figure(figsize=(10, 1.6 + 1.5 * len(ranks)), dpi=110, layout="constrained")
+    # One rank's is shown on a card of TensorBoard, which is narrow.
+    width, height = (7, 3.6) if len(ranks) == 1 else (10, 1.6 + 1.5 * len(ranks))
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     labels = []
     for index, (rank, events) in enumerate(ranks.items()):
@@ -76,9 +78,8 @@ def draw(ranks: Mapping[int, Sequence[CommEvent]]) -> Figure:
         for phase, style in _STYLES.items()
         if phase in shown
     ]
-    figure.legend(
-        handles=patches, loc="outside lower center", ncols=min(8, len(patches)), fontsize="small", frameon=False
-    )
+    num_columns = 4 if len(ranks) == 1 else 8
+    figure.legend(handles=patches, loc="outside lower center", ncols=num_columns, fontsize="small", frameon=False)
     return figure
 
 

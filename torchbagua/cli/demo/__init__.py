@@ -2,16 +2,18 @@
 
 import argparse
 import importlib.util
+import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-_EXTRA = ("matplotlib", "tqdm")  # of pyproject.toml
+_EXTRA = ("matplotlib", "tensorboard", "tqdm")  # of pyproject.toml
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Trains, prints the table, and writes `results.json` and `loss.png`.
+    """Trains, prints the table, and writes `results.json`, `loss.png` and traces of ByteGrad's run.
 
     Returns:
         0 where the losses agree, 1 where they do not or a rank failed, 128 + the signal where one ended it.
@@ -55,12 +57,15 @@ def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     from torchbagua.cli.demo.report import compare, table, write
     from torchbagua.cli.demo.text import read_standard_library
     from torchbagua.cli.demo.train import Settings
+    from torchbagua.traces.trace_files import merge
 
     try:
         text_mb = len(read_standard_library()) / 1e6
     except FileNotFoundError as error:
         parser.error(str(error))
-    settings = Settings(nproc=options.nproc, steps=options.steps, seed=options.seed)
+    # A folder for each run: TensorBoard shows them side by side.
+    traces = options.output / "traces" / time.strftime("%Y%m%d-%H%M%S")
+    settings = Settings(nproc=options.nproc, steps=options.steps, seed=options.seed, traces=str(traces))
     print(f"{settings.nproc} ranks over gloo train a small GPT on {text_mb:.1f} MB of Python sources", flush=True)
     try:
         comparison = compare(launch(settings))
@@ -71,8 +76,15 @@ def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         print(f"\ntorchbagua demo: ended by {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval
     print(f"\n{table(comparison)}\n")
-    for path in write(comparison, settings, options.output):
+    merged = merge(traces, traces / "merged.json.gz").path
+    for path in (*write(comparison, settings, options.output), traces):
         print(f"wrote {path}")
+    print(
+        "\nTo see what ByteGrad's communication cost, and when:"
+        f"\n  torchbagua trace show {shlex.quote(str(traces))}"
+        f"\n  tensorboard --logdir {shlex.quote(str(traces.parent))}"
+        f"\n  {merged}, opened in https://ui.perfetto.dev"
+    )
     return 0 if comparison.losses_agree else 1
 
 

@@ -37,6 +37,7 @@ class Settings:
     nproc: int
     steps: int
     seed: int
+    traces: str  # the folder that ByteGrad's run is traced to
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,23 @@ def train_rank(settings: Settings) -> dict[str, Run]:
     try:
         return {
             "plain DDP": _train("plain DDP", None, text, settings),
-            "ByteGrad": _train("ByteGrad", tb.ByteGradAlgorithm(), text, settings),
+            "ByteGrad": _train("ByteGrad", tb.ByteGradAlgorithm(), text, settings, _traces(settings.traces)),
         }
     finally:
         dist.destroy_process_group()
 
 
-def _train(name: str, algorithm: tb.Algorithm | None, text: Tensor, settings: Settings) -> Run:
+def _traces(folder: str) -> tuple[tb.Observer, ...]:
+    return tb.traces.TensorBoardTrace(folder), tb.traces.PerfettoTrace(folder)
+
+
+def _train(
+    name: str,
+    algorithm: tb.Algorithm | None,
+    text: Tensor,
+    settings: Settings,
+    traces: tuple[tb.Observer, ...] = (),
+) -> Run:
     torch.manual_seed(settings.seed)
     rank = dist.get_rank()
     batches = torch.Generator().manual_seed(settings.seed + rank)
@@ -78,7 +89,7 @@ def _train(name: str, algorithm: tb.Algorithm | None, text: Tensor, settings: Se
     losses, step_ms, sent_bytes = [], [], []
 
     with (
-        nullcontext() if algorithm is None else tb.attach(ddp, optimizer, algorithm, observers=(recorder,)),
+        nullcontext() if algorithm is None else tb.attach(ddp, optimizer, algorithm, observers=(recorder, *traces)),
         tqdm(total=settings.steps, desc=f"{name:9}", unit="step", mininterval=0.5, disable=rank != 0) as progress,
     ):
         for _ in range(settings.steps):

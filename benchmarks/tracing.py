@@ -1,0 +1,147 @@
+"""Times training steps with and without observers, in one run.
+
+    python benchmarks/tracing.py [--ranks 2] [--rounds 40] [--json PATH]
+
+Every rank is a process with one thread, which trains three copies of one model under ByteGrad in turns, ten steps at a
+time: without observers, with a Summary, and with a Summary, a TensorBoardTrace that writes every ten steps and a
+PerfettoTrace. The batch is chosen so that a step takes about 50 ms. A time is the mean of ten steps, in which
+TensorBoardTrace writes once; the cost of a trace is the median over the rounds of its time less the one without
+observers. CPU time is the whole process's, with the threads on which traces are written.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import torchbagua as tb
+from environment import environment_record
+from processes import free_port
+
+STEP_MS = 50.0
+STEPS_PER_TURN = 10
+WIDTH, NUM_LAYERS, BUCKET_CAP_MB = 512, 24, 8  # 6.3 M parameters
+
+
+def contestants(folder: Path) -> dict[str, list[tb.Observer]]:
+    """What listens to each copy of the model."""
+    traces = [tb.traces.TensorBoardTrace(folder, STEPS_PER_TURN), tb.traces.PerfettoTrace(folder)]
+    return {"no observer": [], "Summary": [tb.traces.Summary()], "all traces": [tb.traces.Summary(), *traces]}
+
+
+class Trainer:
+    """One copy of the model at work."""
+
+    def __init__(self, observers: Sequence[tb.Observer]) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
+        self.ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_CAP_MB)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3)
+        self.attachment = tb.attach(self.ddp, self.optimizer, tb.ByteGradAlgorithm(), observers=observers)
+
+    def train(self, batch: torch.Tensor) -> tuple[float, float]:
+        """Train some steps; return the milliseconds and the CPU milliseconds of one."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(STEPS_PER_TURN):
+            self.optimizer.zero_grad()
+            self.ddp(batch).square().mean().backward()
+            self.optimizer.step()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        return wall * 1e3 / STEPS_PER_TURN, cpu * 1e3 / STEPS_PER_TURN
+
+
+def run_rank(rank: int, num_ranks: int, num_rounds: int, port: int, folder: str) -> None:
+    """Train on one rank, and leave rank 0's times in the folder."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=120),
+    )
+    trainers = {name: Trainer(observers) for name, observers in contestants(Path(folder) / "trace").items()}
+    batch = torch.randn(_batch_size(trainers["no observer"]), WIDTH)
+    for trainer in trainers.values():
+        trainer.train(batch)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
+    for _ in tqdm(range(num_rounds), disable=rank != 0, desc="rounds"):
+        for name, trainer in trainers.items():
+            times[name].append(trainer.train(batch))
+    events = trainers["all traces"].attachment.summary()
+    for trainer in trainers.values():
+        trainer.attachment.detach()
+    if rank == 0:
+        result = {"batch": len(batch), "times": times, "num_steps": events.figures.num_steps}
+        Path(folder, "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def _batch_size(trainer: Trainer) -> int:
+    """Return the batch with which a step takes about STEP_MS, the same on all ranks."""
+    sizes = (256, 1024)
+    for size in sizes:
+        trainer.train(torch.randn(size, WIDTH))
+    small_ms, large_ms = (trainer.train(torch.randn(size, WIDTH))[0] for size in sizes)
+    ms_per_row = max(1e-3, (large_ms - small_ms) / (sizes[1] - sizes[0]))
+    wanted = torch.tensor([sizes[0] + (STEP_MS - small_ms) / ms_per_row])
+    dist.broadcast(wanted, 0)
+    return max(8, int(wanted))
+
+
+def report(times: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
+    """Print the table, and return what it says."""
+    base = times["no observer"]
+    rows = {}
+    print("\n| listening | ms a step | cost, ms | cost, % | CPU ms a step | cost, ms | cost, % |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for name, turns in times.items():
+        medians = [statistics.median(turn[kind] for turn in turns) for kind in (0, 1)]
+        base_ms = [statistics.median(turn[kind] for turn in base) for kind in (0, 1)]
+        costs = [
+            statistics.median(turn[kind] - without[kind] for turn, without in zip(turns, base, strict=True))
+            for kind in (0, 1)
+        ]
+        percent = [100 * cost / ms for cost, ms in zip(costs, base_ms, strict=True)]
+        columns = [
+            f"{ms:.2f} | {cost:+.3f} | {share:+.2f}" for ms, cost, share in zip(medians, costs, percent, strict=True)
+        ]
+        print(f"| {name} | {' | '.join(columns)} |")
+        rows[name] = {"ms": medians[0], "cost_ms": costs[0], "cost_percent": percent[0]}
+        rows[name] |= {"cpu_ms": medians[1], "cpu_cost_ms": costs[1], "cpu_cost_percent": percent[1]}
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = (arguments.ranks, arguments.rounds, free_port(), folder)
+        torch.multiprocessing.spawn(run_rank, settings, nprocs=arguments.ranks)
+        result = json.loads(Path(folder, "result.json").read_text())
+    num_parameters = NUM_LAYERS * (WIDTH + 1) * WIDTH
+    print(f"{arguments.ranks} ranks, {num_parameters / 1e6:.1f} M parameters, batch {result['batch']}")
+    rows = report(result["times"])
+    if arguments.json is not None:
+        size = {"ranks": arguments.ranks, "rounds": arguments.rounds, "num_parameters": num_parameters}
+        record = {"environment": environment_record(), **size, "batch": result["batch"], "results": rows}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The traces of `torchbagua demo`, opened by the real programs: TensorBoard, in headless Chromium.
+
+`make test-browser` runs it. With TORCHBAGUA_PICTURES set to a folder it leaves the screenshot there.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+pytestmark = pytest.mark.browser
+
+STEPS = int(os.environ.get("TORCHBAGUA_DEMO_STEPS", "60"))
+LIMIT_S = 300
+CHARTS = ("a_step", "compression_ratio_to_float32", "exposed_ms", "overlap_percent", "sent_MB_a_step", "step_ms")
+# TensorBoard's for its only run; and the timeline's for backward, and for messages, which are short on loopback.
+LINES, BACKWARD, MESSAGES = (0x42, 0x50, 0x66), (0xBB, 0xBB, 0xBB), (0xEF, 0xC4, 0x66)
+LEAST_PIXELS = {LINES: 2000, BACKWARD: 1000, MESSAGES: 20}
+
+
+@contextmanager
+def tensorboard(folder: Path) -> Iterator[str]:
+    """Serve `folder` on a free port of loopback; gives the address."""
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", "127.0.0.1", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            lines = []
+            for line in server.stderr:  # ends where the server does
+                lines.append(line)
+                if address := re.search(r"http://127\.0\.0\.1:\d+/", line):
+                    break
+            assert address, lines
+            yield address[0]
+        finally:
+            server.terminate()
+
+
+def chromium(*arguments: str, folder: Path) -> str:
+    """Run headless Chromium until the page has been quiet for long; return what it prints."""
+    binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    assert binary, "there is no Chromium; `make test-browser` says how to get it"
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--hide-scrollbars",
+        "--window-size=1900,1330",
+        "--virtual-time-budget=30000",
+    ]
+    command = [binary, *options, f"--user-data-dir={folder / 'profile'}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    return done.stdout
+
+
+def num_pixels(picture: Path, colour: tuple[int, int, int]) -> int:
+    """Return how many pixels have about this colour."""
+    with Image.open(picture) as image:
+        counts = image.convert("RGB").getcolors(maxcolors=1 << 24)
+    return sum(
+        count
+        for count, pixel in counts
+        if all(abs(one - wanted) < 12 for one, wanted in zip(pixel, colour, strict=True))
+    )
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the demo tells TensorBoard's users to open."""
+    output = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "torchbagua.cli", "demo", "--steps", str(STEPS), "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    advice = re.search(r"tensorboard --logdir (\S+)", done.stdout)
+    assert advice
+    return Path(advice[1])
+
+
+def test_the_first_screen_holds_the_charts(demo: Path, tmp_path: Path) -> None:
+    screenshot, empty = tmp_path / "tensorboard.png", tmp_path / "empty.png"
+    with tensorboard(demo) as address:
+        page = chromium("--dump-dom", f"{address}#timeseries", folder=tmp_path)
+        chromium(f"--screenshot={screenshot}", f"{address}?smoothing=0#timeseries", folder=tmp_path)
+    for chart in CHARTS:
+        assert f"communication/{chart}" in re.sub("<[^>]*>", "", page), f"a card for {chart}"
+    (tmp_path / "nothing").mkdir()
+    with tensorboard(tmp_path / "nothing") as address:
+        chromium(f"--screenshot={empty}", f"{address}#timeseries", folder=tmp_path)
+    for colour, least in LEAST_PIXELS.items():
+        assert num_pixels(screenshot, colour) - num_pixels(empty, colour) > least, f"{colour} where charts are"
+    if pictures := os.environ.get("TORCHBAGUA_PICTURES"):
+        shutil.copy(screenshot, Path(pictures) / "tensorboard.png")
+
+
+def test_custom_scalars_have_several_lines_in_a_chart(demo: Path) -> None:
+    """As TensorBoard's server hands the layout to its page, which keeps it where a dump does not reach."""
+    with tensorboard(demo) as address, urllib.request.urlopen(f"{address}data/plugin/custom_scalars/layout") as answer:
+        layout = json.load(answer)
+    titles = {category["title"]: [chart["title"] for chart in category["chart"]] for category in layout["category"]}
+    assert titles["communication"] == ["a step (ms)", "phases of a step (ms)"]
+    assert titles["communication of all ranks"] == ["step_ms", "exposed_ms", "sent_MB_a_step", "communication_ms"]

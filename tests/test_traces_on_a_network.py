@@ -1,0 +1,65 @@
+"""Traces of real processes on an emulated network: their bytes beside those of the network interfaces."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchbagua.traces import trace_files
+
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS.parent / "benchmarks"))
+from namespaces import EmulatedNetwork, why_unavailable  # noqa: E402 - benchmarks are no package
+
+LIMIT_S = 120
+
+# Headers of TCP, IP and Ethernet and acknowledgements come on top, and what the ranks tell each other over the store.
+MOST_OVERHEAD = 0.03
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("name", ["bytegrad", "decentralized"])
+def test_bytes_are_those_of_the_interface(tmp_path: Path, name: str) -> None:
+    if reason := why_unavailable():
+        pytest.skip(f"cannot emulate a network: {reason}")
+    with EmulatedNetwork([0, 0], rank_rate="500mbit") as network:
+        ranks = [
+            subprocess.Popen(
+                [
+                    *("ip", "netns", "exec", network.namespace(rank)),
+                    *(sys.executable, str(TESTS / "traced_rank.py")),
+                    *(str(rank), "2", network.address(0), name, str(tmp_path)),
+                ],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            for rank in ranks:
+                _, stderr = rank.communicate(timeout=LIMIT_S)
+                assert rank.returncode == 0, stderr
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+
+    for rank, folder in enumerate((tmp_path, tmp_path / "rank1")):
+        result = json.loads((tmp_path / f"result{rank}.json").read_text())
+        assert result["bytes_sent"] < result["interface_bytes"] < (1 + MOST_OVERHEAD) * result["bytes_sent"]
+        events = EventAccumulator(str(folder))
+        events.Reload()
+        written = events.Scalars("communication_detail/sent_MB_in_all")[-1]
+        assert written.step == 20
+        # Of the last round of decentralized training, the event file does not know: it comes after the last step.
+        assert written.value * 1e6 == pytest.approx(result["bytes_sent"], rel=1e-6 if name == "bytegrad" else 0.15)
+        # Processes of one machine have one clock, so what is found is the error.
+        assert len(result["clock_offsets"]) == 2
+        assert all(abs(offset_ns) < 5e6 for _, offset_ns in result["clock_offsets"])
+    merged = trace_files.merge(tmp_path, tmp_path / "merged.json.gz")
+    assert merged.num_messages > 100
+    # The way there and back takes at most some 0.1 ms here, and a message longer than half of what is off.
+    assert merged.num_backwards == 0
