@@ -75,7 +75,15 @@ def test_the_table_has_a_row_for_each_rank() -> None:
     summaries = []
     for rank in range(2):
         summary = tb.traces.Summary()
-        run = Run(id="1", algorithm="ByteGradAlgorithm()", rank=rank, nodes=(0, 0), settings={}, board=None)
+        run = Run(
+            id="1",
+            algorithm="ByteGradAlgorithm",
+            description="ByteGradAlgorithm()",
+            rank=rank,
+            nodes=(0, 0),
+            settings={},
+            board=None,
+        )
         run.failures.extend(["Broken stopped in step 3: OSError: no disk"] * rank)
         summary.on_start(run)
         for step in range(3):

@@ -34,11 +34,19 @@ def test_python_blocks(tmp_path: Path) -> None:
     diffs = [side_of_diff(text, "+") for language, text in BLOCKS if language == "diff"]
     python = [text for language, text in BLOCKS if language == "python"]
     assert len(diffs) == 1
-    assert len(python) == 5
+    assert len(python) == 6
     script = tmp_path / "train.py"
     setting = diffs[0].replace(LAST_LINE, "")  # the blocks go on where the script ends
     script.write_text("\n".join([setting, *python]) + ENDING)
-    assert len(re.findall(r"\d+ bytes sent by this rank in 2 exchanges", run_on_two_ranks(script))) == 2
+    output = run_on_two_ranks(script)
+    assert len(re.findall(r"\d+ bytes sent by this rank; the first event: ", output)) == 2
+    assert len(re.findall(r"ByteGradAlgorithm\(.*\), 2 ranks", output)) == 2, "a table on each rank"
+    for line in TRACE_LINES:
+        program, *arguments = shlex.split(line)
+        options = ["--inspect"] if program == "tensorboard" else []  # which does not serve for ever
+        command = [str(Path(sys.executable).with_name(program)), *arguments, *options]
+        subprocess.run(command, capture_output=True, timeout=120, check=True, cwd=tmp_path)
+    assert {"timeline.png", "merged.json.gz"} <= {path.name for path in (tmp_path / "runs" / "train").iterdir()}
 
 
 @pytest.mark.parametrize("marker", ["-", "+"])
@@ -54,7 +62,11 @@ SHELL = "".join(text for language, text in BLOCKS if language == "sh")
 SHELL_LINES = [line.partition("#")[0].strip() for line in SHELL.splitlines() if line]
 
 
-@pytest.mark.parametrize("line", SHELL_LINES)
+# What is traced in the Python block above these.
+TRACE_LINES = [line for line in SHELL_LINES if "runs/train" in line]
+
+
+@pytest.mark.parametrize("line", [line for line in SHELL_LINES if line not in TRACE_LINES])
 def test_shell_blocks(line: str) -> None:
     """Commands exist as written; what they do is tested where they are."""
     program, *arguments = shlex.split(line)

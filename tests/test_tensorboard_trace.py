@@ -123,7 +123,7 @@ def test_run_layout_and_pictures(tmp_path: Path) -> None:
     assert [picture.step for picture in pictures] == [2, 6], "the first, and the last when it ends"
     for picture in pictures:
         assert picture.encoded_image_string.startswith(b"\x89PNG")
-        assert (picture.width, picture.height) >= (800, 200)
+        assert (picture.width, picture.height) >= (700, 300)
     histograms = events.Histograms("communication_detail/bucket_ms")
     assert [histogram.step for histogram in histograms] == [2, 4, 6]
     assert all(histogram.histogram_value.num > 0 for histogram in histograms)
@@ -179,7 +179,7 @@ def test_slots_are_used_again() -> None:
     texts: dict[tuple[int, int], str] = {}
     ahead, behind = (
         OverRanks(
-            Run(id="", algorithm="", rank=rank, nodes=(0, 0), settings={}, board=Board(rank, texts)),
+            Run(id="", algorithm="", description="", rank=rank, nodes=(0, 0), settings={}, board=Board(rank, texts)),
             10,
             collects=rank == 0,
         )

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from torchbagua.cli import trace
+
 ROOT = Path(__file__).parent.parent
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
 
@@ -110,12 +112,55 @@ def check_qadam(output: str) -> None:
     assert "ranks whose weights differ from rank 0's: 0" in output
 
 
+def tables_of(output: str) -> dict[str, dict[str, float]]:
+    """What rank 0's tables show, by the name above each."""
+    tables = {}
+    for name, row in re.findall(r"^(large_buckets|small_buckets):(?:.*\n)+?-+\n +0 +(.*)$", output, re.MULTILINE):
+        steps, step_ms, waited_ms, overlap, *_, sent_mb, bits, ratio, gbit = row.split()
+        assert int(steps) == 40
+        tables[name] = {
+            "step_ms": float(step_ms),
+            "waited_ms": float(waited_ms),
+            "overlap": float(overlap),
+            "sent_mb": float(sent_mb),
+            "gbit": float(gbit),
+        }
+        assert float(ratio.rstrip("x")) == pytest.approx(32 / float(bits), rel=0.01)
+    assert list(tables) == ["large_buckets", "small_buckets"]
+    return tables
+
+
+def check_read_a_trace(output: str) -> None:
+    tables = tables_of(output)
+    assert tables["large_buckets"]["sent_mb"] == pytest.approx(tables["small_buckets"]["sent_mb"], rel=0.01)
+    folder = ROOT / "runs" / "traces"
+    for name in tables:
+        assert list((folder / name).glob("events.out.tfevents.*"))
+        for command in "show", "draw", "merge":
+            assert trace.main([command, str(folder / name)]) == 0
+        assert (folder / name / "timeline.png").is_file()
+        assert (folder / name / "merged.json.gz").is_file()
+
+
+def check_read_a_trace_on_an_emulated_network(output: str) -> None:
+    tables = tables_of(output)
+    large, small = tables["large_buckets"], tables["small_buckets"]
+    # One bucket, which is full when backward is done; both ranks send 2.6 MB through one interface of 1 Gbit/s.
+    assert large["overlap"] < 5
+    assert large["waited_ms"] > 0.9 * 2 * 8 * large["sent_mb"]
+    assert max(large["gbit"], small["gbit"]) < 1.1
+    assert small["waited_ms"] < 0.75 * large["waited_ms"]
+    assert small["overlap"] > 30
+
+
 CHECKS = {
     ("01_ddp_to_bytegrad", "torchrun"): check_ddp_to_bytegrad,
     ("02_decentralized", "torchrun"): check_decentralized,
     ("03_async_on_a_slow_network", "torchrun"): check_async_on_a_slow_network,
     ("03_async_on_a_slow_network", "unshare"): check_async_on_an_emulated_network,
     ("04_qadam", "torchrun"): check_qadam,
+    ("05_read_a_trace", "torchrun"): check_read_a_trace,
+    ("05_read_a_trace", "unshare"): check_read_a_trace_on_an_emulated_network,
 }
 
 

@@ -99,6 +99,8 @@ class Run:
     id: str
     """The same on all ranks, and on no other run."""
     algorithm: str
+    """The class of the algorithm, by name."""
+    description: str
     """The algorithm with its arguments."""
     rank: int
     nodes: tuple[int, ...]

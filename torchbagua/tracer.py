@@ -64,9 +64,9 @@ class Tracer:
         """Whether an observer needs to know how far the ranks' clocks are apart."""
         return any(getattr(observer, "compares_clocks", False) for observer in self._observers)
 
-    def start(self, algorithm: str, run: Run) -> None:
-        """Tell observers of the run, which is one of the algorithm class of that name."""
-        self.algorithm = algorithm
+    def start(self, run: Run) -> None:
+        """Tell observers of the run."""
+        self.algorithm = run.algorithm
         self._failures = run.failures
         self._call_all("on_start", run)
         self._start_step()

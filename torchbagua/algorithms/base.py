@@ -97,7 +97,7 @@ class Algorithm:
                 raise TypeError(f"{type(self).__name__}.make_impl must return an AlgorithmImpl, got {impl!r}")
             group.compare_clocks()
             if group.tracer.is_on:
-                group.tracer.start(type(self).__name__, self._describe_run(group, settings or {}))
+                group.tracer.start(self._describe_run(group, settings or {}))
             return impl
         except BaseException:
             group.close()
@@ -106,7 +106,8 @@ class Algorithm:
     def _describe_run(self, group: BaguaProcessGroup, settings: Mapping[str, str]) -> Run:
         return Run(
             id=group.id,
-            algorithm=repr(self),
+            algorithm=type(self).__name__,
+            description=repr(self),
             rank=group.rank,
             nodes=tuple(group.nodes),
             settings={**settings, **{name: str(value) for name, value in environment().items()}},

@@ -103,6 +103,7 @@ class _File:
             "rank": run.rank,
             "nodes": run.nodes,
             "algorithm": run.algorithm,
+            "description": run.description,
             "base_ns": self._base_ns,
             "clock_offsets": run.clock_offsets,
             "settings": dict(run.settings),

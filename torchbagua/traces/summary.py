@@ -54,7 +54,7 @@ def table(summaries: Sequence[Summary]) -> str:
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(len(head), "-" * max(map(len, lines)))
     runs = [summary.run for summary in summaries if summary.run is not None]
-    titles = [f"{runs[0].algorithm}, {runs[0].num_ranks} ranks", ""] if runs else []
+    titles = [f"{runs[0].description}, {runs[0].num_ranks} ranks", ""] if runs else []
     failures = [f"rank {run.rank}: {failure}" for run in runs for failure in run.failures]
     return "\n".join([*titles, *lines, "", _LEGEND, *(["", *failures] if failures else [])])
 

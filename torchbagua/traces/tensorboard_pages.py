@@ -95,7 +95,7 @@ class Pages:
         self._next_picture_s = 0.0
         self._flushed_s = 0.0
         if self._writer is not None:
-            rows = {"algorithm": run.algorithm, "ranks": str(run.num_ranks), "nodes": str(run.nodes), **run.settings}
+            rows = {"algorithm": run.description, "ranks": str(run.num_ranks), "nodes": str(run.nodes), **run.settings}
             text = "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
             self._writer.add_text(f"{_OVERVIEW}/run", text)
 

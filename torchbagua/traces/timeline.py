@@ -18,6 +18,7 @@ class _Style(NamedTuple):
 
 # Okabe and Ito's palette, which people who cannot tell red from green can tell apart; waiting is hatched besides.
 _STYLES = {
+    "step": _Style("training", "#f0f0f0"),
     "backward": _Style("training", "#bbbbbb"),
     "wait": _Style("training", "#d55e00", "////"),
     "apply": _Style("training", "#cc79a7"),
@@ -28,6 +29,7 @@ _STYLES = {
     "send": _Style("messages", "#e69f00"),
 }
 _MEANINGS = {
+    "step": "rest of the step: forward, optimizer",
     "backward": "backward computes",
     "wait": "training waits",
     "apply": "averages go into weights",
@@ -74,7 +76,12 @@ def draw(ranks: Mapping[int, Sequence[CommEvent]]) -> Figure:
     axes.set_title(_title(ranks, steps), fontsize="medium", weight="bold", loc="left")
     shown = {event.phase for events in ranks.values() for event in events}
     patches = [
-        Patch(facecolor=style.colour, hatch=style.hatch, edgecolor="white", label=_MEANINGS[phase])
+        Patch(
+            facecolor=style.colour,
+            hatch=style.hatch,
+            edgecolor="white" if style.hatch else "#999999",
+            label=_MEANINGS[phase],
+        )
         for phase, style in _STYLES.items()
         if phase in shown
     ]

@@ -81,17 +81,26 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
         yield json.loads(text)
 
 
+def event_of(row: Mapping[str, Any], algorithm: str, base_ns: int = 0) -> CommEvent:
+    """Return the event of `algorithm` that a complete trace event stands for, whose times begin at `base_ns`."""
+    start_ns = base_ns + round(row["ts"] * 1e3)
+    details: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in row["args"].items() if key in _FIELDS
+    }
+    return CommEvent(row["cat"], start_ns, start_ns + round(row["dur"] * 1e3), algorithm=algorithm, **details)
+
+
 def summarise(path: Path) -> Summary:
     """Return the summary of one rank's file."""
     header = header_of(path)
     summary = Summary()
     for row in rows_in(path):
         if row["ph"] == "X":
-            summary.on_comm(_event(row, header["base_ns"]))
+            summary.on_comm(event_of(row, header["algorithm"], header["base_ns"]))
         elif row["name"] == HEADER:
             header = row["args"]
     summary.on_end()
-    told = {name: header[name] for name in ("id", "algorithm", "rank", "settings", "failures")}
+    told = {name: header[name] for name in ("id", "algorithm", "description", "rank", "settings", "failures")}
     summary.on_start(Run(**told, nodes=tuple(header["nodes"]), board=None))
     return summary
 
@@ -102,14 +111,16 @@ def events_of_step(folder: Path, step: int | None = None) -> dict[int, list[Comm
     Raises:
         ValueError: not all ranks' files of one run are there, or none of them has the step.
     """
-    ranks = [_on_common_clock(list(rows_in(path))) for path in find_files(folder)]
+    files = find_files(folder)
+    algorithm = header_of(files[0])["algorithm"]
+    ranks = [_on_common_clock(list(rows_in(path))) for path in files]
     numbers = sorted({row["args"].get("step", 0) for rows in ranks for row in rows if row.get("cat") == "step"})
     if not numbers or (step is not None and step not in numbers):
         have = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
         raise ValueError(f"step {step} is not in {str(folder)!r}, whose steps are {have}")
     step = numbers[len(numbers) // 2] if step is None else step
     return {
-        rank: [_event(row, 0) for row in rows if row["ph"] == "X" and row["args"].get("step", 0) == step]
+        rank: [event_of(row, algorithm) for row in rows if row["ph"] == "X" and row["args"].get("step", 0) == step]
         for rank, rows in enumerate(ranks)
     }
 
@@ -182,11 +193,3 @@ def _arrows(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[floa
 
 def _message(args: Mapping[str, Any], sender: int, receiver: int) -> tuple[Any, ...]:
     return args["scope"], tuple(args["ranks"]), sender, receiver, args["message"]
-
-
-def _event(row: Mapping[str, Any], base_ns: int) -> CommEvent:
-    start_ns = base_ns + round(row["ts"] * 1e3)
-    details: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in row["args"].items() if key in _FIELDS
-    }
-    return CommEvent(row["cat"], start_ns, start_ns + round(row["dur"] * 1e3), **details)
