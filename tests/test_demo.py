@@ -16,7 +16,7 @@ from torchbagua.cli.demo.model import GPT
 from torchbagua.cli.demo.report import compare, table
 from torchbagua.cli.demo.text import LIMIT_BYTES, read_standard_library
 from torchbagua.cli.demo.train import Run
-from torchbagua.traces import trace_files
+from torchbagua.traces.rank_files import find_files
 
 STEPS = 12
 COMMAND = [sys.executable, "-m", "torchbagua.cli", "demo"]
@@ -65,7 +65,7 @@ def test_demo_trains_and_reports(tmp_path: Path) -> None:
         f"{traces}/merged.json.gz",
     ):
         assert line in run.stdout
-    assert trace_files.summarise(trace_files.find_files(traces)[0]).figures.num_steps == STEPS
+    assert find_files(traces)[0].summary().figures.num_steps == STEPS
     assert (traces / "merged.json.gz").is_file()
     assert list(traces.glob("events.out.tfevents.*"))
 

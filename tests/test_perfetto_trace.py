@@ -19,7 +19,8 @@ import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.cli import trace
 from torchbagua.collectives import clock
-from torchbagua.traces import trace_files
+from torchbagua.traces.merge import merge
+from torchbagua.traces.rank_files import RankFile, find_files
 from tracing import NUM_STEPS, check_nested, train_traced
 
 Row = dict[str, Any]
@@ -104,15 +105,14 @@ def test_files_hold_what_observers_hear(tmp_path: Path) -> None:
     )
     for rank, (recorder, attachment) in enumerate(zip(recorders, attachments, strict=True)):
         path = tmp_path / f"rank{rank}.json.gz"
-        header = trace_files.header_of(path)
+        file = RankFile(path)
+        header = file.header
         assert header["description"] == repr(attachment.algorithm)
         assert header["nodes"] == [0, 1]
         assert header["settings"]["optimizer"].startswith("QAdamOptimizer(lr=0.001")
         assert {"torch", "python", "torchbagua", "model"} <= set(header["settings"])
-        rows = [row for row in trace_files.rows_in(path) if row["ph"] == "X"]
-        events = [trace_files.event_of(row, header["algorithm"], header["base_ns"]) for row in rows]
-        assert events == recorder.events
-        table, own = str(trace_files.summarise(path)), str(attachment.summary())
+        assert list(file.events()) == recorder.events
+        table, own = str(file.summary()), str(attachment.summary())
         assert table == own
 
 
@@ -120,14 +120,12 @@ def test_files_hold_what_observers_hear(tmp_path: Path) -> None:
 def test_merged_ranks_have_an_arrow_for_every_message(tmp_path: Path, nodes: list[int] | None) -> None:
     recorders = [tb.traces.Recorder() for _ in range(4)]
     train_traced(4, "bytegrad", lambda group: [recorders[group.rank()], tb.traces.PerfettoTrace(tmp_path)], nodes=nodes)
-    merged = trace_files.merge(tmp_path, tmp_path / "all.json.gz")
+    merged = merge(tmp_path, tmp_path / "all.json.gz")
     num_messages = sum(event.phase == "send" for recorder in recorders for event in recorder.events)
     assert (merged.num_ranks, merged.num_messages, merged.num_backwards) == (4, num_messages, 0)
     rows = read(tmp_path / "all.json.gz")
     check_format(rows)
-    times = [row["ts"] for row in rows if "ts" in row]
-    assert times == sorted(times)
-    assert times[0] == 0
+    assert min(row["ts"] for row in rows if "ts" in row) == 0
     tracks = slices_by_track(rows)
     assert {pid for pid, _ in tracks} == {0, 1, 2, 3}
     for slices in tracks.values():
@@ -218,8 +216,8 @@ def test_merging_undoes_what_clocks_differ_by(tmp_path: Path) -> None:
     with gzip.open(skewed / "rank1.json.gz", "wt") as file:
         file.write("[" + ",\n".join(map(json.dumps, rows)) + "]\n")
 
-    expected = [row for row in read(trace_files.merge(plain, tmp_path / "a.json.gz").path) if row["ph"] == "X"]
-    found = [row for row in read(trace_files.merge(skewed, tmp_path / "b.json.gz").path) if row["ph"] == "X"]
+    expected = [row for row in read(merge(plain, tmp_path / "a.json.gz").path) if row["ph"] == "X"]
+    found = [row for row in read(merge(skewed, tmp_path / "b.json.gz").path) if row["ph"] == "X"]
 
     def key(row: Row) -> tuple[Any, ...]:
         return row["pid"], row["tid"], row["ts"]
@@ -234,24 +232,24 @@ def test_only_some_steps(tmp_path: Path) -> None:
     for rank in range(2):
         rows = [row for row in read(tmp_path / f"rank{rank}.json.gz") if row["ph"] == "X"]
         assert {row["args"].get("step", 0) for row in rows} == {2, 3}
-    assert trace_files.merge(tmp_path, tmp_path / "all.json.gz").num_messages > 0
+    assert merge(tmp_path, tmp_path / "all.json.gz").num_messages > 0
 
 
 def test_one_rank_alone_may_trace(tmp_path: Path) -> None:
     train_traced(2, "bytegrad", lambda group: [tb.traces.PerfettoTrace(tmp_path)] if group.rank() == 1 else [])
     assert [path.name for path in tmp_path.iterdir()] == ["rank1.json.gz"]
     with pytest.raises(ValueError, match=r"of 2 ranks, those of \[0\] are missing"):
-        trace_files.merge(tmp_path, tmp_path / "all.json.gz")
+        merge(tmp_path, tmp_path / "all.json.gz")
 
 
 def test_what_a_killed_process_leaves_can_be_read(tmp_path: Path) -> None:
     write_trace(tmp_path)
     path = tmp_path / "rank0.json.gz"
-    whole = len(list(trace_files.rows_in(path)))
+    whole = len(list(RankFile(path).rows()))
     path.write_bytes(path.read_bytes()[:-500])
-    assert 20 < len(list(trace_files.rows_in(path))) < whole
-    assert trace_files.merge(tmp_path, tmp_path / "all.json.gz").num_messages > 0
-    assert trace_files.summarise(path).figures.num_steps > 0
+    assert 20 < len(list(RankFile(path).rows())) < whole
+    assert merge(tmp_path, tmp_path / "all.json.gz").num_messages > 0
+    assert RankFile(path).summary().figures.num_steps > 0
 
 
 KILLED = """
@@ -280,7 +278,7 @@ def test_a_process_that_does_not_detach_loses_nothing_that_is_written(tmp_path: 
     command = [sys.executable, str(script), str(tmp_path / "trace"), str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == status, done.stderr
-    rows = list(trace_files.rows_in(tmp_path / "trace" / "rank0.json.gz"))
+    rows = RankFile(tmp_path / "trace" / "rank0.json.gz").rows()
     assert sum(row.get("cat") == "step" for row in rows) == 50
 
 
@@ -295,6 +293,8 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, as_text: bool) -> No
 
 
 def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="PerfettoTrace: path must be a path, got None"):
+        tb.traces.PerfettoTrace(None)
     with pytest.raises(TypeError, match="PerfettoTrace: steps must be a range or None, got 10"):
         tb.traces.PerfettoTrace(tmp_path, steps=10)
     used = tb.traces.PerfettoTrace(tmp_path)
@@ -307,7 +307,7 @@ def test_files_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     write_trace(tmp_path, size=3)
     write_trace(tmp_path, size=2)
     with pytest.raises(ValueError, match=r"rank2.json.gz is of another run than rank0.json.gz; remove the older one"):
-        trace_files.find_files(tmp_path)
+        find_files(tmp_path)
 
 
 def test_trace_shows_merges_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,6 +211,8 @@ def test_refusals(tmp_path: Path, arguments: dict[str, object], message: str) ->
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="TensorBoardTrace: log_dir must be a path, got 3"):
+        tb.traces.TensorBoardTrace(3)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"TensorBoardTrace: log_dir must be a folder to write to, got '.*file'"):
         tb.traces.TensorBoardTrace(tmp_path / "file")

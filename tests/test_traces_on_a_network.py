@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchbagua.traces import trace_files
+from torchbagua.traces.merge import merge
 
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS.parent / "benchmarks"))
@@ -59,7 +59,7 @@ def test_bytes_are_those_of_the_interface(tmp_path: Path, name: str) -> None:
         # Processes of one machine have one clock, so what is found is the error.
         assert len(result["clock_offsets"]) == 2
         assert all(abs(offset_ns) < 5e6 for _, offset_ns in result["clock_offsets"])
-    merged = trace_files.merge(tmp_path, tmp_path / "merged.json.gz")
+    merged = merge(tmp_path, tmp_path / "merged.json.gz")
     assert merged.num_messages > 100
     # The way there and back takes at most some 0.1 ms here, and a message longer than half of what is off.
     assert merged.num_backwards == 0

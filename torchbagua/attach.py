@@ -85,7 +85,8 @@ def attach(
         check_same_ranks(module.process_group, process_group.process_group)
     check_detached(module)
     check_observers("attach", observers)
-    summary = next((one for one in observers if isinstance(one, Summary)), Summary() if observers else None)
+    is_observed = bool(observers) or (process_group is not None and process_group.tracer.is_on)
+    summary = next((one for one in observers if isinstance(one, Summary)), Summary() if is_observed else None)
     impl = algorithm.reify(
         process_group or _group_of(module),
         observers=[*observers, *([summary] if summary is not None and summary not in observers else [])],

@@ -136,7 +136,7 @@ class BackgroundRounds:
         Raises:
             CommunicationError: communication failed, or another rank stops for another reason.
         """
-        with self._turn:
+        with self._impl.tracer.span("wait"), self._turn:
             self._stops, self._wants_mean, self._reason = True, with_mean, REASONS.index(reason)
             self._turn.notify_all()
             warn_at_s = self._clock.now() + self._timeout_s

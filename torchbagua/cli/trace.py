@@ -2,10 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from torchbagua.traces import trace_files
+from torchbagua.traces.merge import merge
+from torchbagua.traces.rank_files import RankFile, events_of_step, find_files
 from torchbagua.traces.summary import table
 
 _VIEWER = "https://ui.perfetto.dev"
@@ -15,24 +16,30 @@ def main(arguments: Sequence[str] = ()) -> int:
     """Runs `merge`, `show` or `draw`; 0 where it succeeded, 1 where the files do not serve."""
     parser = argparse.ArgumentParser(prog="torchbagua trace", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    merge = commands.add_parser("merge", help="bring all ranks' files together in one, clocks aligned, for Perfetto")
-    show = commands.add_parser("show", help="print a table, a row for each rank")
-    draw = commands.add_parser("draw", help="draw the timeline of one step of all ranks")
-    for command in (merge, show, draw):
+    to_merge = commands.add_parser("merge", help="bring all ranks' files together in one, clocks aligned, for Perfetto")
+    to_show = commands.add_parser("show", help="print a table, a row for each rank")
+    to_draw = commands.add_parser("draw", help="draw the timeline of one step of all ranks")
+    for command in (to_merge, to_show, to_draw):
         command.add_argument("folder", type=Path, metavar="DIR", help="the path of PerfettoTrace")
-    merge.add_argument("--output", type=Path, metavar="FILE", help="default: DIR/merged.json.gz")
-    draw.add_argument("--output", type=Path, metavar="FILE", help="a .png, .svg or .pdf; default: DIR/timeline.png")
-    draw.add_argument("--step", type=int, metavar="N", help="default: the one in the middle")
+    to_merge.add_argument("--output", type=Path, metavar="FILE", help="default: DIR/merged.json.gz")
+    to_draw.add_argument("--output", type=Path, metavar="FILE", help="a .png, .svg or .pdf; default: DIR/timeline.png")
+    to_draw.add_argument("--step", type=int, metavar="N", help="default: the one in the middle")
     options = parser.parse_args(arguments)
     try:
         return {"merge": _merge, "show": _show, "draw": _draw}[options.command](options)
     except (ValueError, OSError, ImportError) as error:
-        print(f"torchbagua trace {options.command}: {error}", file=sys.stderr)
+        cure = "; pip install 'torchbagua[traces]'" if isinstance(error, ImportError) else ""
+        print(f"torchbagua trace {options.command}: {error}{cure}", file=sys.stderr)
         return 1
 
 
 def _merge(options: argparse.Namespace) -> int:
-    merged = trace_files.merge(options.folder, options.output or options.folder / "merged.json.gz")
+    from tqdm import tqdm
+
+    def progress(files: Iterable[RankFile]) -> Iterable[RankFile]:
+        return tqdm(files, unit="rank", leave=False, disable=None)  # where it is a terminal
+
+    merged = merge(options.folder, options.output or options.folder / "merged.json.gz", progress)
     print(f"wrote {merged.path}: {merged.num_ranks} ranks, {merged.num_messages} messages; open it in {_VIEWER}")
     if merged.num_backwards:
         print(
@@ -43,14 +50,14 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    print(table([trace_files.summarise(path) for path in trace_files.find_files(options.folder)]))
+    print(table([file.summary() for file in find_files(options.folder)]))
     return 0
 
 
 def _draw(options: argparse.Namespace) -> int:
     from torchbagua.traces.timeline import draw
 
-    ranks = trace_files.events_of_step(options.folder, options.step)
+    ranks = events_of_step(options.folder, options.step)
     output = options.output or options.folder / "timeline.png"
     draw(ranks).savefig(output)
     print(f"wrote {output}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchbagua.events import CommEvent, Run
-from torchbagua.traces.writer_thread import WriterThread, check_folder
+from torchbagua.traces.writer_thread import WriterThread, folder_of
 
 HEADER = "torchbagua"
 """Name of the metadata event that every file begins with; what it holds is `header`'s."""
@@ -34,7 +34,7 @@ class PerfettoTrace:
 
     Raises:
         ValueError: `path` cannot be written to.
-        TypeError: `steps` is not a range.
+        TypeError: `path` is no path, or `steps` no range.
 
     Source: "Trace Event Format", the Chromium project.
     """
@@ -44,8 +44,7 @@ class PerfettoTrace:
     def __init__(self, path: str | os.PathLike[str], *, steps: range | None = None) -> None:
         if steps is not None and not isinstance(steps, range):
             raise TypeError(f"PerfettoTrace: steps must be a range or None, got {steps!r}")
-        self.path = Path(path)
-        check_folder("PerfettoTrace", "path", self.path)
+        self.path = folder_of("PerfettoTrace", "path", path)
         self._steps = steps
         self._writer: WriterThread[list[CommEvent]] | None = None
         self._pending: list[CommEvent] = []

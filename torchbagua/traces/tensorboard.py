@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torchbagua.events import CommEvent, Run
 from torchbagua.traces.over_ranks import OverRanks
 from torchbagua.traces.tensorboard_pages import Pages, layout
-from torchbagua.traces.writer_thread import WriterThread, check_folder
+from torchbagua.traces.writer_thread import WriterThread, folder_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -30,6 +30,7 @@ class TensorBoardTrace:
 
     Raises:
         ValueError: `log_dir` cannot be written to, or another argument is out of range.
+        TypeError: `log_dir` is neither a path nor a SummaryWriter.
         ImportError: tensorboard or matplotlib is not installed.
     """
 
@@ -54,8 +55,7 @@ class TensorBoardTrace:
         if isinstance(log_dir, torch.utils.tensorboard.SummaryWriter):
             self._given_writer = log_dir
         else:
-            self._folder = Path(log_dir)
-            check_folder("TensorBoardTrace", "log_dir", self._folder)
+            self._folder = folder_of("TensorBoardTrace", "log_dir", log_dir)
         self._every_n_steps = every_n_steps
         self._ranks = sorted(ranks)
         self._thread: WriterThread[list[CommEvent]] | None = None

@@ -1,6 +1,7 @@
 """A thread on which a trace writes, so that training does not wait for disks and pictures."""
 
 import atexit
+import os
 import queue
 import tempfile
 import threading
@@ -13,12 +14,19 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-def check_folder(owner: str, argument: str, folder: Path) -> None:
-    """Make `folder` where it is missing; raise ValueError, which names `owner`, where it cannot be written to."""
+def folder_of(owner: str, argument: str, path: object) -> Path:
+    """Return the folder at `path`, which is made where it is missing.
+
+    Raises:
+        TypeError, ValueError: it is no path, or no folder that can be written to; names `owner` and `argument`.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{owner}: {argument} must be a path, got {path!r}")
+    folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            pass
+            return folder
     except OSError as error:
         raise ValueError(f"{owner}: {argument} must be a folder to write to, got {str(folder)!r}: {error}") from error
 
