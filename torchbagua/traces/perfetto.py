@@ -4,11 +4,12 @@ import gzip
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torchbagua.events import CommEvent, Run
-from torchbagua.traces.writer_thread import WriterThread, folder_of
+from torchbagua.traces.background_trace import BackgroundTrace, folder_of
 
 HEADER = "torchbagua"
 """Name of the metadata event that every file begins with; what it holds is `header`'s."""
@@ -21,7 +22,7 @@ _DETAILS = ("operation", "bucket", "scope", "ranks", "peers", "num_elements", "r
 _FLUSH_EVERY_S = 2.0
 
 
-class PerfettoTrace:
+class PerfettoTrace(BackgroundTrace):
     """Writes one file a rank, in Chrome's trace event format: training thread, lane, and messages by peer. An observer.
 
     Writes `rank<r>.json.gz` in `path`, on a thread of its own, and replaces what an earlier run has left there.
@@ -42,34 +43,21 @@ class PerfettoTrace:
     compares_clocks = True
 
     def __init__(self, path: str | os.PathLike[str], *, steps: range | None = None) -> None:
+        super().__init__()
         if steps is not None and not isinstance(steps, range):
             raise TypeError(f"PerfettoTrace: steps must be a range or None, got {steps!r}")
         self.path = folder_of("PerfettoTrace", "path", path)
         self._steps = steps
-        self._writer: WriterThread[list[CommEvent]] | None = None
-        self._pending: list[CommEvent] = []
 
-    def on_start(self, run: Run) -> None:
-        """Open the file."""
-        if self._writer is not None:
-            raise ValueError("PerfettoTrace: a trace serves one attachment; make another one")
+    def open(self, run: Run) -> tuple[Callable[[list[CommEvent]], None], Callable[[], None]]:
+        """Return what writes the rank's file, and what closes it."""
         file = _File(self.path / f"rank{run.rank}.json.gz", run)
-        self._writer = WriterThread("torchbagua PerfettoTrace", file.write, file.close)
+        return file.write, file.close
 
     def on_comm(self, event: CommEvent) -> None:
-        """Keep the event, and hand over those of a step when it has ended."""
+        """Keep the event, where its step is one to keep."""
         if self._steps is None or event.step in self._steps:
-            self._pending.append(event)
-        if event.phase == "step" and self._writer is not None:
-            self._writer.put(self._pending)
-            self._pending = []
-
-    def on_end(self) -> None:
-        """Write what is left, and close the file."""
-        if self._writer is not None:
-            self._writer.put(self._pending)
-            self._pending = []
-            self._writer.close()
+            super().on_comm(event)
 
 
 class _File:

@@ -1,20 +1,20 @@
 """TensorBoardTrace: what communication costs, as charts and pictures in TensorBoard."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchbagua.events import CommEvent, Run
+from torchbagua.traces.background_trace import BackgroundTrace, folder_of
 from torchbagua.traces.over_ranks import OverRanks
 from torchbagua.traces.tensorboard_pages import Pages, layout
-from torchbagua.traces.writer_thread import WriterThread, folder_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class TensorBoardTrace:
+class TensorBoardTrace(BackgroundTrace):
     """Writes to TensorBoard what communication costs: charts, bucket times, the timeline of a step. An observer.
 
     Every `every_n_steps` steps it writes means over these steps: under `communication/` the time of a step, what of it
@@ -41,6 +41,7 @@ class TensorBoardTrace:
         *,
         ranks: Collection[int] = (0,),
     ) -> None:
+        super().__init__()
         if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
             raise ValueError(f"TensorBoardTrace: every_n_steps must be an integer from 1, got {every_n_steps!r}")
         if not ranks or any(not isinstance(rank, int) or rank < 0 for rank in ranks):
@@ -58,17 +59,13 @@ class TensorBoardTrace:
             self._folder = folder_of("TensorBoardTrace", "log_dir", log_dir)
         self._every_n_steps = every_n_steps
         self._ranks = sorted(ranks)
-        self._thread: WriterThread[list[CommEvent]] | None = None
-        self._pending: list[CommEvent] = []
 
     def samples(self, step: int) -> bool:
         """Return whether values are measured in this step: in the one after which it writes."""
         return (step + 1) % self._every_n_steps == 0
 
-    def on_start(self, run: Run) -> None:
-        """Open the event file, on ranks that write."""
-        if self._thread is not None:
-            raise ValueError("TensorBoardTrace: a trace serves one attachment; make another one")
+    def open(self, run: Run) -> tuple[Callable[[list[CommEvent]], None], Callable[[], None]]:
+        """Return what fills the charts, and what closes the event file; on ranks that write."""
         is_first = run.rank == self._ranks[0]
         writer = None
         if run.rank in self._ranks:
@@ -81,19 +78,7 @@ class TensorBoardTrace:
             if writer is not None and writer is not self._given_writer:
                 writer.close()
 
-        self._thread = WriterThread("torchbagua TensorBoardTrace", pages.add_step, finish)
-
-    def on_comm(self, event: CommEvent) -> None:
-        """Keep the event, and hand over those of a step when it has ended."""
-        self._pending.append(event)
-        if event.phase == "step" and self._thread is not None:
-            self._thread.put(self._pending)
-            self._pending = []
-
-    def on_end(self) -> None:
-        """Write what is left, and close the event file."""
-        if self._thread is not None:
-            self._thread.close()
+        return pages.add_events, finish
 
 
 def _open(folder: Path | None, rank: int | None) -> "SummaryWriter":

@@ -99,12 +99,12 @@ class Pages:
             text = "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
             self._writer.add_text(f"{_OVERVIEW}/run", text)
 
-    def add_step(self, events: list[CommEvent]) -> None:
+    def add_events(self, events: list[CommEvent]) -> None:
         """Add the events up to the end of a step, and write where it is time."""
         self._window.add(events)
         self._sent_bytes += sum(event.bytes_sent for event in events)
         num_steps = events[-1].step + 1
-        if num_steps % self._every_n_steps == 0:
+        if events[-1].phase == "step" and num_steps % self._every_n_steps == 0:
             self._undrawn = events
             self._write(num_steps)
 
