@@ -65,7 +65,7 @@ def test_demo_trains_and_reports(tmp_path: Path) -> None:
         f"{traces}/merged.json.gz",
     ):
         assert line in run.stdout
-    assert find_files(traces)[0].summary().figures.num_steps == STEPS
+    assert find_files(traces).files[0].summary().figures.num_steps == STEPS
     assert (traces / "merged.json.gz").is_file()
     assert list(traces.glob("events.out.tfevents.*"))
 

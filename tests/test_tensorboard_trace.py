@@ -1,5 +1,6 @@
 """TensorBoardTrace: event files, read back by TensorBoard's own reader."""
 
+import itertools
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import torchbagua as tb
 from torchbagua.events import Run
 from torchbagua.traces.figures import Figures
 from torchbagua.traces.over_ranks import OverRanks
+from torchbagua.traces.tensorboard_pages import scalars as shown
 from tracing import NAMES, train_traced
 
 EVERY = 4
@@ -30,6 +32,12 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
     return {tag: {one.step: one.value for one in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
+def steps_of(events: list[tb.CommEvent]) -> list[list[tb.CommEvent]]:
+    """Cut events after the end of each step."""
+    ends = [index + 1 for index, event in enumerate(events) if event.phase == "step"]
+    return [events[start:end] for start, end in itertools.pairwise([0, *ends])]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_charts_show_what_observers_hear(tmp_path: Path, name: str) -> None:
     recorders = [tb.traces.Recorder() for _ in range(2)]
@@ -40,41 +48,26 @@ def test_charts_show_what_observers_hear(tmp_path: Path, name: str) -> None:
         num_steps=3 * EVERY + 1,
     )
     written = scalars(tmp_path)
+    batches = [steps_of(recorder.events) for recorder in recorders]
     sent_bytes = 0
-    expected: list[list[Figures]] = []
-    for window in range(3):
-        steps = range(window * EVERY, (window + 1) * EVERY)
+    for first in range(0, 3 * EVERY + 1, EVERY):
         of_ranks = []
-        for recorder in recorders:
+        for steps in batches:
             figures = Figures()
-            ends = [index for index, event in enumerate(recorder.events) if event.phase == "step"]
-            first = 0 if window == 0 else ends[steps[0] - 1] + 1
-            for index in range(first, ends[steps[-1]] + 1):
-                figures.add([recorder.events[index]])
+            for events in steps[first : first + EVERY]:
+                figures.add(events)
             of_ranks.append(figures)
-        expected.append(of_ranks)
-    for window, (own, other) in enumerate(expected):
-        num_steps = (window + 1) * EVERY
-        sent_bytes += own.bytes_sent
-
-        def at(tag: str, num_steps: int = num_steps) -> float:
-            return written[tag][num_steps]
-
-        def about(value: float) -> object:
-            return pytest.approx(value, rel=1e-6)  # the files hold float32
-
-        assert at("communication/step_ms") == about(own.step_ns / EVERY / 1e6)
-        assert at("communication/exposed_ms") == about(own.wait_ns / EVERY / 1e6)
-        assert at("communication/sent_MB_a_step") == about(own.bytes_sent / EVERY / 1e6)
-        assert at("communication/compression_ratio_to_float32") == about(own.ratio)
-        assert at("communication_detail/bits_per_element") == about(own.bits_per_element)
-        assert at("communication_detail/sent_MB_in_all") == about(sent_bytes / 1e6)
-        assert 0 <= at("communication/overlap_percent") <= 100
-        assert at("communication_detail/encode_ms") == about(own.phase_ns["encode"] / EVERY / 1e6)
-        for figure, value in {"step_ms": "step_ns", "exposed_ms": "wait_ns"}.items():
-            both = [getattr(one, value) / EVERY / 1e6 for one in (own, other)]
-            assert at(f"communication_of_all_ranks/{figure}_mean") == about(sum(both) / 2)
-            assert at(f"communication_of_all_ranks/{figure}_maximum") == about(max(both))
+        num_steps = first + of_ranks[0].num_steps
+        sent_bytes += of_ranks[0].bytes_sent
+        own, other = (shown(figures, sent_bytes) for figures in of_ranks)
+        if num_steps == 3 * EVERY + 1:  # with what it sent when it was detached
+            own["communication_detail/sent_MB_in_all"] = recorders[0].bytes_sent / 1e6
+        for tag, value in own.items():
+            assert written[tag][num_steps] == pytest.approx(value, rel=1e-6), tag  # the files hold float32
+        for tag in ("communication/step_ms", "communication/exposed_ms", "communication_detail/communication_ms"):
+            both, of_all = [own[tag], other[tag]], f"communication_of_all_ranks/{tag.split('/')[1]}"
+            assert written[f"{of_all}_mean"][num_steps] == pytest.approx(sum(both) / 2, rel=1e-6)
+            assert written[f"{of_all}_maximum"][num_steps] == pytest.approx(max(both), rel=1e-6)
 
     tags = read(tmp_path).Tags()
     assert tags["images"] == ["communication/a_step"]
@@ -129,6 +122,18 @@ def test_run_layout_and_pictures(tmp_path: Path) -> None:
     assert all(histogram.histogram_value.num > 0 for histogram in histograms)
 
 
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_runs_shorter_than_every_n_steps(tmp_path: Path, num_steps: int) -> None:
+    train_traced(2, "bytegrad", lambda group: [tb.traces.TensorBoardTrace(tmp_path)], num_steps=num_steps)
+    written = scalars(tmp_path)
+    if num_steps == 0:
+        assert written == {}
+    else:
+        assert list(written["communication/step_ms"]) == [num_steps]
+        assert list(written["communication_of_all_ranks/step_ms_mean"]) == [num_steps]
+        assert [picture.step for picture in read(tmp_path).Images("communication/a_step")] == [num_steps]
+
+
 def test_ranks_that_write(tmp_path: Path) -> None:
     train_traced(3, "bytegrad", lambda group: [tb.traces.TensorBoardTrace(tmp_path, 2, ranks=(1, 2))], num_steps=4)
     written, beside = scalars(tmp_path), scalars(tmp_path / "rank2")
@@ -177,14 +182,13 @@ def test_slots_are_used_again() -> None:
             return None if None in found else [text for text in found if text is not None]
 
     texts: dict[tuple[int, int], str] = {}
-    ahead, behind = (
-        OverRanks(
-            Run(id="", algorithm="", description="", rank=rank, nodes=(0, 0), settings={}, board=Board(rank, texts)),
-            10,
-            collects=rank == 0,
-        )
-        for rank in range(2)
-    )
+
+    def over_ranks(rank: int) -> OverRanks:
+        board = Board(rank, texts)
+        run = Run(id="", algorithm="", description="", rank=rank, nodes=(0, 0), settings={}, board=board)
+        return OverRanks(run, collects=rank == 0)
+
+    ahead, behind = over_ranks(0), over_ranks(1)
     for step in range(10, 1010, 10):
         ahead.put(step, {"ms": 1.0})
     assert ahead.found() == []
@@ -192,7 +196,7 @@ def test_slots_are_used_again() -> None:
     for step in range(10, 1010, 10):
         behind.put(step, {"ms": 2.0 + step})
         found += ahead.found()
-    assert len(texts) == 32
+    assert len(texts) == 2 * (16 + 1)
     assert found == [(step, [{"ms": 1.0}, {"ms": 2.0 + step}]) for step in range(850, 1010, 10)], "the last sixteen"
 
 
@@ -201,8 +205,10 @@ def test_slots_are_used_again() -> None:
     [
         ({"every_n_steps": 0}, "every_n_steps must be an integer from 1, got 0"),
         ({"every_n_steps": 2.5}, "every_n_steps must be an integer from 1, got 2.5"),
-        ({"ranks": ()}, r"ranks must be some ranks, got \(\)"),
-        ({"ranks": (-1,)}, r"ranks must be some ranks, got \(-1,\)"),
+        ({"ranks": ()}, r"ranks must be a list of ranks, integers from 0, got \(\)"),
+        ({"ranks": (-1,)}, r"ranks must be a list of ranks, integers from 0, got \(-1,\)"),
+        ({"ranks": [True]}, r"ranks must be a list of ranks, integers from 0, got \[True\]"),
+        ({"ranks": 0}, "ranks must be a list of ranks, integers from 0, got 0"),
     ],
 )
 def test_refusals(tmp_path: Path, arguments: dict[str, object], message: str) -> None:
@@ -211,11 +217,16 @@ def test_refusals(tmp_path: Path, arguments: dict[str, object], message: str) ->
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="TensorBoardTrace: log_dir must be a path, got 3"):
+    with pytest.raises(TypeError, match="TensorBoardTrace: log_dir must be a path or a SummaryWriter, got 3"):
         tb.traces.TensorBoardTrace(3)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"TensorBoardTrace: log_dir must be a folder to write to, got '.*file'"):
         tb.traces.TensorBoardTrace(tmp_path / "file")
+
+
+def test_ranks_that_there_are_not(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match=r"ranks \[5\] are to write, and there are 2 ranks"):
+        train_traced(2, "bytegrad", lambda group: [tb.traces.TensorBoardTrace(tmp_path, ranks=[5])], num_steps=1)
 
 
 @pytest.mark.parametrize("missing", ["tensorboard", "matplotlib"])

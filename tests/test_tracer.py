@@ -2,9 +2,13 @@
 
 import copy
 import itertools
+import re
+import sys
 import threading
+import time
 import warnings
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchbagua as tb
 from ranks import run_ranks
+from torchbagua.events import Trace
 from tracing import NAMES, NUM_STEPS, ON_LANE, TRAINING, check_nested, record, train_traced
 from training import Tower, build
 
@@ -80,7 +85,7 @@ def test_what_is_waited_for_ends_when_the_lane_is_done() -> None:
 def test_sampled_values_are_right() -> None:
     """Relative error of own chunk, residuals, staleness: beside what they are computed from."""
 
-    class Sampler(tb.traces.Recorder):
+    class Sampler(tb.traces.Recorder, Trace):
         def samples(self, step: int) -> bool:
             return step == 4
 
@@ -217,7 +222,7 @@ def test_a_trace_that_raises_elsewhere_is_dropped_too(method: str) -> None:
     def fail(self: object, *args: object) -> None:
         raise OSError("no disk")
 
-    broken = type("Broken", (tb.traces.Recorder,), {method: fail})
+    broken = type("Broken", (tb.traces.Recorder, Trace), {method: fail})
     with pytest.warns(RuntimeWarning, match="(?s)Broken failed in step .*no disk"):
         attachments = train_traced(2, "bytegrad", lambda group: [broken()], num_steps=2)
     for attachment in attachments:
@@ -228,7 +233,7 @@ def test_a_trace_that_raises_elsewhere_is_dropped_too(method: str) -> None:
 def test_observers_change_no_bit() -> None:
     """Neither do those that have values measured."""
 
-    class Sampler(tb.traces.Recorder):
+    class Sampler(tb.traces.Recorder, Trace):
         def samples(self, step: int) -> bool:
             return True
 
@@ -269,7 +274,28 @@ def test_observers_are_told_one_at_a_time() -> None:
         assert len(observer.threads) == 2, "lane and training thread"
 
 
-def test_the_profiler_shows_buckets_by_name() -> None:
+@pytest.mark.parametrize("all_threads", [False, True])
+def test_the_profiler_shows_buckets_by_name(all_threads: bool) -> None:
+    """Where it follows the training thread only, when they are handed to the lane; else every phase."""
+    model = build(Tower)
+    settings = torch._C._profiler._ExperimentalConfig(profile_all_threads=all_threads)
+
+    def body(group: dist.ProcessGroup) -> set[str]:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        impl = tb.ByteGradAlgorithm().reify(group)
+        ddp.register_comm_hook(impl, tb.comm_hook)
+        with torch.profiler.profile(experimental_config=settings) as profile:
+            for step in range(2):
+                ddp(torch.ones(6, 10), step).sum().backward()
+        impl.close()
+        return {event.key for event in profile.key_averages()}
+
+    (names,) = run_ranks(1, body)  # of which there are no messages
+    assert "torchbagua: gradient bucket 0" in names
+    assert ("torchbagua: gradient bucket 0 bucket" in names) == all_threads
+
+
+def test_the_profiler_shows_every_phase() -> None:
     model = build(Tower)
     settings = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 
@@ -286,3 +312,139 @@ def test_the_profiler_shows_buckets_by_name() -> None:
     names = {event.key for event in profile.key_averages()}
     for phase in ("bucket", "encode", "receive", "reduce", "decode"):
         assert f"torchbagua: gradient bucket 0 {phase}" in names
+
+
+@pytest.mark.parametrize("name", ["decentralized", "shift_one", "low_precision_decentralized", "async"])
+def test_events_end_in_their_step(name: str) -> None:
+    """Also where threads take turns far more often than they do otherwise."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        ranks = record(2, name, num_steps=60)
+    finally:
+        sys.setswitchinterval(interval)
+    for events in ranks:
+        ends = {event.step: event.end_ns for event in events if event.phase == "step"}
+        for event in events:
+            if event.phase != "step":
+                assert event.step == 0 or ends[event.step - 1] <= event.end_ns
+                assert event.step not in ends or event.end_ns <= ends[event.step]
+
+
+def test_what_detaching_waits_for_is_no_steps() -> None:
+    def body(group: dist.ProcessGroup) -> tb.Attachment:
+        ddp = DistributedDataParallel(nn.Linear(64, 64), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        with tb.attach(ddp, optimizer, "decentralized", observers=[tb.traces.Recorder()]) as attachment:
+            for _ in range(5):
+                ddp(torch.ones(6, 64)).sum().backward()
+                optimizer.step()
+            if group.rank() == 1:
+                time.sleep(1)
+        return attachment
+
+    before, _ = run_ranks(2, body)
+    figures = before.summary().figures
+    assert figures.wait_ns < figures.step_ns
+    assert figures.num_steps == 5
+    assert before.summary().bytes_after > 0
+    assert re.search(r"rank 0 sent 0\.\d+ MB more after its last step, in detaching", str(before.summary()))
+
+
+def test_residuals_are_those_after_the_last_of_several_backward_passes() -> None:
+    class Sampler(tb.traces.Recorder, Trace):
+        def samples(self, step: int) -> bool:
+            return True
+
+    def body(group: dist.ProcessGroup) -> tuple[float, float]:
+        ddp = DistributedDataParallel(build(Tower), process_group=group)
+        adam = tb.QAdamOptimizer(ddp.parameters(), warmup_steps=1)
+        algorithm = tb.QAdamAlgorithm(adam, compression="sign1bit", error_feedback=True)
+        summary = tb.traces.Summary()
+        with tb.attach(ddp, adam, algorithm, observers=[Sampler(), summary]) as attachment:
+            for step in range(4):
+                for _ in range(3):
+                    ddp(torch.randn(6, 10), step).square().sum().backward()
+                adam.step()
+            state = attachment.state_dict()["impl"]
+        held = [values.flatten() for kind in ("sent", "mean") for values in state[kind].values()]
+        norm = summary.figures.residual_norm
+        assert norm is not None
+        return norm, torch.cat(held).norm().item()
+
+    for told, held in run_ranks(2, body):
+        assert told == pytest.approx(held, rel=1e-5)  # summed in another order
+
+
+def test_an_observer_given_twice_hears_once() -> None:
+    recorder = tb.traces.Recorder()
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        own = tb.BaguaProcessGroup(group, observers=[recorder])
+        with tb.attach(ddp, optimizer, "bytegrad", process_group=own, observers=[recorder, recorder]):
+            optimizer.step()
+
+    run_ranks(1, body)
+    assert [event.phase for event in recorder.events] == ["step"]
+
+
+def test_where_warnings_are_errors_training_goes_on_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attachments = train_traced(2, "bytegrad", lambda group: [Failing()], num_steps=3)
+    assert [one.summary().figures.num_steps for one in attachments] == [3, 3]
+    assert capsys.readouterr().err.count("the observer Failing failed") == 2
+
+
+def test_a_trace_of_ones_own_need_not_override_anything() -> None:
+    class Silent(Trace):
+        pass
+
+    class Odd:
+        """What an observer's attributes are called is its own affair."""
+
+        samples: tuple[int, ...] = ()
+        compares_clocks = on_start = on_end = "mine"
+        num_heard = 0
+
+        def on_comm(self, event: tb.CommEvent) -> None:
+            self.num_heard += 1
+
+    odd = [Odd(), Odd()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train_traced(2, "bytegrad", lambda group: [Silent(), odd[group.rank()]], num_steps=2)
+    assert min(one.num_heard for one in odd) > 10
+
+
+@dataclass
+class Output:
+    """What DDP finds tensors in, and pytree does not."""
+
+    loss: torch.Tensor
+    name: str = "loss"
+
+
+class WithDataclass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> Output:
+        return Output(self.layer(x).sum())
+
+
+def test_backward_from_a_dataclass() -> None:
+    def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
+        recorder = tb.traces.Recorder()
+        ddp = DistributedDataParallel(WithDataclass(), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        with tb.attach(ddp, optimizer, "bytegrad", observers=[recorder]):
+            ddp(torch.ones(2, 4)).loss.backward()
+            optimizer.step()
+        return recorder.events
+
+    for events in run_ranks(2, body):
+        assert sum(event.phase == "backward" for event in events) == 1

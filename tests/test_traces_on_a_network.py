@@ -9,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchbagua.traces.merge import merge
+from torchbagua.traces.rank_files import find_files
 
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS.parent / "benchmarks"))
@@ -54,12 +55,8 @@ def test_bytes_are_those_of_the_interface(tmp_path: Path, name: str) -> None:
         events.Reload()
         written = events.Scalars("communication_detail/sent_MB_in_all")[-1]
         assert written.step == 20
-        # Of the last round of decentralized training, the event file does not know: it comes after the last step.
-        assert written.value * 1e6 == pytest.approx(result["bytes_sent"], rel=1e-6 if name == "bytegrad" else 0.15)
-        # Processes of one machine have one clock, so what is found is the error.
-        assert len(result["clock_offsets"]) == 2
-        assert all(abs(offset_ns) < 5e6 for _, offset_ns in result["clock_offsets"])
-    merged = merge(tmp_path, tmp_path / "merged.json.gz")
+        assert written.value * 1e6 == pytest.approx(result["bytes_sent"], rel=1e-6)  # the file holds float32
+        assert [offset_ns for _, offset_ns, _ in result["clock_offsets"]] == [0, 0], "processes of one machine"
+    merged = merge(find_files(tmp_path).files, tmp_path / "merged.json.gz")
     assert merged.num_messages > 100
-    # The way there and back takes at most some 0.1 ms here, and a message longer than half of what is off.
     assert merged.num_backwards == 0

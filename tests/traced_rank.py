@@ -46,7 +46,7 @@ def main(rank: int, num_ranks: int, address: str, name: str, folder: Path) -> No
             optimizer.step()
     result = {
         "interface_bytes": sent_bytes() - before,
-        "bytes_sent": attachment.summary().figures.bytes_sent,
+        "bytes_sent": attachment.summary().figures.bytes_sent + attachment.summary().bytes_after,
         "clock_offsets": attachment.impl.process_group.clock_offsets,
     }
     (folder / f"result{rank}.json").write_text(json.dumps(result))

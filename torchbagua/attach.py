@@ -176,7 +176,7 @@ class Attachment:
         with self._undo:
             if self.impl.finish(failed=failed):
                 self._broadcast_state()
-            if not failed:
+            if not failed and self.impl.process_group.compares_clocks:
                 with suppress(RuntimeError):  # a rank has left: what was compared when the run began has to do
                     self.impl.lane.start(self.impl.process_group.compare_clocks).result()
 

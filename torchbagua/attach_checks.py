@@ -54,7 +54,7 @@ def settings_of(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimi
         "dtypes": ", ".join(sorted({str(parameter.dtype) for parameter in trained})),
     }
     if isinstance(module, DistributedDataParallel):
-        settings["DDP's bucket_cap_mb"] = str(module.bucket_bytes_cap // 2**20)
+        settings["DDP's bucket_cap_mb"] = f"{module.bucket_bytes_cap / 2**20:g}"
     for index, optimizer in enumerate(optimizers):
         name = "optimizer" if index == 0 else f"optimizer {index}"
         settings[name] = (

@@ -39,9 +39,12 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
     if any(parameter.is_complex() for parameter in bucket.parameters()):
         raise ValueError("comm_hook: parameters must be real, got complex ones, whose gradients DDP flattens as real")
     own_bucket = state.gradient_bucket(bucket.parameters(), flat, index=bucket.index())
-    if not (bucket.is_last() and state.tracer.is_on):
-        return state.lane.submit(own_bucket.run)
-    return state.lane.submit(_told_of_wait(own_bucket, state.tracer))
+    run = own_bucket.run
+    if bucket.is_last() and state.tracer.is_on:
+        run = _told_of_wait(own_bucket, state.tracer)
+    # On this thread too, since the profiler does not follow the lane's unless it is told to.
+    with state.tracer.range(own_bucket.name):
+        return state.lane.submit(run)
 
 
 def _told_of_wait(last: BaguaBucket, tracer: Tracer) -> Callable[[], torch.Tensor]:

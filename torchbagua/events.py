@@ -16,7 +16,7 @@ Phase = Literal[
     # on the network
     "send",  # from when a message is handed to the transport until it is known to be gone; the lane goes on meanwhile
     # on the training thread
-    "step",  # from the end of the step before; the next three lie within
+    "step",  # from the end of one `optimizer.step` to that of the next; the next three lie within
     "backward",  # from the first gradient until autograd has the last one; through `attach` only
     "wait",  # training stands still until the lane is done: this is the exposed part of communication
     "apply",  # averaged weights are brought into the module
@@ -35,7 +35,10 @@ class CommEvent(NamedTuple):
     start_ns: int
     end_ns: int
     step: int = 0
-    """Optimizer steps since attach; behind the plain hook, backward passes that were averaged."""
+    """In which step it ended: optimizer steps since attach; behind the plain hook, averaged backward passes.
+
+    One that a GradScaler skips is part of the next.
+    """
     algorithm: str = ""
     """The class of the algorithm, by name."""
     operation: str = ""
@@ -80,6 +83,20 @@ class CommEvent(NamedTuple):
         return self.wire_bytes if self.phase == "receive" else 0
 
 
+class ClockOffset(NamedTuple):
+    """What a rank has to add to its clock for rank 0's, in ns.
+
+    Attributes:
+        own_ns: when that was found, on its own clock.
+        offset_ns: what to add.
+        error_ns: how far off that may be at most.
+    """
+
+    own_ns: int
+    offset_ns: int
+    error_ns: int
+
+
 class Board(Protocol):
     """Where every rank pins up a text for the others, without waiting for anybody."""
 
@@ -109,8 +126,8 @@ class Run:
     """Hyperparameters and environment, by name."""
     board: Board | None
     """None in what has been read from a file."""
-    clock_offsets: list[tuple[int, int]] = field(default_factory=list)
-    """(own clock, rank 0's clock minus it), both in ns, where ranks have compared clocks; grows during the run."""
+    clock_offsets: list[ClockOffset] = field(default_factory=list)
+    """One whenever ranks have compared their clocks; grows during the run."""
     failures: list[str] = field(default_factory=list)
     """Which observers have failed, and of what; grows during the run."""
 
@@ -123,7 +140,8 @@ class Run:
 class Observer(Protocol):
     """Hears of every phase. Called on the thread that communicates or trains, so it should return quickly.
 
-    Calls come from several threads, one at a time. An observer that raises is dropped, with a warning.
+    Calls come from several threads, one at a time. An observer that raises is dropped, with a warning. One that wants
+    to know more, of the run, its end or of sampled values, is a subclass of `Trace`.
     """
 
     def on_comm(self, event: CommEvent) -> None:
@@ -131,29 +149,42 @@ class Observer(Protocol):
         ...
 
 
-class Trace(Observer, Protocol):
-    """What an observer may have beside `on_comm`; each of these may be missing."""
+class TraceError(RuntimeError):
+    """A trace cannot go on; the message says all that there is to say, and no traceback is shown."""
 
-    compares_clocks: bool
-    """Whether ranks have to compare their clocks."""
+
+class Trace:
+    """An observer that hears of the run as well; a subclass overrides what it needs.
+
+    Attributes:
+        compares_clocks: whether ranks have to compare their clocks; where one rank's traces ask for it, all do.
+    """
+
+    compares_clocks = False
+
+    def check(self) -> None:
+        """Raise ValueError where it cannot hear of another run; called before it is attached."""
 
     def on_start(self, run: Run) -> None:
         """Take note of the run, before the first event."""
-        ...
 
     def samples(self, step: int) -> bool:
         """Return whether values are to be measured in this step."""
-        ...
+        return False
+
+    def on_comm(self, event: CommEvent) -> None:
+        """Take note of a phase that has ended."""
 
     def on_end(self) -> None:
         """Finish: there are no further events."""
-        ...
 
 
 def check_observers(owner: str, observers: Sequence[Observer]) -> None:
-    """Raise TypeError unless `observers` is a list of observers; `owner` is what the error names."""
+    """Raise TypeError or ValueError unless `observers` is a list of observers; `owner` is what the error names."""
     if not isinstance(observers, list | tuple):
         raise TypeError(f"{owner}: observers must be a list of objects with a method on_comm(event), got {observers!r}")
     for observer in observers:
         if isinstance(observer, type) or not callable(getattr(observer, "on_comm", None)):
             raise TypeError(f"{owner}: an observer must be an object with a method on_comm(event), got {observer!r}")
+        if isinstance(observer, Trace):
+            observer.check()

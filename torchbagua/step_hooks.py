@@ -1,7 +1,8 @@
 """Where an impl's hooks enter the training step: module, gradients, end of backward, GradScaler, optimizer."""
 
+import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -43,11 +44,11 @@ def install_step_hooks(
             on_forward(inputs)
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        impl.tracer.end_step()  # what an algorithm does now, beside the next step, is part of that one
         if impl.owns_buckets and impl.need_reset():
             impl.reset()
         if on_step is not None:
             on_step(optimizer)
-        impl.tracer.end_step()
 
     impl.tracer.has_optimizer = True
     with ExitStack() as handles:  # closed here only where an installation raises
@@ -108,6 +109,15 @@ def agree_on_overflow(
     return stack
 
 
+def _leaves(outputs: Any) -> Iterator[Any]:
+    """Yield what a module's outputs are made of, dataclasses opened, as DDP looks for tensors in them."""
+    for leaf in tree_leaves(outputs):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            yield leaf
+
+
 class _Backward:
     """Tells of each backward, and calls a function at its end, from a callback that it queues with the autograd engine.
 
@@ -125,7 +135,7 @@ class _Backward:
     def watch(self, outputs: Any) -> None:
         """Hear of the backward that will start at these outputs of a forward."""
         self._is_queued = False  # it still is where the last backward raised
-        for output in tree_leaves(outputs):
+        for output in _leaves(outputs):
             # Not a parameter that the module returns, on which hooks would pile up.
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                 output.register_hook(self._begin)

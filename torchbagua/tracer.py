@@ -1,15 +1,19 @@
 """The tracer: where the phases of an algorithm's work become events, which it tells to observers."""
 
+import sys
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
 
 from torch.autograd import profiler
 
-from torchbagua.events import CommEvent, Observer, Phase, Run
+from torchbagua.events import CommEvent, Observer, Phase, Run, Trace, TraceError
+
+AnyObserver = TypeVar("AnyObserver", bound=Observer)
 
 
 class Span(Protocol):
@@ -49,10 +53,12 @@ class Tracer:
         self.algorithm = ""
         self.has_optimizer = False
         self.samples = False
-        self._observers = tuple(observers)
+        # Each once, also where a group and an attachment over it have been given the same one.
+        self._observers = tuple({id(observer): observer for observer in observers}.values())
         self._failures: list[str] = []
-        self._lock = threading.Lock()  # the lane and the training thread both tell
-        self._step_start_ns = time.perf_counter_ns()
+        # The lane and the training thread both tell; guards the observers, and where a step ends.
+        self._lock = threading.Lock()
+        self._step_start_ns = 0  # not known in the first step until something is told
 
     @property
     def is_on(self) -> bool:
@@ -62,18 +68,19 @@ class Tracer:
     @property
     def compares_clocks(self) -> bool:
         """Whether an observer needs to know how far the ranks' clocks are apart."""
-        return any(getattr(observer, "compares_clocks", False) for observer in self._observers)
+        return any(trace.compares_clocks for trace in self._traces)
 
     def start(self, run: Run) -> None:
         """Tell observers of the run."""
         self.algorithm = run.algorithm
+        run.failures.extend(self._failures)
         self._failures = run.failures
-        self._call_all("on_start", run)
-        self._start_step()
+        self._tell_each(self._traces, lambda trace: trace.on_start(run))
+        self._choose_samples()
 
     def end(self) -> None:
         """Tell observers that there is nothing more to come; they are let go."""
-        self._call_all("on_end")
+        self._tell_each(self._traces, lambda trace: trace.on_end())
         self._observers = ()
 
     def span(self, phase: Phase, **details: Any) -> Span:
@@ -89,17 +96,22 @@ class Tracer:
             return NO_SPAN
         return _Span(self, phase, details, is_profiled)
 
+    def range(self, name: str) -> AbstractContextManager[object]:
+        """Return a range for torch.profiler, where it is at work, of which observers hear nothing."""
+        return profiler.record_function(f"torchbagua: {name}") if profiler._is_profiler_enabled else nullcontext()
+
     def tell(self, phase: Phase, start_ns: int, end_ns: int, **details: Any) -> None:
         """Tell observers of a phase that has ended."""
         if not self._observers:
             return
-        event = CommEvent(phase, start_ns, end_ns, self.step, self.algorithm, **details)
         with self._lock:
-            for observer in self._observers:
-                try:
-                    observer.on_comm(event)
-                except Exception as error:
-                    self._drop(observer, error)
+            if self.step == 0:  # which begins with the first that is done in it
+                self._step_start_ns = min(self._step_start_ns or start_ns, start_ns)
+            # What has ended before the step did, and comes to the lock after it.
+            is_late = self.step > 0 and end_ns < self._step_start_ns
+            step = self.step - is_late
+        event = CommEvent(phase, start_ns, end_ns, step, self.algorithm, **details)
+        self._tell_each(self._observers, lambda observer: observer.on_comm(event))
 
     def measure(self, compute: Callable[[], Mapping[str, float]], **details: Any) -> None:
         """Tell observers of values by name, which it takes `compute` the time of a phase to find."""
@@ -111,35 +123,49 @@ class Tracer:
 
     def end_step(self) -> None:
         """Tell observers that a training step has ended, and go on to the next."""
-        self.tell("step", self._step_start_ns, time.perf_counter_ns())
-        self.step += 1
-        self._start_step()
-
-    def _start_step(self) -> None:
-        self._step_start_ns = time.perf_counter_ns()
-        self.samples = any(self._call_all("samples", self.step))
-
-    def _call_all(self, method: str, *args: Any) -> list[Any]:
-        results = []
+        if not self._observers:
+            return
         with self._lock:
-            for observer in self._observers:
-                if (function := getattr(observer, method, None)) is not None:
-                    try:
-                        results.append(function(*args))
-                    except Exception as error:
-                        self._drop(observer, error)
-        return results
+            end_ns = time.perf_counter_ns()
+            event = CommEvent("step", self._step_start_ns or end_ns, end_ns, self.step, self.algorithm)
+            self.step += 1
+            self._step_start_ns = end_ns
+        self._tell_each(self._observers, lambda observer: observer.on_comm(event))
+        self._choose_samples()
 
-    def _drop(self, observer: Observer, error: Exception) -> None:
-        self._observers = tuple(other for other in self._observers if other is not observer)
-        name = type(observer).__name__
-        self._failures.append(f"{name} stopped in step {self.step}: {type(error).__name__}: {error}")
-        warnings.warn(
+    @property
+    def _traces(self) -> list[Trace]:
+        return [observer for observer in self._observers if isinstance(observer, Trace)]
+
+    def _choose_samples(self) -> None:
+        wanted: list[bool] = []
+        self._tell_each(self._traces, lambda trace: wanted.append(trace.samples(self.step)))
+        self.samples = any(wanted)
+
+    def _tell_each(self, observers: Sequence[AnyObserver], call: Callable[[AnyObserver], None]) -> None:
+        """Call each observer, and drop those that raise."""
+        failures = []
+        with self._lock:
+            for observer in observers:
+                try:
+                    call(observer)
+                except Exception as error:
+                    failures.append((observer, error))
+                    self._observers = tuple(other for other in self._observers if other is not observer)
+        for observer, failure in failures:
+            self._report(type(observer).__name__, failure)
+
+    def _report(self, name: str, error: Exception) -> None:
+        kind = "" if isinstance(error, TraceError) else f"{type(error).__name__}: "
+        self._failures.append(f"{name} stopped in step {self.step}: {kind}{error}")
+        message = (
             f"torchbagua: the observer {name} failed in step {self.step} and hears nothing more; training goes on\n"
-            f"{''.join(traceback.format_exception(error))}",
-            RuntimeWarning,
-            stacklevel=2,
+            f"{error if isinstance(error, TraceError) else ''.join(traceback.format_exception(error))}"
         )
+        try:
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        except RuntimeWarning:  # where warnings are errors: no observer may end training
+            sys.stderr.write(message)
 
 
 class _Span:

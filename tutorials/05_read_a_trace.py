@@ -22,7 +22,7 @@ How to read the tables it prints. DDP puts gradients into buckets, and a bucket 
 one. "waited" is what backward stood still for at its end, "overlap" the share of communication that it did not wait
 for. The first run keeps DDP's buckets of 25 MiB, into which the whole model fits: nothing is sent before backward is
 done, and all communication is waited for. The second makes buckets of 1 MiB, and most of it disappears behind backward.
-The bytes are the same.
+The bytes are the same. (Both ranks send through one interface here, so each gets half of its rate.)
 """
 
 import shutil

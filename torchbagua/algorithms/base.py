@@ -12,7 +12,7 @@ from torchbagua import native
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.environment import environment
-from torchbagua.events import Observer, Run
+from torchbagua.events import Observer, Run, check_observers
 
 
 class Algorithm:
@@ -83,6 +83,7 @@ class Algorithm:
             CommunicationError: a private group could not be opened.
             RuntimeError: the native library is there and does not load.
         """
+        check_observers(f"{type(self).__name__}.reify", observers)
         self.prepare()
         own: dict[str, Any] = {"the algorithm": type(self).__qualname__}
         own |= {f"{type(self).__name__}'s argument {name}": value for name, value in self.arguments().items()}

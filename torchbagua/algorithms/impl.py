@@ -120,10 +120,10 @@ class AlgorithmImpl:
         return False
 
     def close(self) -> None:
-        """Finish what is queued, end the lane's thread, traces and private groups. May be called again."""
+        """Finish what is queued, end the lane's thread, the private groups and traces. May be called again."""
         self.lane.close()
+        self.process_group.close()  # before the traces, which may have much to write: peers hear of it at once
         self.tracer.end()
-        self.process_group.close()
 
     def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
         """Make the module and its parameters' names known; called by `attach` before anything else."""

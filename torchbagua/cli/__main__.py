@@ -9,7 +9,7 @@ import torchbagua
 
 _COMMANDS = {
     "demo": "train a small GPT on several processes, plain DDP beside ByteGrad, and compare them",
-    "trace": "show or merge what PerfettoTrace has written in a training run",
+    "trace": "show, draw or merge what PerfettoTrace has written in a training run",
     "doctor": "say what torchbagua finds on this machine and which kernels it runs",
 }
 

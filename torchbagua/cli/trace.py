@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     to_draw = commands.add_parser("draw", help="draw the timeline of one step of all ranks")
     for command in (to_merge, to_show, to_draw):
         command.add_argument("folder", type=Path, metavar="DIR", help="the path of PerfettoTrace")
-    to_merge.add_argument("--output", type=Path, metavar="FILE", help="default: DIR/merged.json.gz")
+    to_merge.add_argument("--output", type=Path, metavar="FILE", help="gzip; default: DIR/merged.json.gz")
     to_draw.add_argument("--output", type=Path, metavar="FILE", help="a .png, .svg or .pdf; default: DIR/timeline.png")
     to_draw.add_argument("--step", type=int, metavar="N", help="default: the one in the middle")
     options = parser.parse_args(arguments)
@@ -39,26 +39,33 @@ def _merge(options: argparse.Namespace) -> int:
     def progress(files: Iterable[RankFile]) -> Iterable[RankFile]:
         return tqdm(files, unit="rank", leave=False, disable=None)  # where it is a terminal
 
-    merged = merge(options.folder, options.output or options.folder / "merged.json.gz", progress)
-    print(f"wrote {merged.path}: {merged.num_ranks} ranks, {merged.num_messages} messages; open it in {_VIEWER}")
+    merged = merge(_files(options), options.output or options.folder / "merged.json.gz", progress)
+    print(
+        f"wrote {merged.path}: {merged.num_ranks} ranks, {merged.num_messages} messages, clocks aligned to within "
+        f"{merged.clock_error_us:.0f} us; open it in {_VIEWER}"
+    )
     if merged.num_backwards:
-        print(
-            f"{merged.num_backwards} messages seem to arrive before they leave, by {merged.worst_us:.0f} us at most: "
-            "so far the clocks of these ranks could not be aligned"
-        )
+        print(f"{merged.num_backwards} messages seem to arrive before they leave: a clock has not run evenly")
     return 0
 
 
 def _show(options: argparse.Namespace) -> int:
-    print(table([file.summary() for file in find_files(options.folder)]))
+    print(table([file.summary() for file in _files(options)]))
     return 0
 
 
 def _draw(options: argparse.Namespace) -> int:
     from torchbagua.traces.timeline import draw
 
-    ranks = events_of_step(options.folder, options.step)
+    ranks = events_of_step(_files(options), options.step)
     output = options.output or options.folder / "timeline.png"
     draw(ranks).savefig(output)
     print(f"wrote {output}")
     return 0
+
+
+def _files(options: argparse.Namespace) -> list[RankFile]:
+    files, problems = find_files(options.folder)
+    for problem in problems:
+        print(f"torchbagua trace {options.command}: {problem}", file=sys.stderr)
+    return files

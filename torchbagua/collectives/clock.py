@@ -1,40 +1,51 @@
 """How far apart the clocks of ranks are, so that their traces can be laid over each other."""
 
 import time
+from collections.abc import Collection
+from pathlib import Path
 
 import torch
 
 from torchbagua.collectives.communicator import Communicator
+from torchbagua.events import ClockOffset
 
 # The quickest of several questions is the one that met the least of other people's traffic.
-_NUM_QUESTIONS = 16
+_NUM_QUESTIONS = 64
 _TAG = 4  # no exchange's
 
 
-def clock_offset(communicator: Communicator) -> tuple[int, int]:
-    """Return (own clock, what is to be added to it for rank 0's), in ns of `time.perf_counter_ns`. Collective.
+def clock_of_machine() -> str | None:
+    """Return what names the clock that this process reads, where that can be told: processes of one kernel share it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
 
-    Every rank asks rank 0 for its time; half of the way there and back is taken for the way back (Cristian,
-    "Probabilistic clock synchronization", 1989). So the error is at most half of the shortest such way.
+
+def clock_offset(communicator: Communicator, askers: Collection[int]) -> ClockOffset:
+    """Return what is to be added to this rank's `time.perf_counter_ns` for rank 0's. Collective.
+
+    Every rank in `askers` asks rank 0 for its time; the others have its clock. Half of the way there and back is taken
+    for the way back (Cristian, "Probabilistic clock synchronization", 1989). So the error is at most half of the
+    shortest such way.
 
     Raises:
         CommunicationError: a peer is gone or did not take part within the group's timeout.
     """
     if communicator.rank == 0:
-        for asker in range(1, communicator.size):
+        for asker in askers:
             for _ in range(_NUM_QUESTIONS):
                 _receive(communicator, asker)
                 _send(communicator, asker)
-        return time.perf_counter_ns(), 0
-    shortest_ns, now_ns, offset_ns = None, 0, 0
+    if communicator.rank not in askers:
+        return ClockOffset(time.perf_counter_ns(), 0, 0)
+    answers = []
     for _ in range(_NUM_QUESTIONS):
         asked_ns = _send(communicator, 0)
         theirs_ns = _receive(communicator, 0)
         now_ns = time.perf_counter_ns()
-        if shortest_ns is None or now_ns - asked_ns < shortest_ns:
-            shortest_ns = now_ns - asked_ns
-            offset_ns = theirs_ns - (asked_ns + now_ns) // 2
-    return now_ns, offset_ns
+        answers.append(ClockOffset(now_ns, theirs_ns - (asked_ns + now_ns) // 2, (now_ns - asked_ns + 1) // 2))
+    return min(answers, key=lambda answer: answer.error_ns)
 
 
 def _send(communicator: Communicator, peer: int) -> int:

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from torchbagua.collectives.agreement import Facts, check_agreement, exchange_facts
 from torchbagua.collectives.board import StoreBoard
-from torchbagua.collectives.clock import clock_offset
+from torchbagua.collectives.clock import clock_of_machine, clock_offset
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.events import Observer, check_observers
+from torchbagua.events import ClockOffset, Observer, check_observers
 from torchbagua.tracer import Tracer
 from torchbagua.version import __version__
 
@@ -36,7 +36,8 @@ class BaguaProcessGroup:
         node_ranks: for each node, its ranks in ascending order.
         tracer: tells the observers, for whatever runs over the private groups.
         board: where ranks pin up texts for each other.
-        clock_offsets: (own clock, rank 0's minus it) in ns, whenever ranks have compared their clocks.
+        compares_clocks: whether an observer of any rank needs to know how far the ranks' clocks are apart.
+        clock_offsets: one whenever ranks have compared them.
         num_shards: the smallest number of ranks on a node: so many shards of a tensor can be owned on every node.
         world: communicator over all ranks.
         intra_node: over the ranks of own node; None where there is one node, or one rank a node.
@@ -86,6 +87,7 @@ class BaguaProcessGroup:
             "nodes": node_indices,
             "host": socket.gethostname(),
             "compares clocks": self.tracer.compares_clocks,
+            "clock": clock_of_machine(),
             "id": secrets.token_hex(8),
         }
         try:
@@ -96,9 +98,11 @@ class BaguaProcessGroup:
         fields = {"version": "the version of torchbagua", "nodes": "BaguaProcessGroup's argument nodes"}
         check_agreement(all_facts, {**fields, **{fact: fact for fact in facts or {}}})
         # Where one rank asks for it all have to take part.
-        self._compares_clocks = any(facts["compares clocks"] for facts in all_facts)
+        self.compares_clocks = any(facts["compares clocks"] for facts in all_facts)
+        clocks = [facts["clock"] for facts in all_facts]
+        self._other_clocks = [rank for rank in range(1, self.size) if clocks[rank] is None or clocks[rank] != clocks[0]]
         self.id = str(all_facts[0]["id"])
-        self.clock_offsets: list[tuple[int, int]] = []
+        self.clock_offsets: list[ClockOffset] = []
         self.board = StoreBoard(store, self.rank, self.size)
         self.nodes = node_indices or _number_by_first_appearance([str(facts["host"]) for facts in all_facts])
 
@@ -134,13 +138,13 @@ class BaguaProcessGroup:
             raise
 
     def compare_clocks(self) -> None:
-        """Add to `clock_offsets`, where an observer of any rank needs that. Collective.
+        """Add to `clock_offsets`, where `compares_clocks`. Collective.
 
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
-        if self._compares_clocks:
-            self.clock_offsets.append(clock_offset(self.world))
+        if self.compares_clocks:
+            self.clock_offsets.append(clock_offset(self.world, self._other_clocks))
 
     def duplicate(
         self,

@@ -6,11 +6,15 @@ import queue
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from torchbagua.events import CommEvent, Run
+from torchbagua.events import CommEvent, Run, Trace, TraceError
+
+# Of a disk that hangs, memory shall not fill with what it has not taken.
+_MOST_QUEUED = 1_000
+_LONGEST_END_S = 30.0
 
 
 def folder_of(owner: str, argument: str, path: object) -> Path:
@@ -23,33 +27,48 @@ def folder_of(owner: str, argument: str, path: object) -> Path:
         raise TypeError(f"{owner}: {argument} must be a path, got {path!r}")
     folder = Path(path)
     try:
+        if not str(path):
+            raise ValueError("it is empty")
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except OSError as error:
-        raise ValueError(f"{owner}: {argument} must be a folder to write to, got {str(folder)!r}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{owner}: {argument} must be a folder to write to, got {str(path)!r}: {error}") from error
 
 
-class BackgroundTrace:
-    """An observer that hands the events of each step, when it has ended, to a writer on a thread of its own.
+class BackgroundTrace(Trace):
+    """Hands the events of each step, when it has ended, to a writer on a thread of its own.
 
-    Subclasses override `open`. What the writer raises is raised to whoever tells of the next step.
+    Subclasses override `open`. What the writer raises is raised to whoever tells of the next step. The thread ends with
+    `on_end`, where nobody calls that with the trace itself, or else with the process.
+
+    Args:
+        place: what is written to, in errors.
     """
 
-    def __init__(self) -> None:
-        self._thread: _WriterThread | None = None
+    def __init__(self, place: object) -> None:
+        self._place = place  # that is written to, in errors
+        self._worker: _Worker | None = None
         self._pending: list[CommEvent] = []
 
+    def check(self) -> None:
+        """Raise ValueError where it has been attached before."""
+        if self._worker is not None:
+            raise ValueError(f"{type(self).__name__}: a trace serves one attachment; make another one")
+
     def open(self, run: Run) -> tuple[Callable[[list[CommEvent]], None], Callable[[], None]]:
-        """Return what writes the events up to the end of a step, and what finishes; both are called on the thread."""
+        """Return what writes the events up to the end of a step, and what finishes.
+
+        Both are called on the thread, and must not hold the trace.
+        """
         raise NotImplementedError
 
     def on_start(self, run: Run) -> None:
-        """Open what is written to. Raises ValueError where that has been done before."""
-        name = type(self).__name__
-        if self._thread is not None:
-            raise ValueError(f"{name}: a trace serves one attachment; make another one")
-        self._thread = _WriterThread(f"torchbagua {name}", *self.open(run))
+        """Open what is written to. Raises TraceError where that cannot be done."""
+        self.check()
+        with self._explained():
+            self._worker = _Worker(f"torchbagua {type(self).__name__}", *self.open(run))
+        weakref.finalize(self, self._worker.stop).atexit = False
 
     def on_comm(self, event: CommEvent) -> None:
         """Keep the event, and hand over those of a step when it has ended."""
@@ -60,22 +79,28 @@ class BackgroundTrace:
     def on_end(self) -> None:
         """Write what is left, and close what was opened."""
         self._hand_over()
-        if self._thread is not None:
-            self._thread.close()
+        if self._worker is not None:
+            with self._explained():
+                self._worker.close()
 
     def _hand_over(self) -> None:
-        if self._thread is not None and self._pending:
-            self._thread.put(self._pending)
+        if self._worker is not None and self._pending:
+            with self._explained():
+                self._worker.put(self._pending)
             self._pending = []
 
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # of which a TimeoutError is one
+            raise TraceError(f"{str(self._place)!r} cannot be written to: {error}") from error
 
-class _WriterThread:
-    """Hands lists of events to `write`, one after the other; ends with `close`, or with the process.
 
-    Args:
-        name: of the thread.
-        write: called with each list. Where it raises it is not called again.
-        finish: called after the last one, unless `write` has raised.
+class _Worker:
+    """A thread that hands lists of events to `write`, one after the other, and then calls `finish`.
+
+    What `write` raises ends it, and is raised by the next `put` or `close`.
     """
 
     def __init__(self, name: str, write: Callable[[list[CommEvent]], None], finish: Callable[[], None]) -> None:
@@ -83,28 +108,34 @@ class _WriterThread:
         self._write = write
         self._finish = finish
         self._failure: Exception | None = None
-        self._is_closed = False
-        self._close_at_exit = partial(_close, weakref.ref(self))
-        atexit.register(self._close_at_exit)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
+        atexit.register(self._finish_at_exit)
 
     def put(self, events: list[CommEvent]) -> None:
-        """Queue events, or raise what earlier ones have led to."""
-        if self._failure is not None:
-            self.close()
-        self._queue.put(events)
-
-    def close(self) -> None:
-        """Wait until all is written; raise what writing has led to, once."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        atexit.unregister(self._close_at_exit)
-        self._queue.put(None)
-        self._thread.join()
+        """Queue events; raise what earlier ones have led to."""
         if self._failure is not None:
             raise self._failure
+        if self._queue.qsize() >= _MOST_QUEUED:
+            raise TimeoutError(f"what it writes to is so slow that {_MOST_QUEUED} steps wait to be written")
+        self._queue.put(events)
+
+    def stop(self) -> None:
+        """Let the thread end when it has written what is queued; does not wait for that."""
+        self._queue.put(None)
+
+    def close(self) -> None:
+        """Wait until all is written; raise what that has led to."""
+        self.stop()
+        self._thread.join(_LONGEST_END_S)
+        if self._thread.is_alive():
+            raise TimeoutError(f"what it writes to takes longer than {_LONGEST_END_S:g} s for the rest")
+        if self._failure is not None:
+            raise self._failure
+
+    def _finish_at_exit(self) -> None:
+        self.stop()
+        self._thread.join(_LONGEST_END_S)
 
     def _work(self) -> None:
         try:
@@ -113,8 +144,5 @@ class _WriterThread:
             self._finish()
         except Exception as error:
             self._failure = error
-
-
-def _close(thread: "weakref.ref[_WriterThread]") -> None:
-    if (alive := thread()) is not None:
-        alive.close()
+        finally:
+            atexit.unregister(self._finish_at_exit)

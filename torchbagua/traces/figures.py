@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torchbagua.events import CommEvent
 
@@ -30,62 +30,65 @@ class Figures:
         num_steps: steps that have ended.
         step_ns, wait_ns: of the training thread: whole steps, and what they waited for communication (exposed time).
         communication_ns: in which the lane or the network was busy, hidden behind training or not.
-        network_ns: in which a message was under way.
+        network_ns: in which a message was under way, or waited for.
         phase_ns: by phase, also where phases were under way at the same time.
         bytes_sent, bytes_received: on the wire, without headers of the transport.
-        num_elements, raw_bytes: of what was sent.
-        bucket_ns: of each bucket's run.
-        squares: by name, sums of squares of the norms that were measured.
-        latest: by name, the last of other values; and `peer`, where messages go to one peer at a time.
+        num_elements: of what was sent.
+        bucket_ns: for each bucket of each step.
+        latest: by name, the last value that was told of; and `peer`, where messages go to one peer at a time.
     """
 
     def __init__(self) -> None:
         self.num_steps = 0
         self.step_ns = self.wait_ns = self.communication_ns = self.network_ns = 0
         self.phase_ns: Counter[str] = Counter()
-        self.bytes_sent = self.bytes_received = self.num_elements = self.raw_bytes = 0
+        self.bytes_sent = self.bytes_received = self.num_elements = 0
         self.bucket_ns: list[int] = []
-        self.squares: Counter[str] = Counter()
         self.latest: dict[str, float] = {}
-        self._num_samples = 0
-        self._sampled_step = -1
+        self._encoded_squared = self._left_out_squared = 0.0
+        self._residuals: dict[tuple[str, str], float] = {}  # by bucket and name
 
-    def add(self, events: Iterable[CommEvent]) -> None:
-        """Add the events of whole steps; of what overlaps, all together."""
-        communication: list[tuple[int, int]] = []
-        network: list[tuple[int, int]] = []
+    def add(self, events: Sequence[CommEvent]) -> None:
+        """Add events up to the end of a step."""
+        spans: dict[str, list[tuple[int, int]]] = {"communication": [], "network": []}
+        buckets: dict[str, list[tuple[int, int]]] = {}
+        peers = set()
         for event in events:
-            phase, duration_ns = event.phase, event.end_ns - event.start_ns
-            self.phase_ns[phase] += duration_ns
-            if phase in _COMMUNICATION:
-                communication.append((event.start_ns, event.end_ns))
-                if phase in _NETWORK:
-                    network.append((event.start_ns, event.end_ns))
-                if phase == "send":
-                    self.bytes_sent += event.wire_bytes
-                    self.num_elements += event.num_elements
-                    self.raw_bytes += event.raw_bytes
-                    if event.operation == "peer_exchange":
-                        self.latest["peer"] = event.peers[0]
-                elif phase == "receive":
-                    self.bytes_received += event.wire_bytes
-            elif phase == "bucket":
-                self.bucket_ns.append(duration_ns)
-            elif phase == "wait":
-                self.wait_ns += duration_ns
-            elif phase == "step":
+            self.bytes_sent += event.bytes_sent
+            self.bytes_received += event.bytes_received
+            if event.phase == "send":
+                self.num_elements += event.num_elements
+                if event.operation == "peer_exchange":
+                    peers.add(event.peers[0])
+            span = (event.start_ns, event.end_ns)
+            self.phase_ns[event.phase] += event.end_ns - event.start_ns
+            if event.phase in _COMMUNICATION:
+                spans["communication"].append(span)
+                if event.phase in _NETWORK:
+                    spans["network"].append(span)
+            elif event.phase == "bucket":
+                buckets.setdefault(event.bucket, []).append(span)
+            elif event.phase == "wait":
+                self.wait_ns += event.duration_ns
+            elif event.phase == "step":
                 self.num_steps += 1
-                self.step_ns += duration_ns
-            elif phase == "measure":
-                if event.step != self._sampled_step:
-                    self._sampled_step = event.step
-                    self._num_samples += 1
-                for name, value in event.values.items():
-                    self.squares[name] += value * value  # type: ignore[assignment]
-            elif phase == "apply":
+                self.step_ns += event.duration_ns
+            elif event.phase == "measure":
+                self._add_measured(event)
+            elif event.phase == "apply":
                 self.latest.update(event.values)
-        self.communication_ns += busy_ns(communication)
-        self.network_ns += busy_ns(network)
+        self.communication_ns += busy_ns(spans["communication"])
+        self.network_ns += busy_ns(spans["network"])
+        self.bucket_ns += map(busy_ns, buckets.values())
+        if len(peers) == 1:
+            self.latest["peer"] = peers.pop()
+
+    def _add_measured(self, event: CommEvent) -> None:
+        self._encoded_squared += event.values.get("encoded", 0.0) ** 2
+        self._left_out_squared += event.values.get("left out", 0.0) ** 2
+        for name, norm in event.values.items():
+            if name.startswith("residual"):
+                self._residuals[event.bucket, name] = norm
 
     @property
     def bits_per_element(self) -> float:
@@ -104,17 +107,17 @@ class Figures:
 
     @property
     def gbit_per_s(self) -> float:
-        """Bits sent a second while messages were under way, in 10^9; 0 where there were none."""
+        """Bits sent a second while messages were under way, or waited for, in 10^9; 0 where there were none."""
         return 8 * self.bytes_sent / self.network_ns if self.network_ns else 0.0
 
     @property
     def relative_error(self) -> float | None:
         """What encoding left out of the sampled values, as a fraction of their norm; None where none were sampled."""
-        encoded = self.squares.get("encoded")
-        return None if encoded is None else math.sqrt(self.squares["left out"] / encoded) if encoded else 0.0
+        if not self._encoded_squared:  # NaN is not zero
+            return None
+        return math.sqrt(self._left_out_squared / self._encoded_squared)
 
     @property
     def residual_norm(self) -> float | None:
-        """Norm of this rank's residuals in a sampled step, all together; None where there are none."""
-        found = [square for name, square in self.squares.items() if name.startswith("residual")]
-        return math.sqrt(sum(found) / self._num_samples) if found else None
+        """Norm of this rank's residuals when they were last sampled, all together; None where there are none."""
+        return math.hypot(*self._residuals.values()) if self._residuals else None

@@ -2,17 +2,15 @@
 
 import gzip
 import json
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchbagua.traces.rank_files import RankFile, Row, find_files
+from torchbagua.traces.rank_files import RankFile, Row
 
 Progress = Callable[[Iterable[RankFile]], Iterable[RankFile]]
-
-
-# Half of the shortest way to another rank and back, on a local network.
-_INEXACT_US = 50.0
 
 
 class Merged(NamedTuple):
@@ -22,15 +20,15 @@ class Merged(NamedTuple):
         path: the file.
         num_ranks: of which it holds the events.
         num_messages: that have an arrow.
-        num_backwards: of these, how many arrive before they leave, by more than comparing clocks is inexact.
-        worst_us: by how much at most.
+        clock_error_us: how far off the time of any rank may be, as far as its clock runs evenly.
+        num_backwards: how many messages arrive before they leave, by more than that explains.
     """
 
     path: Path
     num_ranks: int
     num_messages: int
+    clock_error_us: float
     num_backwards: int
-    worst_us: float
 
 
 class _End(NamedTuple):
@@ -42,34 +40,37 @@ class _End(NamedTuple):
     tid: int
 
 
-def merge(folder: Path, output: Path, progress: Progress = iter) -> Merged:
-    """Write one trace of all ranks' files in `folder`, on rank 0's clock, with an arrow for every message.
+def merge(files: Sequence[RankFile], output: Path, progress: Progress = iter) -> Merged:
+    """Write one trace of all ranks' files, on rank 0's clock, with an arrow for every message.
 
     Memory: some 500 bytes a message.
 
     Args:
-        folder: the path of PerfettoTrace.
-        output: a .json.gz file.
-        progress: told of the files, each of which is read twice.
+        files: what `find_files` has found.
+        output: a .json.gz file, none of these.
+        progress: told of the files, once for messages and once for all that is in them.
 
     Raises:
-        ValueError: not all ranks' files of one run are there.
-        OSError: `output` cannot be written.
+        ValueError: `output` is one of the files.
+        OSError: `output` cannot be written; nothing is left of it then.
     """
-    files = find_files(folder)
-    first_us, delays_us = 0.0, []
+    if output.resolve() in [file.path.resolve() for file in files]:
+        raise ValueError(f"the output must be a file of its own, got {str(output)!r}, which is one of the ranks'")
+    errors_us = {int(file.header["rank"]): file.clock_error_us for file in files}
+    first_us, num_messages, num_backwards = math.inf, 0, 0
     sends: dict[tuple[Any, ...], _End] = {}
     receives: dict[tuple[Any, ...], _End] = {}
     for file in progress(files):
         for row in file.rows_on_common_clock():
             if "ts" not in row:
                 continue
-            first_us = min(first_us or row["ts"], row["ts"])
+            first_us = min(first_us, row["ts"])
             if row["cat"] == "send":
                 sends[_message(row, sender=row["pid"], receiver=row["args"]["peers"][0])] = _start_of(row)
             elif row["cat"] == "receive":
                 receives[_message(row, sender=row["args"]["peers"][0], receiver=row["pid"])] = _end_of(row)
-    with gzip.open(output, "wt", encoding="utf-8", compresslevel=6) as trace:
+    partial = output.with_name(f"{output.name}.partial")
+    with _removed_on_failure(partial), gzip.open(partial, "wt", encoding="utf-8", compresslevel=6) as trace:
         separator = "["
         for file in progress(files):
             for row in file.rows_on_common_clock():
@@ -79,12 +80,13 @@ def merge(folder: Path, output: Path, progress: Progress = iter) -> Merged:
                 separator = ",\n"
         for message, sent in sends.items():
             if (received := receives.get(message)) is not None:
-                delays_us.append(received.time_us - sent.time_us)
-                for row in _arrow(len(delays_us), sent, received, first_us):
+                num_messages += 1
+                num_backwards += received.time_us - sent.time_us < -(errors_us[sent.pid] + errors_us[received.pid])
+                for row in _arrow(num_messages, sent, received, first_us):
                     trace.write(f"{separator}{json.dumps(row)}")
         trace.write("]\n")
-    backwards = [-delay_us for delay_us in delays_us if delay_us < -_INEXACT_US]
-    return Merged(output, len(files), len(delays_us), len(backwards), max(backwards, default=0.0))
+    partial.rename(output)
+    return Merged(output, len(files), num_messages, max(errors_us.values()), num_backwards)
 
 
 def _message(row: Row, *, sender: int, receiver: int) -> tuple[Any, ...]:
@@ -106,3 +108,12 @@ def _arrow(number: int, sent: _End, received: _End, first_us: float) -> Iterator
     common = {"name": "message", "cat": "message", "id": number}
     for kind, end in ({"ph": "s"}, sent), ({"ph": "f", "bp": "e"}, received):
         yield {**common, **kind, "ts": round(end.arrow_us - first_us, 3), "pid": end.pid, "tid": end.tid}
+
+
+@contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise

@@ -1,14 +1,16 @@
 """PerfettoTrace: what every rank does and when, for https://ui.perfetto.dev."""
 
+import fcntl
 import gzip
 import json
+import math
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from torchbagua.events import CommEvent, Run
+from torchbagua.events import CommEvent, Run, TraceError
 from torchbagua.traces.background_trace import BackgroundTrace, folder_of
 
 HEADER = "torchbagua"
@@ -34,7 +36,7 @@ class PerfettoTrace(BackgroundTrace):
         steps: which steps to keep; default all. A step takes some 20 bytes for each event of it.
 
     Raises:
-        ValueError: `path` cannot be written to.
+        ValueError: `path` cannot be written to, or `steps` is empty.
         TypeError: `path` is no path, or `steps` no range.
 
     Source: "Trace Event Format", the Chromium project.
@@ -43,9 +45,11 @@ class PerfettoTrace(BackgroundTrace):
     compares_clocks = True
 
     def __init__(self, path: str | os.PathLike[str], *, steps: range | None = None) -> None:
-        super().__init__()
+        super().__init__(path)
         if steps is not None and not isinstance(steps, range):
             raise TypeError(f"PerfettoTrace: steps must be a range or None, got {steps!r}")
+        if steps is not None and not any(step >= 0 for step in steps):
+            raise ValueError(f"PerfettoTrace: steps must be some steps, which count from 0, got {steps!r}")
         self.path = folder_of("PerfettoTrace", "path", path)
         self._steps = steps
 
@@ -66,11 +70,13 @@ class _File:
         self._base_ns = time.perf_counter_ns()
         self._named: set[int] = set()
         self._rendered: dict[tuple[Any, ...], tuple[int, str, str]] = {}
-        self._file = gzip.open(path, "wt", encoding="utf-8", compresslevel=1)  # noqa: SIM115 - for the whole run
+        self._raw_file = _locked(path)
+        self._file = gzip.open(self._raw_file, "wt", encoding="utf-8", compresslevel=1)  # noqa: SIM115 - for the run
         self._flushed_s = time.monotonic()
         # One event a line, so that what a killed process leaves can be read; the format allows that the end is missing.
         self._file.write("[" + self._header())
         self._name("process_name", 0, f"rank {run.rank}, node {run.nodes[run.rank]}")
+        self._file.flush()
 
     def write(self, events: list[CommEvent]) -> None:
         for event in events:
@@ -82,6 +88,7 @@ class _File:
     def close(self) -> None:
         self._file.write(",\n" + self._header() + "]\n")  # with the clocks that have been compared since
         self._file.close()
+        self._raw_file.close()
 
     def _header(self) -> str:
         run = self._run
@@ -108,7 +115,9 @@ class _File:
         if event.phase == "step":
             name = f"step {event.step}"
         if event.values:
-            details += f',"values":{json.dumps(dict(event.values))}'
+            # JSON has no NaN, which a step that overflows is full of.
+            values = {key: value if math.isfinite(value) else None for key, value in event.values.items()}
+            details += f',"values":{json.dumps(values)}'
         self._file.write(
             f',\n{{"name":"{name}","cat":"{event.phase}","ph":"X","ts":{(event.start_ns - self._base_ns) / 1e3:.3f},'
             f'"dur":{(event.end_ns - event.start_ns) / 1e3:.3f},"pid":{self._run.rank},"tid":{tid},'
@@ -139,3 +148,15 @@ class _File:
         order = {"name": kind.replace("name", "sort_index"), "ph": "M", "pid": self._run.rank, "tid": tid}
         order["args"] = {"sort_index": tid or self._run.rank}
         self._file.write(f",\n{json.dumps(row)},\n{json.dumps(order)}")
+
+
+def _locked(path: Path) -> BinaryIO:
+    """Open a file anew, unless another trace is writing it: then raise TraceError."""
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise TraceError(f"another PerfettoTrace is writing {str(path)!r}; give each a path of its own") from error
+    file.truncate(0)
+    return file

@@ -2,26 +2,33 @@
 
 from collections.abc import Sequence
 
-from torchbagua.events import CommEvent, Run
+from torchbagua.events import CommEvent, Run, Trace
 from torchbagua.traces.figures import Figures
 
 _NS_PER_MS = 1e6
 _PHASES = ("encode", "send", "receive", "reduce", "decode", "apply")
 
 
-class Summary:
+class Summary(Trace):
     """Adds up what one rank's communication costs; `str` of it is a table. An observer.
 
     Pass it as one of the `observers` of `attach` or `reify`. What `attachment.summary()` returns is one.
 
     Attributes:
         figures: the sums, of the steps that have ended.
+        bytes_after: sent after those, while it was detached for instance.
     """
 
     def __init__(self) -> None:
         self.figures = Figures()
+        self.bytes_after = 0
         self.run: Run | None = None
         self._pending: list[CommEvent] = []
+
+    def check(self) -> None:
+        """Raise ValueError where it has been attached before."""
+        if self.run is not None:
+            raise ValueError("Summary: it serves one attachment; make another one")
 
     def on_start(self, run: Run) -> None:
         """Keep what the run is."""
@@ -31,12 +38,13 @@ class Summary:
         """Add the events of a step when it ends."""
         self._pending.append(event)
         if event.phase == "step":
-            self.on_end()
+            self.figures.add(self._pending)
+            self.figures.bucket_ns.clear()  # which would grow for ever
+            self._pending.clear()
 
     def on_end(self) -> None:
-        """Add what belongs to no whole step."""
-        self.figures.add(self._pending)
-        self.figures.bucket_ns.clear()  # which would grow for ever
+        """Count what was sent after the last whole step."""
+        self.bytes_after += sum(event.bytes_sent for event in self._pending)
         self._pending.clear()
 
     def __str__(self) -> str:
@@ -54,16 +62,23 @@ def table(summaries: Sequence[Summary]) -> str:
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(len(head), "-" * max(map(len, lines)))
     runs = [summary.run for summary in summaries if summary.run is not None]
-    titles = [f"{runs[0].description}, {runs[0].num_ranks} ranks", ""] if runs else []
-    failures = [f"rank {run.rank}: {failure}" for run in runs for failure in run.failures]
-    return "\n".join([*titles, *lines, "", _LEGEND, *(["", *failures] if failures else [])])
+    count = f"{runs[0].num_ranks} ranks" if runs and runs[0].num_ranks > 1 else "1 rank"
+    titles = [f"{runs[0].description}, {count}", ""] if runs else []
+    notes = [
+        f"rank {summary.run.rank} sent {summary.bytes_after / 1e6:.3f} MB more after its last step, in detaching"
+        for summary in summaries
+        if summary.run is not None and summary.bytes_after
+    ]
+    notes += [f"rank {run.rank}: {failure}" for run in runs for failure in run.failures]
+    return "\n".join([*titles, *lines, "", _LEGEND, *(["", *notes] if notes else [])])
 
 
 _LEGEND = """\
-Means over the steps. waited: for how long training stood still for communication. overlap: the share of communication
-that it did not wait for. receive: the lane waited for messages. send: messages were on their way, while the lane did
-other things. MB: payload that this rank has sent, without headers of the transport. ratio: float32's bits to these.
-Gbit/s: sent, while messages were under way."""
+Means over the steps, each from the end of one optimizer.step to that of the next, whatever lies between. waited: for
+how long training stood still for communication. overlap: the share of communication that it did not wait for. receive:
+the lane waited for messages. send: messages were on their way, while the lane did other things. MB: payload that this
+rank has sent, without headers of the transport. ratio: float32's bits to these. Gbit/s: sent, over the time that
+messages were on their way or waited for, a late rank's included."""
 
 
 def _row(summary: Summary) -> list[str]:
@@ -78,10 +93,9 @@ def _row(summary: Summary) -> list[str]:
         str(figures.num_steps),
         ms(figures.step_ns),
         ms(figures.wait_ns),
-        f"{100 * figures.overlap:.0f}",
+        f"{100 * figures.overlap:.0f}" if figures.communication_ns else "-",
         *(ms(figures.phase_ns[phase]) for phase in _PHASES),
         f"{figures.bytes_sent / num_steps / 1e6:.3f}",
-        f"{figures.bits_per_element:.2f}",
-        f"{figures.ratio:.2f}x",
-        f"{figures.gbit_per_s:.2f}",
+        *([f"{figures.bits_per_element:.2f}", f"{figures.ratio:.2f}x"] if figures.num_elements else ["-", "-"]),
+        f"{figures.gbit_per_s:.2f}" if figures.network_ns else "-",
     ]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchbagua.events import CommEvent, Run
+from torchbagua.events import CommEvent, Run, TraceError
 from torchbagua.traces.background_trace import BackgroundTrace, folder_of
 from torchbagua.traces.over_ranks import OverRanks
 from torchbagua.traces.tensorboard_pages import Pages, layout
@@ -23,7 +23,8 @@ class TensorBoardTrace(BackgroundTrace):
     one attachment, or one `reify`.
 
     Args:
-        log_dir: a folder, or a SummaryWriter of yours, which stays open.
+        log_dir: a folder, another one for each run, or a SummaryWriter of yours, which stays open and keeps its layout
+            of Custom Scalars.
         every_n_steps: how often to write; in one of these steps the quantisation error is measured.
         ranks: which ranks write; the first of them also what all ranks have in common. In a folder, ranks other than
             the first write to `rank<r>` in it. Every rank has to have the trace, whether it writes or not.
@@ -41,11 +42,12 @@ class TensorBoardTrace(BackgroundTrace):
         *,
         ranks: Collection[int] = (0,),
     ) -> None:
-        super().__init__()
+        super().__init__(log_dir)
         if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
             raise ValueError(f"TensorBoardTrace: every_n_steps must be an integer from 1, got {every_n_steps!r}")
-        if not ranks or any(not isinstance(rank, int) or rank < 0 for rank in ranks):
-            raise ValueError(f"TensorBoardTrace: ranks must be some ranks, got {ranks!r}")
+        are_ranks = isinstance(ranks, Collection) and all(type(rank) is int and rank >= 0 for rank in ranks)
+        if not are_ranks or not ranks:
+            raise ValueError(f"TensorBoardTrace: ranks must be a list of ranks, integers from 0, got {ranks!r}")
         try:
             import matplotlib  # noqa: F401
             import torch.utils.tensorboard
@@ -55,6 +57,8 @@ class TensorBoardTrace(BackgroundTrace):
         self._given_writer: SummaryWriter | None = None
         if isinstance(log_dir, torch.utils.tensorboard.SummaryWriter):
             self._given_writer = log_dir
+        elif not isinstance(log_dir, str | os.PathLike):
+            raise TypeError(f"TensorBoardTrace: log_dir must be a path or a SummaryWriter, got {log_dir!r}")
         else:
             self._folder = folder_of("TensorBoardTrace", "log_dir", log_dir)
         self._every_n_steps = every_n_steps
@@ -66,16 +70,19 @@ class TensorBoardTrace(BackgroundTrace):
 
     def open(self, run: Run) -> tuple[Callable[[list[CommEvent]], None], Callable[[], None]]:
         """Return what fills the charts, and what closes the event file; on ranks that write."""
+        if self._ranks[-1] >= run.num_ranks:
+            raise TraceError(f"ranks {self._ranks} are to write, and there are {run.num_ranks} ranks, from 0")
         is_first = run.rank == self._ranks[0]
+        given = self._given_writer
         writer = None
         if run.rank in self._ranks:
-            writer = self._given_writer or _open(self._folder, None if is_first else run.rank)
-        over_ranks = OverRanks(run, self._every_n_steps, collects=is_first)
+            writer = given or _open(self._folder, None if is_first else run.rank)
+        over_ranks = OverRanks(run, collects=is_first)
         pages = Pages(run, writer, over_ranks, self._every_n_steps)
 
         def finish() -> None:
             pages.finish()
-            if writer is not None and writer is not self._given_writer:
+            if writer is not None and writer is not given:
                 writer.close()
 
         return pages.add_events, finish

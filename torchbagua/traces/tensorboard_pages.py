@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # TensorBoard shows groups, which end at the slash, and charts within them in alphabetical order.
 _OVERVIEW, _DETAIL, _RANKS = "communication", "communication_detail", "communication_of_all_ranks"
+_SENT_IN_ALL = f"{_DETAIL}/sent_MB_in_all"
 _PHASES = ("encode", "send", "receive", "reduce", "decode", "apply")
 _OVER_RANKS = (
     f"{_OVERVIEW}/step_ms",
@@ -66,7 +67,7 @@ def scalars(figures: Figures, sent_bytes: int) -> dict[str, float]:
         f"{_OVERVIEW}/sent_MB_a_step": figures.bytes_sent / num_steps / 1e6,
         f"{_OVERVIEW}/compression_ratio_to_float32": figures.ratio,
         f"{_DETAIL}/bits_per_element": figures.bits_per_element,
-        f"{_DETAIL}/sent_MB_in_all": sent_bytes / 1e6,
+        _SENT_IN_ALL: sent_bytes / 1e6,
         f"{_DETAIL}/achieved_Gbit_per_s": figures.gbit_per_s,
         f"{_DETAIL}/communication_ms": ms(figures.communication_ns),
         **{f"{_DETAIL}/{phase}_ms": ms(figures.phase_ns[phase]) for phase in _PHASES},
@@ -90,8 +91,9 @@ class Pages:
         self._over_ranks = over_ranks
         self._every_n_steps = every_n_steps
         self._window = Figures()
-        self._sent_bytes = 0
+        self._sent_bytes = self._num_steps = 0
         self._undrawn: list[CommEvent] = []
+        self._has_more = False  # sent since the last step
         self._next_picture_s = 0.0
         self._flushed_s = 0.0
         if self._writer is not None:
@@ -101,22 +103,32 @@ class Pages:
 
     def add_events(self, events: list[CommEvent]) -> None:
         """Add the events up to the end of a step, and write where it is time."""
+        sent_bytes = sum(event.bytes_sent for event in events)
+        self._sent_bytes += sent_bytes
+        if events[-1].phase != "step":  # after the last whole step
+            self._has_more = sent_bytes > 0
+            return
         self._window.add(events)
-        self._sent_bytes += sum(event.bytes_sent for event in events)
-        num_steps = events[-1].step + 1
-        if events[-1].phase == "step" and num_steps % self._every_n_steps == 0:
-            self._undrawn = events
-            self._write(num_steps)
+        self._num_steps = events[-1].step + 1
+        self._undrawn = events
+        if self._num_steps % self._every_n_steps == 0:
+            self._write()
 
     def finish(self) -> None:
-        """Write what other ranks have put up meanwhile, and the last step's timeline."""
-        self._write_over_ranks(self._over_ranks.found_last())
+        """Write what there is of steps since the last time, the last timeline, and what other ranks have put up."""
+        if self._window.num_steps:
+            self._write()
+        found = self._over_ranks.found_last()
         if self._writer is not None:
+            if self._has_more:
+                self._writer.add_scalar(_SENT_IN_ALL, self._sent_bytes / 1e6, self._num_steps)
+            self._write_over_ranks(found)
             if self._undrawn:
                 self._draw()
             self._writer.flush()
 
-    def _write(self, num_steps: int) -> None:
+    def _write(self) -> None:
+        num_steps = self._num_steps
         values = scalars(self._window, self._sent_bytes)
         self._over_ranks.put(num_steps, {tag: values[tag] for tag in _OVER_RANKS})
         if self._writer is not None:
@@ -142,11 +154,17 @@ class Pages:
                 self._writer.add_scalar(f"{_RANKS}/{_name(tag)}_maximum", max(values), num_steps)
 
     def _draw(self) -> None:
+        import numpy as np
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
         from torchbagua.traces.timeline import draw
 
         start_s = time.monotonic()
-        figure = draw({self._run.rank: self._undrawn})
-        self._writer.add_figure(f"{_OVERVIEW}/a_step", figure, self._undrawn[-1].step + 1)
+        # What add_figure does, without pyplot, which a thread beside the main one should not start.
+        canvas: Any = FigureCanvasAgg(draw({self._run.rank: self._undrawn}))
+        canvas.draw()
+        picture = np.asarray(canvas.buffer_rgba())[..., :3]
+        self._writer.add_image(f"{_OVERVIEW}/a_step", picture, self._num_steps, dataformats="HWC")
         self._undrawn = []
         self._next_picture_s = time.monotonic() + (time.monotonic() - start_s) / _PICTURE_SHARE
 

@@ -42,6 +42,7 @@ _MEANINGS = {
 _ROWS = ("training", "buckets", "lane", "messages")
 _BUCKET_COLOURS = ("#e8e8e8", "#d0d0d0")
 _ROW_HEIGHT = 0.8
+_MOST_LINES = 4
 
 
 def draw(ranks: Mapping[int, Sequence[CommEvent]]) -> Figure:
@@ -73,7 +74,8 @@ def draw(ranks: Mapping[int, Sequence[CommEvent]]) -> Figure:
     axes.grid(axis="x", alpha=0.3)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.set_title(_title(ranks, steps), fontsize="medium", weight="bold", loc="left")
+    figure.suptitle(_title(steps), fontsize="medium", weight="bold", x=0.01, ha="left")
+    axes.set_title("\n".join(_times(ranks, steps)), fontsize="small", loc="left")
     shown = {event.phase for events in ranks.values() for event in events}
     patches = [
         Patch(
@@ -85,7 +87,7 @@ def draw(ranks: Mapping[int, Sequence[CommEvent]]) -> Figure:
         for phase, style in _STYLES.items()
         if phase in shown
     ]
-    num_columns = 4 if len(ranks) == 1 else 8
+    num_columns = 3 if len(ranks) == 1 else 5
     figure.legend(handles=patches, loc="outside lower center", ncols=num_columns, fontsize="small", frameon=False)
     return figure
 
@@ -125,12 +127,16 @@ def _draw_rank(axes: Axes, events: Sequence[CommEvent], rows: Mapping[str, float
         )
 
 
-def _title(ranks: Mapping[int, Sequence[CommEvent]], steps: Mapping[int, CommEvent]) -> str:
-    parts = []
-    for rank, step in steps.items():
+def _title(steps: Mapping[int, CommEvent]) -> str:
+    for step in steps.values():
+        return f"Step {step.step} with {step.algorithm}"
+    return "No whole step"
+
+
+def _times(ranks: Mapping[int, Sequence[CommEvent]], steps: Mapping[int, CommEvent]) -> list[str]:
+    """Return a line for each of the first ranks."""
+    lines = []
+    for rank, step in list(steps.items())[:_MOST_LINES]:
         waited_ns = sum(event.duration_ns for event in ranks[rank] if event.phase == "wait")
-        parts.append(f"rank {rank} {step.duration_ns / 1e6:.1f} ms, {waited_ns / 1e6:.1f} of them waiting")
-    if not steps:
-        return "no whole step"
-    number, algorithm = (next(iter(steps.values())).step, next(iter(steps.values())).algorithm)
-    return f"Step {number} with {algorithm}: {'; '.join(parts) if len(parts) <= 2 else f'{len(parts)} ranks'}"
+        lines.append(f"rank {rank}: {step.duration_ns / 1e6:.1f} ms, {waited_ns / 1e6:.1f} of them waiting")
+    return lines

@@ -58,6 +58,7 @@ def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     from torchbagua.cli.demo.text import read_standard_library
     from torchbagua.cli.demo.train import Settings
     from torchbagua.traces.merge import merge
+    from torchbagua.traces.rank_files import find_files
 
     try:
         text_mb = len(read_standard_library()) / 1e6
@@ -76,9 +77,13 @@ def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         print(f"\ntorchbagua demo: ended by {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval
     print(f"\n{table(comparison)}\n")
-    merged = merge(traces, traces / "merged.json.gz").path
     for path in (*write(comparison, settings, options.output), traces):
         print(f"wrote {path}")
+    try:
+        merged = merge(find_files(traces).files, traces / "merged.json.gz").path
+    except (ValueError, OSError) as error:
+        print(f"torchbagua demo: there is no whole trace: {error}", file=sys.stderr)
+        return 1
     print(
         "\nTo see what ByteGrad's communication cost, and when:"
         f"\n  torchbagua trace show {shlex.quote(str(traces))}"
