@@ -7,13 +7,11 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch.autograd import profiler
 
 from torchbagua.events import CommEvent, Observer, Phase, Run, Trace, TraceError
-
-AnyObserver = TypeVar("AnyObserver", bound=Observer)
 
 
 class Span(Protocol):
@@ -46,6 +44,7 @@ class Tracer:
         algorithm: the class of the algorithm, by name.
         has_optimizer: whether the steps of an optimizer are the clock, else averaged backward passes.
         samples: whether an observer wants values measured in this step.
+        failures: which observers were dropped, and why.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
@@ -55,7 +54,8 @@ class Tracer:
         self.samples = False
         # Each once, also where a group and an attachment over it have been given the same one.
         self._observers = tuple({id(observer): observer for observer in observers}.values())
-        self._failures: list[str] = []
+        self.failures: list[str] = []
+        self._unreported: list[tuple[str, Exception]] = []
         # The lane and the training thread both tell; guards the observers, and where a step ends.
         self._lock = threading.Lock()
         self._step_start_ns = 0  # not known in the first step until something is told
@@ -73,14 +73,13 @@ class Tracer:
     def start(self, run: Run) -> None:
         """Tell observers of the run."""
         self.algorithm = run.algorithm
-        run.failures.extend(self._failures)
-        self._failures = run.failures
-        self._tell_each(self._traces, lambda trace: trace.on_start(run))
+        self.failures = run.failures
+        self._tell_traces(lambda trace: trace.on_start(run))
         self._choose_samples()
 
     def end(self) -> None:
         """Tell observers that there is nothing more to come; they are let go."""
-        self._tell_each(self._traces, lambda trace: trace.on_end())
+        self._tell_traces(lambda trace: trace.on_end())
         self._observers = ()
 
     def span(self, phase: Phase, **details: Any) -> Span:
@@ -109,9 +108,8 @@ class Tracer:
                 self._step_start_ns = min(self._step_start_ns or start_ns, start_ns)
             # What has ended before the step did, and comes to the lock after it.
             is_late = self.step > 0 and end_ns < self._step_start_ns
-            step = self.step - is_late
-        event = CommEvent(phase, start_ns, end_ns, step, self.algorithm, **details)
-        self._tell_each(self._observers, lambda observer: observer.on_comm(event))
+            self._hear(CommEvent(phase, start_ns, end_ns, self.step - is_late, self.algorithm, **details))
+        self._report_failures()
 
     def measure(self, compute: Callable[[], Mapping[str, float]], **details: Any) -> None:
         """Tell observers of values by name, which it takes `compute` the time of a phase to find."""
@@ -127,10 +125,10 @@ class Tracer:
             return
         with self._lock:
             end_ns = time.perf_counter_ns()
-            event = CommEvent("step", self._step_start_ns or end_ns, end_ns, self.step, self.algorithm)
+            self._hear(CommEvent("step", self._step_start_ns or end_ns, end_ns, self.step, self.algorithm))
             self.step += 1
             self._step_start_ns = end_ns
-        self._tell_each(self._observers, lambda observer: observer.on_comm(event))
+        self._report_failures()
         self._choose_samples()
 
     @property
@@ -139,33 +137,45 @@ class Tracer:
 
     def _choose_samples(self) -> None:
         wanted: list[bool] = []
-        self._tell_each(self._traces, lambda trace: wanted.append(trace.samples(self.step)))
+        self._tell_traces(lambda trace: wanted.append(trace.samples(self.step)))
         self.samples = any(wanted)
 
-    def _tell_each(self, observers: Sequence[AnyObserver], call: Callable[[AnyObserver], None]) -> None:
-        """Call each observer, and drop those that raise."""
-        failures = []
-        with self._lock:
-            for observer in observers:
-                try:
-                    call(observer)
-                except Exception as error:
-                    failures.append((observer, error))
-                    self._observers = tuple(other for other in self._observers if other is not observer)
-        for observer, failure in failures:
-            self._report(type(observer).__name__, failure)
+    def _hear(self, event: CommEvent) -> None:
+        for observer in self._observers:
+            try:
+                observer.on_comm(event)
+            except Exception as error:
+                self._drop(observer, error)
 
-    def _report(self, name: str, error: Exception) -> None:
-        kind = "" if isinstance(error, TraceError) else f"{type(error).__name__}: "
-        self._failures.append(f"{name} stopped in step {self.step}: {kind}{error}")
-        message = (
-            f"torchbagua: the observer {name} failed in step {self.step} and hears nothing more; training goes on\n"
-            f"{error if isinstance(error, TraceError) else ''.join(traceback.format_exception(error))}"
-        )
-        try:
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-        except RuntimeWarning:  # where warnings are errors: no observer may end training
-            sys.stderr.write(message)
+    def _tell_traces(self, call: Callable[[Trace], None]) -> None:
+        with self._lock:
+            for trace in self._traces:
+                try:
+                    call(trace)
+                except Exception as error:
+                    self._drop(trace, error)
+        self._report_failures()
+
+    def _drop(self, observer: Observer, error: Exception) -> None:
+        self._observers = tuple(other for other in self._observers if other is not observer)
+        self._unreported.append((type(observer).__name__, error))
+
+    def _report_failures(self) -> None:
+        """Warn of observers that have been dropped; without the lock, for what warning leads to is not ours."""
+        while self._unreported:
+            name, error = self._unreported.pop()
+            is_told = isinstance(error, TraceError)
+            self.failures.append(
+                f"{name} stopped in step {self.step}: {'' if is_told else f'{type(error).__name__}: '}{error}"
+            )
+            message = (
+                f"torchbagua: the observer {name} failed in step {self.step} and hears nothing more; training goes on\n"
+                f"{error if is_told else ''.join(traceback.format_exception(error))}"
+            )
+            try:
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+            except RuntimeWarning:  # where warnings are errors: no observer may end training
+                sys.stderr.write(message)
 
 
 class _Span:
