@@ -138,10 +138,10 @@ class Run:
 
 
 class Observer(Protocol):
-    """Hears of every phase. Called on the thread that communicates or trains, so it should return quickly.
+    """Hears of every phase, at the end of the training step in which it ended; training waits, so it should be quick.
 
-    Calls come from several threads, one at a time. An observer that raises is dropped, with a warning. One that wants
-    to know more, of the run, its end or of sampled values, is a subclass of `Trace`.
+    Calls may come from several threads, one at a time. An observer that raises is dropped, with a warning. One that
+    wants to know more, of the run, its end or of sampled values, is a subclass of `Trace`.
     """
 
     def on_comm(self, event: CommEvent) -> None:

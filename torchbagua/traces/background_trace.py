@@ -15,6 +15,7 @@ from torchbagua.events import CommEvent, Run, Trace, TraceError
 # Of a disk that hangs, memory shall not fill with what it has not taken.
 _MOST_QUEUED = 1_000
 _LONGEST_END_S = 30.0
+_HAND_OVER_EVERY_NS = 500_000_000
 
 
 def folder_of(owner: str, argument: str, path: object) -> Path:
@@ -37,9 +38,9 @@ def folder_of(owner: str, argument: str, path: object) -> Path:
 
 
 class BackgroundTrace(Trace):
-    """Hands the events of each step, when it has ended, to a writer on a thread of its own.
+    """Hands the events of some steps, when they have ended, to a writer on a thread of its own.
 
-    Subclasses override `open`. What the writer raises is raised to whoever tells of the next step. The thread ends with
+    Subclasses override `open`. What the writer raises is raised to whoever tells of a later step. The thread ends with
     `on_end`, where nobody calls that with the trace itself, or else with the process.
 
     Args:
@@ -49,7 +50,7 @@ class BackgroundTrace(Trace):
     def __init__(self, place: object) -> None:
         self._place = place  # that is written to, in errors
         self._worker: _Worker | None = None
-        self._pending: list[CommEvent] = []
+        self._handed_over_ns = 0
 
     def check(self) -> None:
         """Raise ValueError where it has been attached before."""
@@ -57,7 +58,7 @@ class BackgroundTrace(Trace):
             raise ValueError(f"{type(self).__name__}: a trace serves one attachment; make another one")
 
     def open(self, run: Run) -> tuple[Callable[[list[CommEvent]], None], Callable[[], None]]:
-        """Return what writes the events up to the end of a step, and what finishes.
+        """Return what writes the events of whole steps, and at last of what came after these, and what finishes.
 
         Both are called on the thread, and must not hold the trace.
         """
@@ -71,23 +72,20 @@ class BackgroundTrace(Trace):
         weakref.finalize(self, self._worker.stop).atexit = False
 
     def on_comm(self, event: CommEvent) -> None:
-        """Keep the event, and hand over those of a step when it has ended."""
-        self._pending.append(event)
-        if event.phase == "step":
-            self._hand_over()
+        """Keep the event, and hand over those of whole steps now and then: many at once take far less time."""
+        if self._worker is None:
+            return
+        self._worker.pending.append(event)
+        if event.phase == "step" and event.end_ns - self._handed_over_ns > _HAND_OVER_EVERY_NS:
+            self._handed_over_ns = event.end_ns
+            with self._explained():
+                self._worker.hand_over()
 
     def on_end(self) -> None:
         """Write what is left, and close what was opened."""
-        self._hand_over()
         if self._worker is not None:
             with self._explained():
                 self._worker.close()
-
-    def _hand_over(self) -> None:
-        if self._worker is not None and self._pending:
-            with self._explained():
-                self._worker.put(self._pending)
-            self._pending = []
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -100,10 +98,14 @@ class BackgroundTrace(Trace):
 class _Worker:
     """A thread that hands lists of events to `write`, one after the other, and then calls `finish`.
 
-    What `write` raises ends it, and is raised by the next `put` or `close`.
+    What `write` raises ends it, and is raised by the next `hand_over` or `close`.
+
+    Attributes:
+        pending: events that are still to be handed over.
     """
 
     def __init__(self, name: str, write: Callable[[list[CommEvent]], None], finish: Callable[[], None]) -> None:
+        self.pending: list[CommEvent] = []
         self._queue: queue.SimpleQueue[list[CommEvent] | None] = queue.SimpleQueue()
         self._write = write
         self._finish = finish
@@ -112,16 +114,20 @@ class _Worker:
         self._thread.start()
         atexit.register(self._finish_at_exit)
 
-    def put(self, events: list[CommEvent]) -> None:
-        """Queue events; raise what earlier ones have led to."""
+    def hand_over(self) -> None:
+        """Queue what is pending; raise what earlier events have led to."""
         if self._failure is not None:
             raise self._failure
         if self._queue.qsize() >= _MOST_QUEUED:
-            raise TimeoutError(f"what it writes to is so slow that {_MOST_QUEUED} steps wait to be written")
-        self._queue.put(events)
+            raise TimeoutError(f"what it writes to is so slow that {_MOST_QUEUED} lists of events wait to be written")
+        if self.pending:
+            self._queue.put(self.pending)
+            self.pending = []
 
     def stop(self) -> None:
-        """Let the thread end when it has written what is queued; does not wait for that."""
+        """Let the thread end when it has written what there is; does not wait for that."""
+        self._queue.put(self.pending)
+        self.pending = []
         self._queue.put(None)
 
     def close(self) -> None:
@@ -140,7 +146,8 @@ class _Worker:
     def _work(self) -> None:
         try:
             while (events := self._queue.get()) is not None:
-                self._write(events)
+                if events:
+                    self._write(events)
             self._finish()
         except Exception as error:
             self._failure = error

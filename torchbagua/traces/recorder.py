@@ -6,8 +6,7 @@ from torchbagua.events import CommEvent
 class Recorder:
     """Keeps every event in memory, in the order in which the phases ended.
 
-    Pass it as one of the `observers` of `attach` or `reify`. Events arrive on several threads; reading them between
-    steps, when nothing is in flight, gives whole steps.
+    Pass it as one of the `observers` of `attach` or `reify`. Events arrive when the step in which they ended does.
     """
 
     def __init__(self) -> None:
