@@ -118,8 +118,8 @@ class BaguaBucket:
         return finish_all if rest else lambda: None
 
     def _span(self) -> Span:
-        num_elements, raw_bytes = self.flat.numel(), self.flat.nbytes
-        return self.group.tracer.span("bucket", bucket=self.name, num_elements=num_elements, raw_bytes=raw_bytes)
+        details = {"bucket": self.name, "num_elements": self.flat.numel(), "raw_bytes": self.flat.nbytes}
+        return self.group.tracer.span("bucket", details)
 
     @contextmanager
     def _closed_on_failure(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -15,6 +16,12 @@ from torchbagua.events import CommEvent, Observer, Phase, Run, Trace, TraceError
 
 # Where no step ends for long.
 _MOST_PENDING = 5_000
+
+
+Details = Mapping[str, Any]
+"""Fields of an event, by name."""
+
+_NO_DETAILS: Details = {}
 
 
 class Span(Protocol):
@@ -60,8 +67,7 @@ class Tracer:
         self.failures: list[str] = []
         self._unreported: list[tuple[str, Exception]] = []
         self._lock = threading.Lock()  # guards the observers, who hear of one thing at a time
-        self._pending: list[tuple[Phase, int, int, dict[str, Any]]] = []
-        self._pending_lock = threading.Lock()  # held by the lane for a moment only, while observers hear
+        self._pending: deque[tuple[Phase, int, int, Details]] = deque()  # which threads append to without a lock
         self._is_started = False  # before that there are no steps
         self._step_start_ns = 0
 
@@ -89,7 +95,7 @@ class Tracer:
         self._tell_traces(lambda trace: trace.on_end())
         self._observers = ()
 
-    def span(self, phase: Phase, **details: Any) -> Span:
+    def span(self, phase: Phase, details: Details = _NO_DETAILS) -> Span:
         """Return a phase that begins now, or when its `begin` is called.
 
         Args:
@@ -97,31 +103,29 @@ class Tracer:
             details: fields of its event.
         """
         # On a thread that the profiler does not follow, asking is cheaper than a range that nobody sees.
-        is_profiled = phase != "send" and profiler._is_profiler_enabled
-        if not self._observers and not is_profiled:
-            return NO_SPAN
-        return _Span(self, phase, details, is_profiled)
+        if profiler._is_profiler_enabled and phase != "send":
+            return _ProfiledSpan(self, phase, details)
+        return _Span(self, phase, details) if self._observers else NO_SPAN
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """Return a range for torch.profiler, where it is at work, of which observers hear nothing."""
         return profiler.record_function(f"torchbagua: {name}") if profiler._is_profiler_enabled else nullcontext()
 
-    def tell(self, phase: Phase, start_ns: int, end_ns: int, **details: Any) -> None:
+    def tell(self, phase: Phase, start_ns: int, end_ns: int, details: Details = _NO_DETAILS) -> None:
         """Have observers told, at the end of the step, of a phase that has ended."""
         if not self._observers:
             return
-        with self._pending_lock:
-            self._pending.append((phase, start_ns, end_ns, details))
+        self._pending.append((phase, start_ns, end_ns, details))
         if not self._is_started or len(self._pending) >= _MOST_PENDING:
             self._deliver(time.perf_counter_ns())
 
-    def measure(self, compute: Callable[[], Mapping[str, float]], **details: Any) -> None:
+    def measure(self, compute: Callable[[], Mapping[str, float]], bucket: str) -> None:
         """Tell observers of values by name, which it takes `compute` the time of a phase to find."""
         if not self._observers:
             return
         start_ns = time.perf_counter_ns()
         values = compute()
-        self.tell("measure", start_ns, time.perf_counter_ns(), values=values, **details)
+        self.tell("measure", start_ns, time.perf_counter_ns(), {"bucket": bucket, "values": values})
 
     def end_step(self) -> None:
         """Tell observers of the training step that has ended, and go on to the next."""
@@ -145,13 +149,11 @@ class Tracer:
     def _deliver(self, end_ns: int, *, is_step: bool = False) -> None:
         """Tell observers of what has ended by then; all at once, which takes a fraction of the time."""
         with self._lock:
-            with self._pending_lock:
-                pending, self._pending = self._pending, []
             events = []
-            for phase, start_ns, phase_end_ns, details in pending:
-                if phase_end_ns > end_ns:
-                    with self._pending_lock:
-                        self._pending.append((phase, start_ns, phase_end_ns, details))
+            for _ in range(len(self._pending)):
+                phase, start_ns, phase_end_ns, details = self._pending.popleft()
+                if phase_end_ns > end_ns:  # in the next step
+                    self._pending.append((phase, start_ns, phase_end_ns, details))
                 else:
                     events.append(CommEvent(phase, start_ns, phase_end_ns, self.step, self.algorithm, **details))
             if self.step == 0:  # which begins with the first that is done in it
@@ -198,33 +200,43 @@ class Tracer:
 
 
 class _Span:
-    __slots__ = ("_details", "_phase", "_range", "_start_ns", "_tracer")
+    __slots__ = ("_details", "_phase", "_start_ns", "_tracer")
 
-    def __init__(self, tracer: Tracer, phase: Phase, details: dict[str, Any], is_profiled: bool) -> None:
+    def __init__(self, tracer: Tracer, phase: Phase, details: Details) -> None:
         self._tracer = tracer
         self._phase = phase
         self._details = details
-        name = f"torchbagua: {details.get('bucket', '')} {phase}" if is_profiled else ""
-        self._range = profiler.record_function(name) if is_profiled else None
 
     def begin(self) -> None:
-        if self._range is not None:
-            self._range.__enter__()
         self._start_ns = time.perf_counter_ns()
 
     def end(self) -> None:
-        self._tracer.tell(self._phase, self._start_ns, time.perf_counter_ns(), **self._details)
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
+        self._tracer.tell(self._phase, self._start_ns, time.perf_counter_ns(), self._details)
 
     def __enter__(self) -> None:
-        self.begin()
+        self._start_ns = time.perf_counter_ns()
 
     def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
         if exception_type is None:
-            self.end()
-        elif self._range is not None:
-            self._range.__exit__(None, None, None)
+            self._tracer.tell(self._phase, self._start_ns, time.perf_counter_ns(), self._details)
+
+
+class _ProfiledSpan(_Span):
+    """One that is a range of torch.profiler besides."""
+
+    __slots__ = ("_range",)
+
+    def __init__(self, tracer: Tracer, phase: Phase, details: Details) -> None:
+        super().__init__(tracer, phase, details)
+        self._range = profiler.record_function(f"torchbagua: {details.get('bucket', '')} {phase}")
+
+    def __enter__(self) -> None:
+        self._range.__enter__()
+        super().__enter__()
+
+    def __exit__(self, exception_type: type[BaseException] | None, *rest: object) -> None:
+        super().__exit__(exception_type, *rest)
+        self._range.__exit__(None, None, None)
 
 
 class _NoSpan:

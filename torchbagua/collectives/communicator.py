@@ -164,13 +164,15 @@ class Communicator:
 
     def span(self, phase: Phase, bucket: str, **details: Any) -> Span:
         """Return a phase of what is done for `bucket` over this group, see `Tracer.span`."""
-        return self.tracer.span(phase, bucket=bucket, scope=self.scope, ranks=self.ranks, **details)
+        details["bucket"], details["scope"], details["ranks"] = bucket, self.scope, self.ranks
+        return self.tracer.span(phase, details)
 
     def message_span(self, phase: Literal["send", "receive"], peer: int, bucket: str, **details: Any) -> Span:
         """Return a phase for one message to or from `peer`, of which the two sides must make equally many."""
-        self._num_messages[phase, peer] += 1
-        message = self._num_messages[phase, peer]
-        return self.span(phase, bucket, peers=(self.ranks[peer],), message=message, **details)
+        self._num_messages[phase, peer] = message = self._num_messages[phase, peer] + 1
+        details["bucket"], details["scope"], details["ranks"] = bucket, self.scope, self.ranks
+        details["peers"], details["message"] = (self.ranks[peer],), message
+        return self.tracer.span(phase, details)
 
     def close(self) -> None:
         """Close the connections; peers that still wait for this rank get an error at once.

@@ -24,7 +24,7 @@ def tell_error(tracer: Tracer, bucket: str, parts: Callable[[], tuple[torch.Tens
         encoded_L, left_out_L = parts()
         return {"encoded": encoded_L.float().norm().item(), "left out": left_out_L.float().norm().item()}
 
-    tracer.measure(norms, bucket=bucket)
+    tracer.measure(norms, bucket)
 
 
 def tell_residuals(tracer: Tracer, bucket: str, feedback: ErrorFeedback) -> None:
@@ -35,4 +35,4 @@ def tell_residuals(tracer: Tracer, bucket: str, feedback: ErrorFeedback) -> None
         residuals = {"residual of what is sent": feedback.sent, "residual of the mean": feedback.mean}
         return {name: residual.staged(everything).norm().item() for name, residual in residuals.items()}
 
-    tracer.measure(norms, bucket=bucket)
+    tracer.measure(norms, bucket)
