@@ -65,7 +65,7 @@ class Tracer:
         # Each once, also where a group and an attachment over it have been given the same one.
         self._observers = tuple({id(observer): observer for observer in observers}.values())
         self.failures: list[str] = []
-        self._unreported: list[tuple[str, Exception]] = []
+        self._unreported: list[tuple[str, int, Exception]] = []
         self._lock = threading.Lock()  # guards the observers, who hear of one thing at a time
         self._pending: deque[tuple[Phase, int, int, Details]] = deque()  # which threads append to without a lock
         self._is_started = False  # before that there are no steps
@@ -131,10 +131,7 @@ class Tracer:
         """Tell observers of the training step that has ended, and go on to the next."""
         if not self._observers:
             return
-        end_ns = time.perf_counter_ns()
-        self._deliver(end_ns, is_step=True)
-        self.step += 1
-        self._step_start_ns = end_ns
+        self._deliver(time.perf_counter_ns(), is_step=True)
         self._choose_samples()
 
     @property
@@ -154,18 +151,22 @@ class Tracer:
                 phase, start_ns, phase_end_ns, details = self._pending.popleft()
                 if phase_end_ns > end_ns:  # in the next step
                     self._pending.append((phase, start_ns, phase_end_ns, details))
-                else:
-                    events.append(CommEvent(phase, start_ns, phase_end_ns, self.step, self.algorithm, **details))
-            if self.step == 0:  # which begins with the first that is done in it
-                self._step_start_ns = min((event.start_ns for event in events), default=self._step_start_ns or end_ns)
+                    continue
+                if self.step == 0:  # which begins with the first that is done in it
+                    self._step_start_ns = min(self._step_start_ns or start_ns, start_ns)
+                # The lane may come with what has ended a moment before the step did when that has been told of.
+                step = self.step - (phase_end_ns < self._step_start_ns)
+                events.append(CommEvent(phase, start_ns, phase_end_ns, step, self.algorithm, **details))
             if is_step:
-                events.append(CommEvent("step", self._step_start_ns, end_ns, self.step, self.algorithm))
+                events.append(CommEvent("step", self._step_start_ns or end_ns, end_ns, self.step, self.algorithm))
             for observer in self._observers:
                 try:
                     for event in events:
                         observer.on_comm(event)
                 except Exception as error:
                     self._drop(observer, error)
+            if is_step:
+                self.step, self._step_start_ns = self.step + 1, end_ns
         self._report_failures()
 
     def _tell_traces(self, call: Callable[[Trace], None]) -> None:
@@ -179,18 +180,19 @@ class Tracer:
 
     def _drop(self, observer: Observer, error: Exception) -> None:
         self._observers = tuple(other for other in self._observers if other is not observer)
-        self._unreported.append((type(observer).__name__, error))
+        self._unreported.append((type(observer).__name__, self.step, error))
 
     def _report_failures(self) -> None:
         """Warn of observers that have been dropped; without the lock, for what warning leads to is not ours."""
-        while self._unreported:
-            name, error = self._unreported.pop()
+        with self._lock:
+            unreported, self._unreported = self._unreported, []
+        for name, step, error in unreported:
             is_told = isinstance(error, TraceError)
             self.failures.append(
-                f"{name} stopped in step {self.step}: {'' if is_told else f'{type(error).__name__}: '}{error}"
+                f"{name} stopped in step {step}: {'' if is_told else f'{type(error).__name__}: '}{error}"
             )
             message = (
-                f"torchbagua: the observer {name} failed in step {self.step} and hears nothing more; training goes on\n"
+                f"torchbagua: the observer {name} failed in step {step} and hears nothing more; training goes on\n"
                 f"{error if is_told else ''.join(traceback.format_exception(error))}"
             )
             try:
