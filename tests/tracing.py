@@ -79,12 +79,12 @@ def record(size: int, name: str, **options: Any) -> list[list[tb.CommEvent]]:
     return [recorder.events for recorder in recorders]
 
 
-def check_nested(spans: Sequence[tuple[float, float]]) -> None:
-    """Check that of any two spans one lies within the other, or they do not overlap."""
+def check_nested(spans: Sequence[tuple[float, float]], tolerance: float = 0) -> None:
+    """Check that of any two spans one lies within the other, or they do not overlap; by more than `tolerance`."""
     open_ends: list[float] = []
     for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
         assert start <= end
-        while open_ends and open_ends[-1] <= start:
+        while open_ends and open_ends[-1] <= start + tolerance:
             open_ends.pop()
-        assert not open_ends or end <= open_ends[-1], f"{start} to {end} crosses {open_ends[-1]}"
+        assert not open_ends or end <= open_ends[-1] + tolerance, f"{start} to {end} crosses {open_ends[-1]}"
         open_ends.append(end)

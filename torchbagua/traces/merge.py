@@ -75,7 +75,10 @@ def merge(files: Sequence[RankFile], output: Path, progress: Progress = iter) ->
         for file in progress(files):
             for row in file.rows_on_common_clock():
                 if "ts" in row:
+                    # Both ends, so that what ended before the next began still does.
+                    end_us = round(row["ts"] + row["dur"] - first_us, 3)
                     row["ts"] = round(row["ts"] - first_us, 3)
+                    row["dur"] = round(end_us - row["ts"], 3)
                 trace.write(f"{separator}{json.dumps(row)}")
                 separator = ",\n"
         for message, sent in sends.items():
