@@ -1,13 +1,8 @@
 """PerfettoTrace: files in the trace event format, brought together on one clock; and `torchbagua trace`."""
 
-import gc
 import gzip
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -25,20 +20,10 @@ from ranks import run_ranks
 from torchbagua.cli import trace
 from torchbagua.collectives import clock, process_group
 from torchbagua.events import ClockOffset, Trace
-from torchbagua.traces.merge import Merged
-from torchbagua.traces.merge import merge as merge_files
 from torchbagua.traces.rank_files import RankFile, find_files
-from tracing import NUM_STEPS, check_nested, train_traced
+from tracing import NUM_STEPS, check_nested, merge_files, train_traced, write_trace
 
 Row = dict[str, Any]
-
-
-def write_trace(folder: Path, size: int = 2, name: str = "bytegrad", **options: Any) -> list[tb.Attachment]:
-    return train_traced(size, name, lambda group: [tb.traces.PerfettoTrace(folder, **options)])
-
-
-def merge(folder: Path, output: Path) -> Merged:
-    return merge_files(find_files(folder).files, output)
 
 
 def read(path: Path) -> list[Row]:
@@ -134,7 +119,7 @@ def test_files_hold_what_observers_hear(tmp_path: Path) -> None:
 def test_merged_ranks_have_an_arrow_for_every_message(tmp_path: Path, nodes: list[int] | None) -> None:
     recorders = [tb.traces.Recorder() for _ in range(4)]
     train_traced(4, "bytegrad", lambda group: [recorders[group.rank()], tb.traces.PerfettoTrace(tmp_path)], nodes=nodes)
-    merged = merge(tmp_path, tmp_path / "all.json.gz")
+    merged = merge_files(tmp_path, tmp_path / "all.json.gz")
     num_messages = sum(event.phase == "send" for recorder in recorders for event in recorder.events)
     assert (merged.num_ranks, merged.num_messages, merged.num_backwards) == (4, num_messages, 0)
     assert merged.clock_error_us == 0, "ranks of one machine have one clock"
@@ -234,8 +219,8 @@ def test_merging_undoes_what_clocks_differ_by(tmp_path: Path) -> None:
     with gzip.open(skewed / "rank1.json.gz", "wt") as file:
         file.write("[" + ",\n".join(map(json.dumps, rows)) + "]\n")
 
-    expected = [row for row in read(merge(plain, tmp_path / "a.json.gz").path) if row["ph"] == "X"]
-    found = [row for row in read(merge(skewed, tmp_path / "b.json.gz").path) if row["ph"] == "X"]
+    expected = [row for row in read(merge_files(plain, tmp_path / "a.json.gz").path) if row["ph"] == "X"]
+    found = [row for row in read(merge_files(skewed, tmp_path / "b.json.gz").path) if row["ph"] == "X"]
 
     def key(row: Row) -> tuple[Any, ...]:
         return row["pid"], row["tid"], row["ts"]
@@ -250,7 +235,7 @@ def test_only_some_steps(tmp_path: Path) -> None:
     for rank in range(2):
         rows = [row for row in read(tmp_path / f"rank{rank}.json.gz") if row["ph"] == "X"]
         assert {row["args"].get("step", 0) for row in rows} == {2, 3}
-    assert merge(tmp_path, tmp_path / "all.json.gz").num_messages > 0
+    assert merge_files(tmp_path, tmp_path / "all.json.gz").num_messages > 0
 
 
 def test_one_rank_alone_may_trace(tmp_path: Path) -> None:
@@ -259,52 +244,8 @@ def test_one_rank_alone_may_trace(tmp_path: Path) -> None:
     files, problems = find_files(tmp_path)
     assert [file.header["rank"] for file in files] == [1]
     assert problems == ["of 2 ranks, there is nothing of [0]"]
-    merged = merge(tmp_path, tmp_path / "all.json.gz")
+    merged = merge_files(tmp_path, tmp_path / "all.json.gz")
     assert (merged.num_ranks, merged.num_messages) == (1, 0)
-
-
-def test_what_a_killed_process_leaves_can_be_read(tmp_path: Path) -> None:
-    write_trace(tmp_path)
-    path = tmp_path / "rank0.json.gz"
-    whole = len(list(RankFile(path).rows()))
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert 20 < len(list(RankFile(path).rows())) < whole
-    (problem,) = find_files(tmp_path).problems
-    assert problem.startswith("rank0.json.gz breaks off after step")
-    assert merge(tmp_path, tmp_path / "all.json.gz").num_messages > 0
-    assert RankFile(path).summary().figures.num_steps > 0
-
-
-KILLED = """
-import os, signal, sys, time
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-import torchbagua as tb
-from torchbagua.traces import perfetto
-perfetto._FLUSH_EVERY_S = 0.0
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=0, world_size=1)
-ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
-optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-tb.attach(ddp, optimizer, "bytegrad", observers=[tb.traces.PerfettoTrace(sys.argv[1])])
-for step in range(51):
-    if step == 50:
-        time.sleep(1)  # what is half a second old is handed to the writer
-    ddp(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-time.sleep(0.5)
-{end}
-"""
-
-
-@pytest.mark.parametrize(("end", "status"), [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("", 0)])
-def test_a_process_that_does_not_detach_loses_next_to_nothing(tmp_path: Path, end: str, status: int) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(KILLED.format(end=end))
-    command = [sys.executable, str(script), str(tmp_path / "trace"), str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == status, done.stderr
-    rows = RankFile(tmp_path / "trace" / "rank0.json.gz").rows()
-    assert sum(row.get("cat") == "step" for row in rows) == 51
 
 
 @pytest.mark.parametrize("as_text", [True, False])
@@ -341,26 +282,6 @@ def test_files_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
         find_files(tmp_path)
 
 
-def test_two_traces_at_once_need_two_paths(tmp_path: Path) -> None:
-    def body(group: dist.ProcessGroup) -> list[str]:
-        attached = []
-        for _ in range(2):
-            ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-            attached.append(tb.attach(ddp, optimizer, "bytegrad", observers=[tb.traces.PerfettoTrace(tmp_path)]))
-            ddp(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-        for attachment in attached:
-            attachment.detach()
-        return [str(attachment.summary()) for attachment in attached]
-
-    with pytest.warns(RuntimeWarning, match="(?s)another PerfettoTrace is writing '.*rank0.json.gz'; give each a path"):
-        (first, second) = run_ranks(1, body)[0]
-    assert "another PerfettoTrace" not in first
-    assert "another PerfettoTrace" in second
-    assert RankFile(tmp_path / "rank0.json.gz").summary().figures.num_steps == 1
-
-
 def test_a_step_that_overflows_is_valid_json(tmp_path: Path) -> None:
     class Sampler(Trace):
         def samples(self, step: int) -> bool:
@@ -375,35 +296,10 @@ def test_a_step_that_overflows_is_valid_json(tmp_path: Path) -> None:
             optimizer.step()
 
     run_ranks(2, body)
-    rows = read(merge(tmp_path, tmp_path / "all.json.gz").path)
+    rows = read(merge_files(tmp_path, tmp_path / "all.json.gz").path)
     assert any(row.get("cat") == "measure" for row in rows)
     measured = [event for event in RankFile(tmp_path / "rank0.json.gz").events() if event.phase == "measure"]
     assert all(math.isnan(event.values["encoded"]) for event in measured)
-
-
-def test_behind_the_plain_hook_no_thread_outlives_the_trace(tmp_path: Path) -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
-        traces = [tb.traces.PerfettoTrace(tmp_path), tb.traces.TensorBoardTrace(tmp_path)]
-        impl = tb.ByteGradAlgorithm().reify(group, observers=traces)
-        ddp.register_comm_hook(impl, tb.comm_hook)
-        for _ in range(3):
-            ddp(torch.ones(2, 4)).sum().backward()
-
-    def threads() -> list[str]:
-        names = [thread.name for thread in threading.enumerate()]
-        return [name for name in names if "PerfettoTrace" in name or "TensorBoardTrace" in name]
-
-    before = len(threads())
-    run_ranks(2, body)
-    DistributedDataParallel._active_ddp_module = None  # torch 2.13 keeps the last one
-    deadline_s = time.monotonic() + 20
-    while len(threads()) > before and time.monotonic() < deadline_s:
-        gc.collect()
-        time.sleep(0.05)
-    assert len(threads()) == before
-    for rank in range(2):
-        assert RankFile(tmp_path / f"rank{rank}.json.gz").is_whole
 
 
 def test_trace_shows_merges_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -442,48 +338,3 @@ def test_trace_shows_merges_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     assert trace.main(["merge", str(tmp_path), "--output", str(tmp_path / "rank1.json.gz")]) == 1
     assert "the output must be a file of its own" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.partial"))
-
-
-FULL = """
-import resource, sys, warnings
-sys.path.insert(0, sys.argv[2])
-import torchbagua as tb
-from tracing import train_traced
-kinds = {"perfetto": tb.traces.PerfettoTrace, "tensorboard": lambda path: tb.traces.TensorBoardTrace(path, 1)}
-observers = {}
-
-def observe(group):
-    observers[group.rank()] = kinds[sys.argv[1]](sys.argv[3])
-    return [observers[group.rank()]]
-
-_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (8000, most))
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    attachments = train_traced(2, "bytegrad", observe, num_steps=400)
-resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-for one in caught:
-    if "torchbagua" in str(one.message):
-        print("WARNING", str(one.message).splitlines()[0])
-print(attachments[0].summary())
-"""
-
-
-@pytest.mark.parametrize(("kind", "num_warnings"), [("perfetto", 2), ("tensorboard", 1)])
-def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path, kind: str, num_warnings: int) -> None:
-    """A limit on the size of files stands for a disk that fills: writing raises OSError in the same places."""
-    script = tmp_path / "train.py"
-    script.write_text(FULL)
-    command = [sys.executable, str(script), kind, str(Path(__file__).parent), str(tmp_path / "trace")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env={**os.environ})
-    assert done.returncode == 0, done.stderr
-    told = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
-    assert len(told) == num_warnings, done.stdout
-    name = {"perfetto": "PerfettoTrace", "tensorboard": "TensorBoardTrace"}[kind]
-    assert all(f"the observer {name} failed in step" in line for line in told)
-    assert f"{name} stopped in step" in done.stdout
-    assert "File too large" in done.stdout
-    assert "Traceback" not in done.stdout
-    assert "atexit" not in done.stderr
-    steps = [line.split()[1] for line in done.stdout.splitlines() if line[:6].strip() == "0"]
-    assert steps == ["400"], "training went on to its end"

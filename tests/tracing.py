@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
+from torchbagua.traces import merge
+from torchbagua.traces.rank_files import find_files
 from training import Tower, build
 
 NUM_STEPS = 6
@@ -77,6 +80,14 @@ def record(size: int, name: str, **options: Any) -> list[list[tb.CommEvent]]:
     recorders = [tb.traces.Recorder() for _ in range(size)]
     train_traced(size, name, lambda group: [recorders[group.rank()]], **options)
     return [recorder.events for recorder in recorders]
+
+
+def write_trace(folder: Path, size: int = 2, name: str = "bytegrad", **options: Any) -> list[tb.Attachment]:
+    return train_traced(size, name, lambda group: [tb.traces.PerfettoTrace(folder, **options)])
+
+
+def merge_files(folder: Path, output: Path) -> merge.Merged:
+    return merge.merge(find_files(folder).files, output)
 
 
 def check_nested(spans: Sequence[tuple[float, float]], tolerance: float = 0) -> None:

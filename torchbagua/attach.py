@@ -89,7 +89,7 @@ def attach(
     summary = next((one for one in observers if isinstance(one, Summary)), Summary() if is_observed else None)
     impl = algorithm.reify(
         process_group or _group_of(module),
-        observers=[*observers, *([summary] if summary is not None and summary not in observers else [])],
+        observers=[*observers, *([] if summary is None else [summary])],  # the same one twice hears once
         timeout=timeout,
         facts=facts_of(module, optimizers, with_scaler=grad_scaler is not None),
         settings=settings_of(module, optimizers),

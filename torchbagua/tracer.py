@@ -77,6 +77,11 @@ class Tracer:
         return bool(self._observers)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether a span would be for nothing: nobody listens, and torch.profiler is not at work."""
+        return not (self._observers or profiler._is_profiler_enabled)
+
+    @property
     def compares_clocks(self) -> bool:
         """Whether an observer needs to know how far the ranks' clocks are apart."""
         return any(trace.compares_clocks for trace in self._traces)
@@ -215,12 +220,11 @@ class _Span:
     def end(self) -> None:
         self._tracer.tell(self._phase, self._start_ns, time.perf_counter_ns(), self._details)
 
-    def __enter__(self) -> None:
-        self._start_ns = time.perf_counter_ns()
+    __enter__ = begin
 
     def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
         if exception_type is None:
-            self._tracer.tell(self._phase, self._start_ns, time.perf_counter_ns(), self._details)
+            self.end()
 
 
 class _ProfiledSpan(_Span):

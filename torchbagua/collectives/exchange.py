@@ -137,8 +137,8 @@ class Exchange:
         on_received(source)
 
     def _span(self, phase: Literal["send", "receive"], peer: int, tensor: torch.Tensor) -> Span:
-        if not tensor.numel():
-            return NO_SPAN  # nor is it sent
+        if self._communicator.tracer.is_idle or not tensor.numel():  # which is not sent either
+            return NO_SPAN
         if self._contents is None:
             num_elements = tensor.numel() if tensor.is_floating_point() else 0  # integers are what is agreed on
             raw_bytes = tensor.nbytes

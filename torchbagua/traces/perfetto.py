@@ -4,6 +4,7 @@ import fcntl
 import gzip
 import json
 import math
+import operator
 import os
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ TRAINING_THREAD, LANE_THREAD, FIRST_SENDER = 1, 2, 10
 
 _TRAINING_PHASES = ("step", "backward", "wait", "apply")
 _DETAILS = ("operation", "bucket", "scope", "ranks", "peers", "num_elements", "raw_bytes")
+_details_of = operator.attrgetter(*_DETAILS)
 _FLUSH_EVERY_S = 2.0
 
 
@@ -107,10 +109,10 @@ class _File:
 
     def _put(self, event: CommEvent) -> None:
         # All but step, message and times comes again in every step.
-        key = (event.phase, event.bucket, event.operation, event.scope, event.ranks, event.peers, event.num_elements)
-        known = self._rendered.get((*key, event.wire_bytes))
+        key = (event.phase, *_details_of(event), event.wire_bytes)
+        known = self._rendered.get(key)
         if known is None:
-            known = self._rendered[(*key, event.wire_bytes)] = self._render(event)
+            known = self._rendered[key] = self._render(event)
         tid, name, details = known
         if event.phase == "step":
             name = f"step {event.step}"
@@ -138,7 +140,9 @@ class _File:
         if tid not in self._named:
             self._named.add(tid)
             self._name("thread_name", tid, track)
-        details: dict[str, Any] = {key: value for key in _DETAILS if (value := getattr(event, key))}
+        details: dict[str, Any] = {
+            name: value for name, value in zip(_DETAILS, _details_of(event), strict=True) if value
+        }
         if event.wire_bytes:
             details |= {"wire_bytes": event.wire_bytes, "bits_per_element": round(event.bits_per_element, 3)}
         return tid, json.dumps(name)[1:-1], f",{json.dumps(details)[1:-1]}" if details else ""

@@ -1,0 +1,147 @@
+"""Observers: how they are called, what becomes of those that raise, and that training does not notice."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import run_ranks
+from torchbagua.events import Trace
+from tracing import train_traced
+from training import Tower, build
+
+
+class Failing:
+    """An observer that raises on its third event."""
+
+    def __init__(self) -> None:
+        self.num_heard = 0
+
+    def on_comm(self, event: tb.CommEvent) -> None:
+        self.num_heard += 1
+        if self.num_heard == 3:
+            raise KeyError("of the user's")
+
+
+def test_an_observer_that_raises_is_dropped_and_training_goes_on() -> None:
+    failing, recorders = [Failing(), Failing()], [tb.traces.Recorder(), tb.traces.Recorder()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attachments = train_traced(
+            2, "bytegrad", lambda group: [failing[group.rank()], recorders[group.rank()]], num_steps=3
+        )
+    assert [observer.num_heard for observer in failing] == [3, 3]
+    messages = [str(one.message) for one in caught if "observer Failing" in str(one.message)]
+    assert len(messages) == 2, "one warning on each rank"
+    for message in messages:
+        assert "hears nothing more; training goes on" in message
+        assert "Traceback" in message
+        assert "of the user's" in message
+    for attachment, recorder in zip(attachments, recorders, strict=True):
+        assert sum(event.phase == "step" for event in recorder.events) == 3, "others still hear"
+        assert "Failing stopped in step 0: KeyError" in str(attachment.summary())
+
+
+@pytest.mark.parametrize("method", ["on_start", "samples", "on_end"])
+def test_a_trace_that_raises_elsewhere_is_dropped_too(method: str) -> None:
+    def fail(self: object, *args: object) -> None:
+        raise OSError("no disk")
+
+    broken = type("Broken", (tb.traces.Recorder, Trace), {method: fail})
+    with pytest.warns(RuntimeWarning, match="(?s)Broken failed in step .*no disk"):
+        attachments = train_traced(2, "bytegrad", lambda group: [broken()], num_steps=2)
+    for attachment in attachments:
+        assert "Broken stopped in step" in str(attachment.summary())
+        assert attachment.summary().figures.num_steps == 2
+
+
+def test_observers_change_no_bit() -> None:
+    """Neither do those that have values measured."""
+
+    class Sampler(tb.traces.Recorder, Trace):
+        def samples(self, step: int) -> bool:
+            return True
+
+    def weights(name: str, observed: bool) -> list[torch.Tensor]:
+        model = build(Tower)
+        attachments = train_traced(2, name, lambda group: [Sampler()] if observed else [], model=model)
+        return [parameter for one in attachments for parameter in one.impl._module.parameters()]
+
+    for name in ("bytegrad", "qadam_1bit", "low_precision_decentralized", "gradient_allreduce"):
+        assert all(map(torch.equal, weights(name, True), weights(name, False))), name
+
+
+def test_without_observers_nothing_is_noted() -> None:
+    (attachment, _) = train_traced(2, "bytegrad", lambda group: [])
+    tracer = attachment.impl.tracer
+    assert not tracer.is_on
+    assert tracer.span("encode") is tracer.span("wait"), "one object that does nothing"
+    with pytest.raises(RuntimeError, match=r"without observers nothing is noted; attach.*observers="):
+        attachment.summary()
+
+
+def test_observers_are_told_one_at_a_time() -> None:
+    class Exclusive:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+            self.threads: set[str] = set()
+
+        def on_comm(self, event: tb.CommEvent) -> None:
+            assert self.lock.acquire(blocking=False), "called while it is called"
+            self.threads.add(threading.current_thread().name)
+            self.lock.release()
+
+    observers = [Exclusive(), Exclusive()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train_traced(2, "decentralized", lambda group: [observers[group.rank()]], num_steps=30)
+    for observer in observers:
+        assert len(observer.threads) == 1, "the training thread's, between two steps"
+
+
+def test_an_observer_given_twice_hears_once() -> None:
+    recorder = tb.traces.Recorder()
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        own = tb.BaguaProcessGroup(group, observers=[recorder])
+        with tb.attach(ddp, optimizer, "bytegrad", process_group=own, observers=[recorder, recorder]):
+            optimizer.step()
+
+    run_ranks(1, body)
+    assert [event.phase for event in recorder.events] == ["step"]
+
+
+def test_where_warnings_are_errors_training_goes_on_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attachments = train_traced(2, "bytegrad", lambda group: [Failing()], num_steps=3)
+    assert [one.summary().figures.num_steps for one in attachments] == [3, 3]
+    assert capsys.readouterr().err.count("the observer Failing failed") == 2
+
+
+def test_a_trace_of_ones_own_need_not_override_anything() -> None:
+    class Silent(Trace):
+        pass
+
+    class Odd:
+        """What an observer's attributes are called is its own affair."""
+
+        samples: tuple[int, ...] = ()
+        compares_clocks = on_start = on_end = "mine"
+        num_heard = 0
+
+        def on_comm(self, event: tb.CommEvent) -> None:
+            self.num_heard += 1
+
+    odd = [Odd(), Odd()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train_traced(2, "bytegrad", lambda group: [Silent(), odd[group.rank()]], num_steps=2)
+    assert min(one.num_heard for one in odd) > 10

@@ -1,0 +1,155 @@
+"""Traces that end early: processes that are killed or never detach, disks that fill, two traces in one place."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import run_ranks
+from torchbagua.traces.rank_files import RankFile, find_files
+from tracing import merge_files, write_trace
+
+
+def test_what_a_killed_process_leaves_can_be_read(tmp_path: Path) -> None:
+    write_trace(tmp_path)
+    path = tmp_path / "rank0.json.gz"
+    whole = len(list(RankFile(path).rows()))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert 20 < len(list(RankFile(path).rows())) < whole
+    (problem,) = find_files(tmp_path).problems
+    assert problem.startswith("rank0.json.gz breaks off after step")
+    assert merge_files(tmp_path, tmp_path / "all.json.gz").num_messages > 0
+    assert RankFile(path).summary().figures.num_steps > 0
+
+
+KILLED = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import torchbagua as tb
+from torchbagua.traces import perfetto
+perfetto._FLUSH_EVERY_S = 0.0
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=0, world_size=1)
+ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+tb.attach(ddp, optimizer, "bytegrad", observers=[tb.traces.PerfettoTrace(sys.argv[1])])
+for step in range(51):
+    if step == 50:
+        time.sleep(1)  # what is half a second old is handed to the writer
+    ddp(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+time.sleep(0.5)
+{end}
+"""
+
+
+@pytest.mark.parametrize(("end", "status"), [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("", 0)])
+def test_a_process_that_does_not_detach_loses_next_to_nothing(tmp_path: Path, end: str, status: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(KILLED.format(end=end))
+    command = [sys.executable, str(script), str(tmp_path / "trace"), str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == status, done.stderr
+    rows = RankFile(tmp_path / "trace" / "rank0.json.gz").rows()
+    assert sum(row.get("cat") == "step" for row in rows) == 51
+
+
+def test_two_traces_at_once_need_two_paths(tmp_path: Path) -> None:
+    def body(group: dist.ProcessGroup) -> list[str]:
+        attached = []
+        for _ in range(2):
+            ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            attached.append(tb.attach(ddp, optimizer, "bytegrad", observers=[tb.traces.PerfettoTrace(tmp_path)]))
+            ddp(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        for attachment in attached:
+            attachment.detach()
+        return [str(attachment.summary()) for attachment in attached]
+
+    with pytest.warns(RuntimeWarning, match="(?s)another PerfettoTrace is writing '.*rank0.json.gz'; give each a path"):
+        (first, second) = run_ranks(1, body)[0]
+    assert "another PerfettoTrace" not in first
+    assert "another PerfettoTrace" in second
+    assert RankFile(tmp_path / "rank0.json.gz").summary().figures.num_steps == 1
+
+
+def test_behind_the_plain_hook_no_thread_outlives_the_trace(tmp_path: Path) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+        traces = [tb.traces.PerfettoTrace(tmp_path), tb.traces.TensorBoardTrace(tmp_path)]
+        impl = tb.ByteGradAlgorithm().reify(group, observers=traces)
+        ddp.register_comm_hook(impl, tb.comm_hook)
+        for _ in range(3):
+            ddp(torch.ones(2, 4)).sum().backward()
+
+    def threads() -> list[str]:
+        names = [thread.name for thread in threading.enumerate()]
+        return [name for name in names if "PerfettoTrace" in name or "TensorBoardTrace" in name]
+
+    before = len(threads())
+    run_ranks(2, body)
+    DistributedDataParallel._active_ddp_module = None  # torch 2.13 keeps the last one
+    deadline_s = time.monotonic() + 20
+    while len(threads()) > before and time.monotonic() < deadline_s:
+        gc.collect()
+        time.sleep(0.05)
+    assert len(threads()) == before
+    for rank in range(2):
+        assert RankFile(tmp_path / f"rank{rank}.json.gz").is_whole
+
+
+FULL = """
+import resource, sys, warnings
+sys.path.insert(0, sys.argv[2])
+import torchbagua as tb
+from tracing import train_traced
+kinds = {"perfetto": tb.traces.PerfettoTrace, "tensorboard": lambda path: tb.traces.TensorBoardTrace(path, 1)}
+observers = {}
+
+def observe(group):
+    observers[group.rank()] = kinds[sys.argv[1]](sys.argv[3])
+    return [observers[group.rank()]]
+
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8000, most))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    attachments = train_traced(2, "bytegrad", observe, num_steps=400)
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+for one in caught:
+    if "torchbagua" in str(one.message):
+        print("WARNING", str(one.message).splitlines()[0])
+print(attachments[0].summary())
+"""
+
+
+@pytest.mark.parametrize(("kind", "num_warnings"), [("perfetto", 2), ("tensorboard", 1)])
+def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path, kind: str, num_warnings: int) -> None:
+    """A limit on the size of files stands for a disk that fills: writing raises OSError in the same places."""
+    script = tmp_path / "train.py"
+    script.write_text(FULL)
+    command = [sys.executable, str(script), kind, str(Path(__file__).parent), str(tmp_path / "trace")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env={**os.environ})
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
+    assert len(told) == num_warnings, done.stdout
+    name = {"perfetto": "PerfettoTrace", "tensorboard": "TensorBoardTrace"}[kind]
+    assert all(f"the observer {name} failed in step" in line for line in told)
+    assert f"{name} stopped in step" in done.stdout
+    assert "File too large" in done.stdout
+    assert "Traceback" not in done.stdout
+    assert "atexit" not in done.stderr
+    steps = [line.split()[1] for line in done.stdout.splitlines() if line[:6].strip() == "0"]
+    assert steps == ["400"], "training went on to its end"
