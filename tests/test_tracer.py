@@ -95,7 +95,7 @@ def test_sampled_values_are_right() -> None:
         state = attachment.impl.state_dict()
         for kind, name in (("sent", "residual of what is sent"), ("mean", "residual of the mean")):
             norm = sum(event.values.get(name, 0.0) ** 2 for event in measured) ** 0.5
-            expected = torch.cat([values.flatten() for values in state[kind].values()]).norm().item()
+            expected = torch.cat([values.flatten() for values in state[kind].values()]).double().norm().item()
             assert norm == pytest.approx(expected, rel=1e-5)  # summed in another order
         for event in measured:
             if "encoded" in event.values:
@@ -280,7 +280,7 @@ def test_residuals_are_those_after_the_last_of_several_backward_passes() -> None
         held = [values.flatten() for kind in ("sent", "mean") for values in state[kind].values()]
         norm = summary.figures.residual_norm
         assert norm is not None
-        return norm, torch.cat(held).norm().item()
+        return norm, torch.cat(held).double().norm().item()
 
     for told, held in run_ranks(2, body):
         assert told == pytest.approx(held, rel=1e-5)  # summed in another order
