@@ -63,6 +63,13 @@ def test_figures_of_a_step() -> None:
     assert figures.residual_norm == pytest.approx(4.0), "of a step, however many were sampled"
 
 
+def test_the_peer_of_the_last_mean_is_the_current_one() -> None:
+    figures = Figures()
+    means = [CommEvent("reduce", start, start + 1, peers=(peer,)) for start, peer in ((0, 2), (5, 3))]
+    figures.add([*means, CommEvent("step", 0, 10)])
+    assert figures.latest == {"peer": 3}
+
+
 def test_figures_of_nothing() -> None:
     figures = Figures()
     assert (figures.bits_per_element, figures.ratio, figures.gbit_per_s, figures.overlap) == (0.0, 0.0, 0.0, 1.0)

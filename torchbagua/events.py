@@ -50,7 +50,7 @@ class CommEvent(NamedTuple):
     ranks: tuple[int, ...] = ()
     """The members of that group, as ranks of the group that trains."""
     peers: tuple[int, ...] = ()
-    """The rank that a message goes to or comes from."""
+    """The rank that a message goes to or comes from; of "reduce", the one peer, where a mean is taken with one."""
     message: int = 0
     """The number of a message among those between these two ranks in this group, the same on both."""
     num_elements: int = 0

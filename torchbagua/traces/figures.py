@@ -35,7 +35,7 @@ class Figures:
         bytes_sent, bytes_received: on the wire, without headers of the transport.
         num_elements: of what was sent.
         bucket_ns: for each bucket of each step.
-        latest: by name, the last value that was told of; and `peer`, where messages go to one peer at a time.
+        latest: by name, the last value that was told of; and `peer`, where a mean is taken with one.
     """
 
     def __init__(self) -> None:
@@ -52,14 +52,13 @@ class Figures:
         """Add events up to the end of a step."""
         spans: dict[str, list[tuple[int, int]]] = {"communication": [], "network": []}
         buckets: dict[str, list[tuple[int, int]]] = {}
-        peers = set()
         for event in events:
             self.bytes_sent += event.bytes_sent
             self.bytes_received += event.bytes_received
             if event.phase == "send":
                 self.num_elements += event.num_elements
-                if event.operation == "peer_exchange":
-                    peers.add(event.peers[0])
+            elif event.phase == "reduce" and event.peers:
+                self.latest["peer"] = event.peers[0]
             span = (event.start_ns, event.end_ns)
             self.phase_ns[event.phase] += event.end_ns - event.start_ns
             if event.phase in _COMMUNICATION:
@@ -80,8 +79,6 @@ class Figures:
         self.communication_ns += busy_ns(spans["communication"])
         self.network_ns += busy_ns(spans["network"])
         self.bucket_ns += map(busy_ns, buckets.values())
-        if len(peers) == 1:
-            self.latest["peer"] = peers.pop()
 
     def _add_measured(self, event: CommEvent) -> None:
         self._encoded_squared += event.values.get("encoded", 0.0) ** 2
