@@ -51,6 +51,23 @@ constexpr int kUnusableMagnitude = 0x7e800000;
 TORCHBAGUA_ELEMENT float smaller(float a, float b) { return b < a ? b : a; }
 TORCHBAGUA_ELEMENT float larger(float a, float b) { return b > a ? b : a; }
 
+// The same where the first argument is a number, and the two are not zeros of opposite sign: one instruction on a GPU.
+TORCHBAGUA_ELEMENT float min_number(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return fminf(a, b);
+#else
+  return smaller(a, b);
+#endif
+}
+
+TORCHBAGUA_ELEMENT float max_number(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return fmaxf(a, b);
+#else
+  return larger(a, b);
+#endif
+}
+
 // For values that come of a float operation: g++ makes that conditional in `condition ? a : b`, and as it might trap
 // the loop around it is not vectorised.
 TORCHBAGUA_ELEMENT unsigned int select(bool condition, unsigned int a, unsigned int b) {

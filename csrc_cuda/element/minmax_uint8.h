@@ -56,7 +56,7 @@ TORCHBAGUA_ELEMENT Coder make_coder(Header header) {
   const float inverse = narrow ? 0.0f : 255.0f / range;
   const float step = narrow ? 0.0f : range / 255.0f;
   const float lowest = round_half_even((header.max - pivot) * inverse) - 255.0f;
-  return Coder{header.min, header.max, pivot, inverse, step, lowest};
+  return Coder{header.min, header.max + 0.0f, pivot, inverse, step, lowest};  // no -0, see dequantize_steps
 }
 
 // `value` must lie in the block that the coder's header describes, and the header be usable.
@@ -65,13 +65,18 @@ TORCHBAGUA_ELEMENT unsigned char quantize(float value, const Coder& coder) {
   const float lowest = coder.lowest + kRoundingShift;
   const float highest = lowest + 255.0f;
   const float shifted = (value - coder.pivot) * coder.inverse + kRoundingShift;
-  const float clamped = smaller(larger(shifted, lowest), highest);
+  const float clamped = min_number(max_number(shifted, lowest), highest);
   return static_cast<unsigned char>(bits_of(clamped) - bits_of(lowest));
 }
 
+// A value from its code plus coder.lowest, which is an integer and exact however it is formed. The header must be
+// usable on a GPU: then the value is a number, and it is not -0, since the pivot is not.
+TORCHBAGUA_ELEMENT float dequantize_steps(float steps, const Coder& coder) {
+  return min_number(max_number(coder.pivot + steps * coder.step, coder.min), coder.max);
+}
+
 TORCHBAGUA_ELEMENT float dequantize(unsigned char code, const Coder& coder) {
-  const float value = coder.pivot + (static_cast<float>(code) + coder.lowest) * coder.step;
-  return smaller(larger(value, coder.min), coder.max);
+  return dequantize_steps(static_cast<float>(code) + coder.lowest, coder);
 }
 
 }  // namespace torchbagua

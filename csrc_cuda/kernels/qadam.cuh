@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../element/qadam.h"
+#include "vector.cuh"
 
 namespace torchbagua::cuda {
 
@@ -30,18 +31,6 @@ struct QAdamLaunch {
   int chunk_elements;  // at most 2^30; a multiple of 8 leaves the chunks of aligned tensors aligned
 };
 
-// Elements that one instruction loads or stores.
-template <typename Element>
-struct alignas(16) Vector {
-  static constexpr int kLength = 16 / sizeof(Element);
-  Element elements[kLength];
-};
-
-template <typename Element>
-__device__ __forceinline__ bool is_aligned(const Element* pointer) {
-  return reinterpret_cast<unsigned long long>(pointer) % alignof(Vector<Element>) == 0;
-}
-
 // Adds to a pointer in 64 bits, for tensors of more than 2^31 elements; within a chunk 32 are enough, and faster.
 template <typename Element>
 __device__ __forceinline__ QAdamTensors<Element> skip(QAdamTensors<Element> tensors, long long num_elements) {
@@ -56,8 +45,9 @@ __device__ __forceinline__ QAdamTensors<Element> skip(QAdamTensors<Element> tens
 // The whole vectors of a chunk; returns how many elements they are.
 template <typename Element>
 __device__ __forceinline__ int update_vectors(const QAdamStep& step, const QAdamTensors<Element>& of, int length) {
-  using V = Vector<Element>;
-  const int num_vectors = length / V::kLength;
+  constexpr int kWidth = kVectorBytes / sizeof(Element);
+  using V = Vector<Element, kWidth>;
+  const int num_vectors = length / kWidth;
   for (int i = threadIdx.x; i < num_vectors; i += blockDim.x) {
     V& weight_place = reinterpret_cast<V*>(of.weight)[i];
     V& momentum_place = reinterpret_cast<V*>(of.momentum)[i];
@@ -65,21 +55,22 @@ __device__ __forceinline__ int update_vectors(const QAdamStep& step, const QAdam
     const V second_moment = reinterpret_cast<const V*>(of.second_moment)[i];
     V momentum = momentum_place, weight = weight_place;
 #pragma unroll  // indices known to the compiler keep the four vectors in registers
-    for (int k = 0; k < V::kLength; ++k) {
+    for (int k = 0; k < kWidth; ++k) {
       torchbagua::qadam_update(step, gradient.elements[k], second_moment.elements[k], momentum.elements[k],
                                weight.elements[k]);
     }
     momentum_place = momentum;
     weight_place = weight;
   }
-  return num_vectors * V::kLength;
+  return num_vectors * kWidth;
 }
 
 // By the threads of one block.
 template <typename Element>
 __device__ __forceinline__ void update_chunk(const QAdamStep& step, const QAdamTensors<Element>& of, int length) {
-  const bool vectors_fit =
-      is_aligned(of.weight) && is_aligned(of.gradient) && is_aligned(of.momentum) && is_aligned(of.second_moment);
+  constexpr int kWidth = kVectorBytes / sizeof(Element);
+  const bool vectors_fit = is_aligned<kWidth>(of.weight) && is_aligned<kWidth>(of.gradient) &&
+                           is_aligned<kWidth>(of.momentum) && is_aligned<kWidth>(of.second_moment);
   const int done = vectors_fit ? update_vectors(step, of, length) : 0;
   for (int i = done + threadIdx.x; i < length; i += blockDim.x) {
     torchbagua::qadam_update(step, of.gradient[i], of.second_moment[i], of.momentum[i], of.weight[i]);

@@ -1,0 +1,125 @@
+// What the CUDA kernels of block-wise codecs share: who works on which block, and how threads hold a part of one.
+//
+// A thread block takes one block of the table after the other. It holds a tile of it in registers: a block that is no
+// longer than a tile is read once and written once. Nothing here needs a header but those of csrc_cuda/element: nvcc
+// and NVRTC compile it as it is, with --fmad=false.
+#pragma once
+
+#include "../element/casts.h"
+#include "vector.cuh"
+
+namespace torchbagua::cuda {
+
+constexpr int kThreads = 128;
+constexpr int kWarpThreads = 32;
+constexpr int kWarps = kThreads / kWarpThreads;
+constexpr int kThreadElements = 16;
+constexpr int kTile = kThreads * kThreadElements;
+
+// A row of the block table; torchbagua/native/schema.py has the meaning of its fields.
+struct Block {
+  long long start;
+  long long length;
+  long long header;
+  long long payload;
+};
+
+// Pass kAnyStart for the number of elements where no x is indexed.
+constexpr long long kAnyStart = -1;
+
+__device__ __forceinline__ bool lies_within(long long first, long long length, long long size) {
+  return first >= 0 && length >= 0 && length <= size && first <= size - length;  // `first + length` might overflow
+}
+
+// The content of a table is known on the device only: a row that leads out of x or of the wire ends the kernel, as an
+// index out of bounds ends torch's own.
+__device__ __forceinline__ void require_inside(const Block& block, int header_bytes, long long payload_bytes,
+                                               long long num_elements, long long wire_bytes) {
+  const bool x_holds_it = num_elements == kAnyStart || lies_within(block.start, block.length, num_elements);
+  if (block.length < 1 || block.header % 4 != 0 || !x_holds_it ||
+      !lies_within(block.header, header_bytes, wire_bytes) || !lies_within(block.payload, payload_bytes, wire_bytes)) {
+    __trap();
+  }
+}
+
+// Up to kTile elements of a block, as vectors of kWidth: thread t has the vectors t, t + kThreads, and so on.
+template <int kWidth>
+struct Tile {
+  long long first;  // element of the block
+  int num_vectors;
+
+  // Calls `body(i, v)` for every vector v of this thread, of which the elements stand at i in the thread's registers.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_vector(const Body& body) const {
+#pragma unroll  // indices known to the compiler keep arrays in registers
+    for (int j = 0; j < kThreadElements / kWidth; ++j) {
+      const int v = j * kThreads + static_cast<int>(threadIdx.x);
+      if (v < num_vectors) {
+        body(j * kWidth, v);
+      }
+    }
+  }
+};
+
+// The tile that begins at element `first` of a block. Its length must be a multiple of kWidth.
+template <int kWidth>
+__device__ __forceinline__ Tile<kWidth> tile_at(long long first, long long length) {
+  const long long rest = length - first;
+  return Tile<kWidth>{first, static_cast<int>(rest < kTile ? rest : kTile) / kWidth};
+}
+
+// A thread's elements of a tile.
+using Values = float[kThreadElements];
+
+// Calls `use(i, value)` for a thread's elements of a tile.
+template <int kWidth, typename Element, typename Use>
+__device__ __forceinline__ void for_each_loaded(const Tile<kWidth>& tile, const Element* block, const Use& use) {
+  const auto* vectors = reinterpret_cast<const Vector<Element, kWidth>*>(block + tile.first);
+  tile.for_each_vector([&](int i, int v) {
+    const Vector<Element, kWidth> vector = vectors[v];
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      use(i + k, to_float(vector.elements[k]));
+    }
+  });
+}
+
+template <int kWidth, typename Element>
+__device__ __forceinline__ void store_values(const Tile<kWidth>& tile, const Values& values, Element* block) {
+  auto* vectors = reinterpret_cast<Vector<Element, kWidth>*>(block + tile.first);
+  tile.for_each_vector([&](int i, int v) {
+    Vector<Element, kWidth> vector;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      from_float(values[i + k], vector.elements[k]);
+    }
+    vectors[v] = vector;
+  });
+}
+
+template <int kSize, typename Value>
+__device__ __forceinline__ void fill(Value (&array)[kSize], Value value) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    array[i] = value;
+  }
+}
+
+// The quotient by a power of two is the product with its reciprocal, to the bit: both round the same number.
+__device__ __forceinline__ void divide(Values& values, float divisor) {
+  const unsigned int exponent = bits_of(divisor) >> 23;
+  if ((bits_of(divisor) & 0x007fffffu) == 0 && 0 < exponent && exponent < 254) {
+    const float reciprocal = 1.0f / divisor;
+#pragma unroll
+    for (int i = 0; i < kThreadElements; ++i) {
+      values[i] *= reciprocal;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kThreadElements; ++i) {
+      values[i] /= divisor;
+    }
+  }
+}
+
+}  // namespace torchbagua::cuda

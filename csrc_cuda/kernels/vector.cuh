@@ -1,0 +1,18 @@
+// Several elements that one instruction loads or stores.
+#pragma once
+
+namespace torchbagua::cuda {
+
+constexpr int kVectorBytes = 16;  // the most
+
+template <typename Element, int kWidth>
+struct alignas(sizeof(Element) * kWidth) Vector {
+  Element elements[kWidth];
+};
+
+template <int kWidth, typename Element>
+__device__ __forceinline__ bool is_aligned(const Element* pointer) {
+  return reinterpret_cast<unsigned long long>(pointer) % (kWidth * sizeof(Element)) == 0;
+}
+
+}  // namespace torchbagua::cuda

@@ -1,0 +1,73 @@
+"""The CUDA kernels as functions of the host, see cuda_on_host.h: what they compute, without a GPU."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from source_tree import REPOSITORY
+
+CSRC = REPOSITORY / "csrc_cuda"
+KERNEL_FILES = sorted(path.name for path in (CSRC / "kernels").glob("*.cuh") if "__global__" in path.read_text())
+COMPILER = os.environ.get("CXX", "c++").split()
+OUTCOMES = ("done", "trapped", "stuck")
+
+
+def find_kernels(source: str) -> list[str]:
+    """The names of the kernels in a file."""
+    return re.findall(r"\b(torchbagua_\w+)\(", source)
+
+
+class HostKernels:
+    """A compiled library of kernels.
+
+    Args:
+        library: made by `compile_kernels`.
+    """
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+
+    def run(self, kernel: str, *arguments: Any, blocks: range, num_blocks: int, num_threads: int) -> str:
+        """Run `blocks` of a grid of `num_blocks`; return how that ended, one of OUTCOMES.
+
+        Args:
+            kernel: its name.
+            arguments: tensors, whose addresses are handed over; int for long long, float, and ctypes structures.
+        """
+        address = ctypes.c_void_p.in_dll(self._library, f"host_{kernel}").value
+        assert address
+        values = [_as_c(argument) for argument in arguments]
+        function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint] * 4, *map(type, values))(address)
+        return OUTCOMES[function(blocks.start, blocks.stop, num_blocks, num_threads, *values)]
+
+
+def _as_c(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, int):
+        return ctypes.c_longlong(argument)
+    return ctypes.c_float(argument) if isinstance(argument, float) else argument
+
+
+def compile_kernels(folder: Path) -> HostKernels:
+    """Compile all kernels for the host; skips the test where there is no compiler."""
+    if shutil.which(COMPILER[0]) is None:
+        pytest.skip(f"there is no C++ compiler ({COMPILER[0]} is not on PATH)")
+    lines = [f'#include "{Path(__file__).with_name("cuda_on_host.h")}"']
+    for file in KERNEL_FILES:
+        lines.append(f'#include "kernels/{file}"')
+        for kernel in find_kernels((CSRC / "kernels" / file).read_text()):
+            run = f"cuda_on_host::Host<&torchbagua::cuda::{kernel}>::run"
+            lines.append(f'extern "C" {{ auto* host_{kernel} = &{run}; }}')
+    (folder / "main.cpp").write_text("\n".join(lines) + "\n")
+    command = [*COMPILER, "-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC"]
+    command += ["-Wall", "-Werror", "-Wno-unknown-pragmas", f"-I{CSRC}", "main.cpp", "-o", "kernels.so"]
+    subprocess.run(command, cwd=folder, check=True, timeout=200)
+    return HostKernels(folder / "kernels.so")

@@ -1,0 +1,186 @@
+"""The CUDA kernels of MinMaxUInt8, on the host: the bytes of the reference for any values, addresses and lengths."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from host_kernels import HostKernels, compile_kernels
+from native_codecs import DTYPES, KINDS, MINMAX_UINT8, assert_same_values, hostile_values, lay_out, num_elements
+from torchbagua.native import reference
+
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+NUM_THREADS = 128
+TILE = 2048  # elements that a thread block holds
+GRID = 3  # fewer than the blocks of most tables: a thread block takes several
+LENGTHS = [1, 7, 16, 130, TILE - 8, TILE, TILE, TILE + 1, 2 * TILE + 24]
+GUARD = 64  # bytes before and after what a kernel may touch
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return compile_kernels(tmp_path_factory.mktemp("cuda_on_host"))
+
+
+class Guarded:
+    """A copy of a tensor that begins `shift` elements beyond an address that all vectors fit, between guards."""
+
+    def __init__(self, tensor: Tensor, shift: int) -> None:
+        guard = GUARD // tensor.element_size()
+        self._memory = torch.full((tensor.numel() + 2 * guard + shift,), 7, dtype=tensor.dtype)
+        assert self._memory.data_ptr() % 64 == 0
+        self._inside = slice(guard + shift, guard + shift + tensor.numel())
+        self.tensor = self._memory[self._inside].view(tensor.shape)
+        self.tensor.copy_(tensor)
+
+    def is_intact(self) -> bool:
+        """Return whether the guards are as they were."""
+        outside = self._memory.clone()
+        outside[self._inside] = 7
+        return bool((outside == 7).all())
+
+
+def run(kernels: HostKernels, name: str, *arguments: object) -> str:
+    return kernels.run(
+        f"torchbagua_minmax_uint8_{name}", *arguments, blocks=range(GRID), num_blocks=GRID, num_threads=NUM_THREADS
+    )
+
+
+def tables() -> list[tuple[Tensor, int]]:
+    """Of blocks in any order with gaps, and of aligned ones as most layouts have them; with their wires' bytes."""
+    dense = torch.tensor([[i * TILE, TILE, 8 * i, 32 + i * TILE] for i in range(4)])
+    return [lay_out(MINMAX_UINT8, LENGTHS, seed=3), (dense, 32 + 4 * TILE)]
+
+
+def values_of(kind: str, table: Tensor) -> Tensor:
+    """Such values in every block, of a seed of its own."""
+    x = torch.zeros(num_elements(table))
+    for seed, (start, length, *_) in enumerate(table.tolist()):
+        x[start : start + length] = hostile_values(kind, length, seed)
+    return x
+
+
+def wires(kinds: tuple[str, ...], table: Tensor, wire_bytes: int) -> Tensor:
+    """One for each kind of values, and one of any bytes."""
+    rows = torch.randint(0, 256, (len(kinds) + 1, wire_bytes), dtype=torch.uint8)
+    for kind, row in zip(kinds, rows, strict=False):
+        reference.minmax_uint8_encode(values_of(kind, table), table, row)
+    return rows
+
+
+SHIFTS = [(0, 0), (1, 0), (0, 1), (0, 4), (3, 8)]  # elements of x, bytes of the wire
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_encode(kernels: HostKernels, dtype: torch.dtype, kind: str) -> None:
+    for (table, wire_bytes), (x_shift, wire_shift) in product(tables(), SHIFTS):
+        x = Guarded(values_of(kind, table).to(dtype), x_shift)
+        wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), wire_shift)
+        expected = torch.full_like(wire.tensor, 9)
+        reference.minmax_uint8_encode(x.tensor, table, expected)
+        name = f"encode_{NAMES[dtype]}"
+        assert run(kernels, name, x.tensor, len(x.tensor), table, len(table), wire.tensor, wire_bytes) == "done"
+        assert torch.equal(wire.tensor, expected)
+        assert wire.is_intact()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [*KINDS, "any wire"])
+def test_decode(kernels: HostKernels, dtype: torch.dtype, kind: str) -> None:
+    for (table, wire_bytes), (x_shift, wire_shift) in product(tables(), SHIFTS):
+        row = wires((kind,), table, wire_bytes)[0] if kind in KINDS else wires((), table, wire_bytes)[0]
+        wire = Guarded(row, wire_shift)
+        x = Guarded(torch.full((num_elements(table),), 9.0, dtype=dtype), x_shift)
+        expected = torch.full_like(x.tensor, 9.0)
+        reference.minmax_uint8_decode(wire.tensor, table, expected)
+        name = f"decode_{NAMES[dtype]}"
+        assert run(kernels, name, wire.tensor, wire_bytes, table, len(table), x.tensor, len(x.tensor)) == "done"
+        assert_same_values(x.tensor, expected)
+        assert x.is_intact()
+
+
+SENDERS = {
+    "one": ("scaled",),
+    "eight": ("scaled", "finite bits", "constant", "zeros", "subnormal", "offset", "one sign", "scaled"),
+    "forty": ("scaled", "offset", "subnormal", "zeros") * 10,
+    "one not finite": ("scaled", "one not finite", "offset"),
+}
+DIVISORS = [1.0, 8.0, 3.0, 2.0**-126, 1e38]
+
+
+@pytest.mark.parametrize(
+    ("senders", "divisor"), [*(("eight", divisor) for divisor in DIVISORS), *((name, 40.0) for name in SENDERS)]
+)
+def test_means(kernels: HostKernels, senders: str, divisor: float) -> None:
+    for (table, wire_bytes), shift in product(tables(), (0, 1)):
+        rows = Guarded(wires(SENDERS[senders], table, wire_bytes)[:-1], shift)
+        shape = (*rows.tensor.shape, divisor, table, len(table))
+
+        wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), shift)
+        expected = torch.full_like(wire.tensor, 9)
+        reference.minmax_uint8_decode_mean_encode(rows.tensor, table, divisor, expected)
+        assert run(kernels, "decode_mean_encode", rows.tensor, *shape, wire.tensor) == "done"
+        assert torch.equal(wire.tensor, expected)
+        assert wire.is_intact()
+
+        x = Guarded(torch.full((num_elements(table),), 9.0), shift)
+        expected = torch.full_like(x.tensor, 9.0)
+        reference.minmax_uint8_decode_mean(rows.tensor, table, divisor, expected)
+        assert run(kernels, "decode_mean", rows.tensor, *shape, x.tensor, len(x.tensor)) == "done"
+        assert_same_values(x.tensor, expected)
+        assert x.is_intact()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_encode_feedback(kernels: HostKernels, kind: str) -> None:
+    for (table, wire_bytes), shifts in product(tables(), [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 4)]):
+        values = values_of(kind, table)
+        x, residual = Guarded(values, shifts[0]), Guarded(values.flip(0) / 256, shifts[1])
+        left_out = Guarded(torch.full_like(values, 9.0), shifts[2])
+        wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), shifts[3])
+        expected = torch.full_like(wire.tensor, 9), torch.full_like(values, 9.0)
+        reference.minmax_uint8_encode_feedback(x.tensor, residual.tensor, table, *expected)
+        places = (len(values), table, len(table), wire.tensor, wire_bytes, left_out.tensor)
+        assert run(kernels, "encode_feedback", x.tensor, residual.tensor, *places) == "done"
+        assert torch.equal(wire.tensor, expected[0])
+        assert_same_values(left_out.tensor, expected[1])
+        assert wire.is_intact()
+        assert left_out.is_intact()
+
+
+OUTSIDE_X = [(1, 100, 0, 8), (-1, 100, 0, 8), (2**62, 100, 0, 8)]
+OUTSIDE_WIRE = [(0, 100, 2, 8), (0, 100, 104, 8), (0, 100, -4, 8), (0, 100, 0, 9), (0, 100, 0, -1)]
+NO_LENGTH = [(0, 0, 0, 8), (0, -1, 0, 8), (0, 2**62, 0, 8)]
+
+
+@pytest.mark.parametrize("row", [*OUTSIDE_X, *OUTSIDE_WIRE, *NO_LENGTH])
+def test_a_block_outside_its_tensors_traps(kernels: HostKernels, row: tuple[int, ...]) -> None:
+    x, wire = torch.zeros(100), torch.zeros(108, dtype=torch.uint8)
+    for table, outcome in ((torch.tensor([[0, 100, 0, 8]]), "done"), (torch.tensor([row]), "trapped")):
+        assert run(kernels, "encode_float32", x, 100, table, 1, wire, 108) == outcome
+        assert run(kernels, "decode_float32", wire, 108, table, 1, x, 100) == outcome
+        if row not in OUTSIDE_X:
+            assert run(kernels, "decode_mean_encode", wire, 1, 108, 1.0, table, 1, wire.clone()) == outcome
+
+
+def test_an_empty_table_does_nothing(kernels: HostKernels) -> None:
+    assert run(kernels, "encode_float32", torch.zeros(1), 1, torch.zeros(0, 4), 0, torch.zeros(1), 1) == "done"
+
+
+def test_blocks_beyond_32_bits(kernels: HostKernels) -> None:
+    """The last block of 2^33 elements, of which only that block is in memory."""
+    before = 2**33
+    x, wire = torch.randn(TILE), torch.zeros(8 + TILE, dtype=torch.uint8)
+    table = torch.tensor([[before, TILE, before, before + 8]])
+    x_address, wire_address = x.data_ptr() - 4 * before, wire.data_ptr() - before
+    sizes = (before + TILE, before + 8 + TILE)
+    expected = torch.zeros_like(wire)
+    reference.minmax_uint8_encode(x, torch.tensor([[0, TILE, 0, 8]]), expected)
+    assert run(kernels, "encode_float32", x_address, sizes[0], table, 1, wire_address, sizes[1]) == "done"
+    assert torch.equal(wire, expected)
+    assert run(kernels, "decode_float32", wire_address, sizes[1], table, 1, x_address, sizes[0]) == "done"
+    decoded = torch.zeros(TILE)
+    reference.minmax_uint8_decode(expected, torch.tensor([[0, TILE, 0, 8]]), decoded)
+    assert torch.equal(x, decoded)
