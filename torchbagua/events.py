@@ -42,7 +42,8 @@ class CommEvent(NamedTuple):
     algorithm: str = ""
     """The class of the algorithm, by name."""
     operation: str = ""
-    """The exchange that it is part of: "all_to_all", "all_gather", "peer_exchange"; of small numbers, "agreement"."""
+    """The exchange that it is part of: "all_to_all", "all_gather", "all_reduce" (NCCL's), "peer_exchange"; of small
+    numbers, "agreement"."""
     bucket: str = ""
     """The bucket that it served, by name; of an agreement, what it is about."""
     scope: str = ""

@@ -1,4 +1,4 @@
-"""The lane: one thread that runs an algorithm's communication in one order, beside the training thread."""
+"""The lane: what runs an algorithm's communication in one order, beside the training thread."""
 
 import atexit
 import queue
@@ -12,6 +12,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from torchbagua.side_stream import SideStream
+
 T = TypeVar("T")
 
 
@@ -20,6 +22,9 @@ class Lane:
 
     All ranks submit the same jobs in the same order, so whatever the jobs send is matched. A job that raises ends the
     lane, since the jobs behind it would pair with different jobs of other ranks: they all fail with the same error.
+
+    Once tensors of a GPU are known to be worked on (`use_gpu`), all is done on one stream of it: after what the
+    submitting thread's stream has done by then, and before what the stream of a thread does that waits for the job.
 
     Args:
         name: of the thread.
@@ -34,6 +39,7 @@ class Lane:
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._worker = _Worker(on_failure, waiting)
+        self._side: SideStream | None = None
         self._name = name
         self._lock = threading.Lock()  # nothing is queued behind the stop
         self._thread: threading.Thread | None = None
@@ -44,6 +50,28 @@ class Lane:
         # A thread that the interpreter's end finds within gloo would abort the process.
         self._close_at_exit = partial(_close, weakref.ref(self))
         self._interrupt: weakref.WeakMethod[Callable[[], None]] | None = None
+
+    def use_gpu(self, device: torch.device) -> None:
+        """Make known that jobs from now on work on tensors of this GPU, the same each time."""
+        if self._side is None:
+            self._side = SideStream(device)
+
+    def enqueue(self, run: Callable[[], torch.Tensor]) -> "torch.futures.Future[torch.Tensor]":
+        """Run `run` at once, on this thread and the lane's stream: it only launches kernels and NCCL's collectives.
+
+        Returns:
+            A future of what it returns, whose waiter's stream waits for the lane's.
+
+        Raises:
+            RuntimeError: the lane is closed.
+        """
+        assert self._side is not None, "use_gpu comes first"
+        if not self._stop.alive:
+            raise RuntimeError(f"torchbagua: {self._name} is closed")
+        future = self._side.new_future()
+        with self._side.after(self._side.mark()):
+            future.set_result(run())
+        return future
 
     def submit(self, run: Callable[[], T]) -> "torch.futures.Future[T]":
         """Queue `run`; the future completes with what it returns, or raises a RuntimeError that names its error.
@@ -73,7 +101,7 @@ class Lane:
                 atexit.register(self._close_at_exit)
             if interrupt is not None:
                 self._interrupt = weakref.WeakMethod(interrupt)
-            return self._worker.submit(run)
+            return self._worker.submit(run, self._side)
 
     def close(self) -> None:
         """Finish the queued jobs and end the thread; waits as long as the job that is running may wait."""
@@ -110,11 +138,15 @@ class Job(Generic[T]):
         future: the same for torch, which makes a RuntimeError of whatever is raised.
     """
 
-    def __init__(self, run: Callable[[], T], waiting: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, run: Callable[[], T], waiting: Callable[[], AbstractContextManager[None]], side: SideStream | None
+    ) -> None:
         self._run = run
         self._waiting = waiting
+        self._side = side
+        self._ready = None if side is None else side.mark()
         self._failure: BaseException | None = None
-        self._done: torch.futures.Future[None] = torch.futures.Future()
+        self._done: torch.futures.Future[Any] = torch.futures.Future() if side is None else side.new_future()
         # Not Future.set_exception, which casts its value to a tensor and garbles the message.
         self.future: torch.futures.Future[T] = self._done.then(self._result)
 
@@ -124,23 +156,28 @@ class Job(Generic[T]):
 
     def result(self) -> T:
         """Wait until it is done, and return what it returned or raise what it raised."""
-        if not self._done.done():
-            with self._waiting():
-                self._done.wait()
+        with nullcontext() if self._done.done() else self._waiting():
+            self._done.wait()  # this thread's stream too, where there is one
         return self._result(self._done)
 
     def run(self) -> None:
         """Run it; on the lane's thread."""
-        self._value = self._run()
-        del self._run  # and what it holds
-        self._done.set_result(None)
+        if self._side is None or self._ready is None:
+            self._value = self._run()
+            del self._run  # and what it holds
+            self._done.set_result(None)
+            return
+        with self._side.after(self._ready):
+            self._value = self._run()
+            del self._run
+            self._done.set_result(self._side.token)
 
     def fail(self, error: BaseException) -> None:
         """Make `error` what it raises."""
         self._failure = error
         self._done.set_result(None)
 
-    def _result(self, _: "torch.futures.Future[None]") -> T:
+    def _result(self, _: "torch.futures.Future[Any]") -> T:
         if self._failure is not None:
             raise self._failure
         return self._value
@@ -156,8 +193,8 @@ class _Worker:
         self._lock = threading.Lock()  # between a job that is queued and the failure after which none runs
         self._failure: BaseException | None = None
 
-    def submit(self, run: Callable[[], T]) -> Job[T]:
-        job = Job(run, self._waiting)
+    def submit(self, run: Callable[[], T], side: SideStream | None) -> Job[T]:
+        job = Job(run, self._waiting, side)
         with self._lock:
             if self._failure is None:
                 self._jobs.put(job)

@@ -115,7 +115,7 @@ class ModelAveragingImpl(AlgorithmImpl):
         tensors = [tensor for tensor in tensors if tensor.name not in self.ignored_names]
         for tensor in tensors:
             kind = "parameter" if _is_parameter(tensor) else "buffer"
-            check_elements(f"{type(self).__name__}: {kind} {tensor.name}", tensor.parameter)
+            check_elements(f"{type(self).__name__}: {kind} {tensor.name}", tensor.parameter, device_types=("cpu",))
         self._averaged = {id(tensor.parameter): tensor.parameter for tensor in tensors if _is_parameter(tensor)}
         return [] if self.is_alone else tensors
 

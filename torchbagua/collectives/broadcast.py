@@ -20,7 +20,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor
     with torch.no_grad():
         for tensor in tensors:
             # As bytes, since gloo does not know every dtype; a copy, since weights need not be contiguous.
-            values = tensor.detach().contiguous().clone()
+            values = tensor.detach().contiguous().to("cpu", copy=True)
             try:
                 dist.broadcast(values.view(-1).view(torch.uint8), group_src=0, group=group)
             except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""One private gloo group, and what its ranks send each other."""
+"""One group of ranks, and what they send each other: over a private gloo group, or over NCCL."""
 
 import time
 from collections import Counter
@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from torchbagua.collectives.private_groups import gloo_group
+from torchbagua.collectives.staging import Staging
 from torchbagua.events import Phase
 from torchbagua.tracer import Span, Tracer
-
-_CPU = torch.device("cpu")
 
 # A shorter message tells little of a link's rate: it may be gone in one burst.
 SMALL_MESSAGE_BYTES = 1 << 18
@@ -26,7 +26,7 @@ class CommunicationError(RuntimeError):
 
 class _Pending(NamedTuple):
     work: dist.Work
-    num_bytes: int
+    tensor: torch.Tensor
     posted_s: float
 
 
@@ -34,7 +34,8 @@ class Communicator:
     """A group of ranks that exchange tensors among themselves and nobody else on these connections.
 
     The gloo group is private (DDP communicates on the user's group from its own thread, and two users of one gloo group
-    can deadlock), and every use must come in the same order on all its ranks: one lane, one thread.
+    can deadlock), and every use must come in the same order on all its ranks: one lane, one thread. What lies on a GPU
+    passes through pinned memory of the host, unless `nccl` moves it.
 
     Args:
         store: the key-value store that all `ranks` share; `name` is the prefix of this group's keys in it.
@@ -44,12 +45,13 @@ class Communicator:
         scope: "world", "intra_node" or "inter_node", for events and errors.
         timeout: bound on every wait.
         tracer: hears of every phase of what is done over the group.
+        nccl: a group of the same ranks that exchanges tensors of GPUs, where there is one.
 
     Raises:
         CommunicationError: the ranks could not be connected within `timeout`.
 
     Attributes:
-        tracer: the same.
+        tracer, nccl: the same.
         link_bytes_per_s: for each rank, the best rate of a receive from it longer than SMALL_MESSAGE_BYTES, 0 before
             the first. Data are sent when their receive is posted and not before, so the link is at least as fast.
     """
@@ -64,19 +66,22 @@ class Communicator:
         scope: str,
         timeout: timedelta,
         tracer: Tracer,
+        nccl: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = tuple(ranks)
         self.scope = scope
         self.link_bytes_per_s = [0.0] * len(ranks)
         self.tracer = tracer
+        self.nccl = nccl
+        self._staging = Staging()
         # A work holds the connections open, so what is posted and not waited for is kept where `close` ends it.
         self._pending: dict[tuple[int, Direction, int], _Pending] = {}
         self._scratch: dict[str, torch.Tensor] = {}
         self._num_messages: Counter[tuple[str, int]] = Counter()
         self._process_group: dist.ProcessGroup | None = None
         try:
-            self._process_group = _gloo_group(dist.PrefixStore(name, store), rank, len(ranks), timeout)
+            self._process_group = gloo_group(dist.PrefixStore(name, store), rank, len(ranks), timeout)
         except RuntimeError as error:
             raise CommunicationError(
                 f"torchbagua: the {scope} group of ranks {list(ranks)} could not be opened on rank {ranks[rank]} "
@@ -111,6 +116,14 @@ class Communicator:
             memory = self._scratch[role] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         return memory[:num_bytes]
 
+    def is_on_nccl(self, tensor: torch.Tensor) -> bool:
+        """Return whether NCCL moves tensors like this."""
+        return self.nccl is not None and tensor.is_cuda
+
+    def is_staged(self, tensor: torch.Tensor) -> bool:
+        """Return whether tensors like this pass through the host's memory."""
+        return tensor.is_cuda
+
     def post(self, direction: Direction, peer: int, tensor: torch.Tensor, *, tag: int, purpose: str) -> None:
         """Start to send `tensor` to `peer`, or to receive it from there; nothing where it is empty.
 
@@ -128,12 +141,17 @@ class Communicator:
             return
         # The backend itself: the torch group's methods take a detour through the dispatcher. Torch's stubs (2.13) do
         # not know that it has send and recv.
-        backend = self._open_group(purpose)._get_backend(_CPU)
+        backend = self._open_group(purpose)._get_backend(torch.device("cpu"))
         post = backend.recv if direction == "receiving from" else backend.send  # type: ignore[attr-defined]
-        assert (tag, direction, peer) not in self._pending
+        key = (tag, direction, peer)
+        assert key not in self._pending
+        on_host = tensor
+        if self.is_staged(tensor):
+            stage = self._staging.place if direction == "receiving from" else self._staging.copied
+            on_host = stage(key, tensor)
         posted_s = time.perf_counter()  # before data can flow
         try:
-            self._pending[tag, direction, peer] = _Pending(post([tensor], peer, tag), tensor.nbytes, posted_s)
+            self._pending[key] = _Pending(post([on_host], peer, tag), tensor, posted_s)
             return
         except RuntimeError as error:
             failure = str(error)
@@ -155,9 +173,12 @@ class Communicator:
         except RuntimeError as error:
             failure = str(error)
         else:
-            if direction == "receiving from" and pending.num_bytes > SMALL_MESSAGE_BYTES:
-                rate = pending.num_bytes / (time.perf_counter() - pending.posted_s)
-                self.link_bytes_per_s[peer] = max(self.link_bytes_per_s[peer], rate)
+            if direction == "receiving from":
+                if pending.tensor.nbytes > SMALL_MESSAGE_BYTES:
+                    rate = pending.tensor.nbytes / (time.perf_counter() - pending.posted_s)
+                    self.link_bytes_per_s[peer] = max(self.link_bytes_per_s[peer], rate)
+                if self.is_staged(pending.tensor):
+                    self._staging.bring((tag, direction, peer), pending.tensor)
             return
         del pending
         self._fail(direction, peer, purpose, failure)
@@ -195,12 +216,3 @@ class Communicator:
             f"torchbagua: {purpose} over the {self.scope} group failed on rank {self.ranks[self.rank]} {direction} "
             f"rank {self.ranks[peer]}: {failure}"
         )
-
-
-def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a gloo group that torch's registry does not know: `new_group` wants the whole world to take part."""
-    group = dist.ProcessGroup(store, rank, size)
-    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, backend)
-    return group

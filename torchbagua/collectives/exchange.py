@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, Communicator
+from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, CommunicationError, Communicator
 from torchbagua.tracer import NO_SPAN, Span
 
 # Exchanges of different operations may be under way at the same time.
@@ -34,6 +35,8 @@ class Exchange:
     receives are posted when the exchange is made.
 
     Ranks need not agree on whether to take turns: it decides when data moves, and not what moves.
+
+    What NCCL moves goes in one all-to-all, for which no host waits.
 
     Args:
         communicator: whose ranks exchange.
@@ -67,11 +70,12 @@ class Exchange:
             rounds = [(communicator.rank_after(distance), communicator.rank_before(distance)) for distance in distances]
         self._rounds = rounds
         sources = [source for _, source in rounds]
+        self._is_on_nccl = any(communicator.is_on_nccl(receives[source]) for source in sources)
         self._takes_turns = (
             max((receives[source].nbytes for source in sources), default=0) > SMALL_MESSAGE_BYTES
             and min(communicator.link_bytes_per_s[source] for source in sources) < _FAST_LINK_BYTES_PER_S
         )
-        self._num_posted = 0
+        self._num_posted = len(rounds) if self._is_on_nccl else 0
         if not self._takes_turns:
             self._post_receives(len(rounds))
 
@@ -94,6 +98,9 @@ class Exchange:
         Raises:
             CommunicationError: a peer is gone, or did not take part within the group's timeout.
         """
+        if self._is_on_nccl:
+            self._run_on_nccl(send, on_received)
+            return
         communicator = self._communicator
         sends: list[Span] = []
         for index, (target, _) in enumerate(self._rounds):
@@ -110,6 +117,30 @@ class Exchange:
         for (target, _), span in zip(self._rounds, sends, strict=True):
             communicator.wait("sending to", target, tag=self._tag, purpose=self._purpose)
             span.end()
+
+    def _run_on_nccl(self, send: Callable[[int], torch.Tensor], on_received: Callable[[int], None]) -> None:
+        """Do the same on the current stream, where the functions only launch kernels."""
+        sends = {target: send(target) for target, _ in self._rounds}
+        receives = {source: self._receives[source] for _, source in self._rounds}
+        nothing = next(iter(sends.values())).new_empty(0)
+        spans = [self._span("send", target, tensor) for target, tensor in sends.items()]
+        spans += [self._span("receive", source, tensor) for source, tensor in receives.items()]
+        for span in spans:
+            span.begin()
+        everybody = range(self._communicator.size)
+        try:
+            dist.all_to_all(
+                [receives.get(rank, nothing) for rank in everybody],
+                [sends.get(rank, nothing) for rank in everybody],
+                group=self._communicator.nccl,
+            )
+        except RuntimeError as error:
+            rank = self._communicator.ranks[self._communicator.rank]
+            raise CommunicationError(f"torchbagua: {self._purpose} failed on rank {rank}: {error}") from error
+        for span in spans:
+            span.end()
+        for source in receives:
+            on_received(source)
 
     @property
     def _tag(self) -> int:

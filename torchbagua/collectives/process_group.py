@@ -11,6 +11,7 @@ from torchbagua.collectives.agreement import Facts, check_agreement, exchange_fa
 from torchbagua.collectives.board import StoreBoard
 from torchbagua.collectives.clock import clock_of_machine, clock_offset
 from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.private_groups import has_nccl, nccl_group
 from torchbagua.events import ClockOffset, Observer, check_observers
 from torchbagua.tracer import Tracer
 from torchbagua.version import __version__
@@ -34,6 +35,8 @@ class BaguaProcessGroup:
         rank, size: own place in `process_group`, as in torch.
         nodes: node index of each rank, numbered in order of first appearance.
         node_ranks: for each node, its ranks in ascending order.
+        has_nccl: whether NCCL moves tensors of GPUs: over `process_group` itself, and private groups in and between
+            nodes.
         tracer: tells the observers, for whatever runs over the private groups.
         board: where ranks pin up texts for each other.
         compares_clocks: whether an observer of any rank needs to know how far the ranks' clocks are apart.
@@ -69,6 +72,7 @@ class BaguaProcessGroup:
         self.rank = process_group.rank()
         self.size = process_group.size()
         self.timeout = timeout or _timeout_of(process_group)
+        self.has_nccl = has_nccl(process_group)
         node_indices = None if nodes is None else _number_nodes(nodes)
         if node_indices is not None and len(node_indices) != self.size:
             raise ValueError(
@@ -114,14 +118,14 @@ class BaguaProcessGroup:
         shard = self.node_ranks[node].index(self.rank)
 
         def communicator(scope: str, key: str, ranks: list[int]) -> Communicator:
+            rank = ranks.index(self.rank)
+            nccl = None
+            if self.has_nccl:
+                own_store = dist.PrefixStore(f"{key}/nccl", store)
+                is_world = scope == "world"
+                nccl = process_group if is_world else nccl_group(own_store, rank, len(ranks), self.timeout)
             return Communicator(
-                store,
-                key,
-                rank=ranks.index(self.rank),
-                ranks=ranks,
-                scope=scope,
-                timeout=self.timeout,
-                tracer=self.tracer,
+                store, key, rank=rank, ranks=ranks, scope=scope, timeout=self.timeout, tracer=self.tracer, nccl=nccl
             )
 
         self.intra_node: Communicator | None = None

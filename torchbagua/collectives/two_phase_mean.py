@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import ErrorFeedback, Held
 from torchbagua.collectives.exchange import Contents, Exchange
@@ -42,6 +43,8 @@ def centralized_mean(
 ) -> Mean:
     """Return the function that averages a flat tensor over `group`, flat or with respect to nodes.
 
+    In full precision, and on GPUs with NCCL, that is NCCL's all-reduce, which knows of nodes itself.
+
     Args:
         group: who takes part.
         compressor: how what is sent looks; with `hierarchical`, what is sent between nodes.
@@ -59,6 +62,8 @@ def centralized_mean(
     divisor = float(group.size) if average else 1.0
     if group.size == 1:
         return _copy
+    if group.has_nccl and device.type == "cuda" and isinstance(compressor, Identity):
+        return AllReduceMean(group.world, dtype, device, divisor, bucket)
 
     def two_phase(communicator: Communicator, own_bounds_B: torch.Tensor, own_dtype: torch.dtype, start: int) -> Mean:
         result = TwoPhaseMean(communicator, compressor, own_bounds_B, own_dtype, device, divisor, bucket)

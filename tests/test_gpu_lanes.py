@@ -1,0 +1,220 @@
+"""What a GPU's lane does and in which order, told without a GPU: NCCL and CUDA's streams are played by the test."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchbagua as tb
+from ranks import run_ranks
+from torchbagua.collectives import staging, two_phase_mean
+from torchbagua.collectives.all_reduce_mean import AllReduceMean
+from torchbagua.collectives.communicator import Communicator
+from torchbagua.compressors import Identity, MinMaxUInt8
+from torchbagua.lane import Lane
+
+LENGTHS = (3000, 17, 1, 5000)
+
+
+def all_to_all_over_gloo(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """What NCCL does in one operation, of tensors of one type, some of them empty."""
+    assert group is not None
+    assert len({tensor.dtype for tensor in [*outputs, *inputs]}) == 1
+    pairs = list(enumerate(zip(outputs, inputs, strict=True)))
+    works = [dist.irecv(theirs, group=group, group_src=rank) for rank, (theirs, _) in pairs if theirs.numel()]
+    works += [dist.isend(mine, group=group, group_dst=rank) for rank, (_, mine) in pairs if mine.numel()]
+    for work in works:
+        work.wait()
+
+
+def is_of_a_gpu(_: Communicator, tensor: torch.Tensor) -> bool:
+    return tensor.dtype != torch.int64  # all but what ranks agree on
+
+
+def mean_of_ranks(compressor: Any, nodes: list[int], own_nccl: bool = False) -> list[torch.Tensor]:
+    """The mean that each of four ranks ends with, formed twice with the same memory."""
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        own = tb.BaguaProcessGroup(group, nodes=nodes)
+        for communicator in (own.world, own.intra_node, own.inter_node):
+            if own_nccl and communicator is not None:
+                communicator.nccl = communicator.process_group
+        mean = two_phase_mean.centralized_mean(
+            own,
+            compressor,
+            LENGTHS,
+            torch.float32,
+            torch.device("cpu"),
+            hierarchical=True,
+            average=True,
+            bucket="bucket 0",
+        )
+        for round_index in range(2):
+            x = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(10 * round_index + group.rank()))
+            mean(x)
+        own.close()
+        return x
+
+    return run_ranks(4, body)
+
+
+@pytest.mark.parametrize("compressor", [MinMaxUInt8(), MinMaxUInt8(block=None), Identity()], ids=str)
+@pytest.mark.parametrize("nodes", [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 1]], ids=str)
+def test_exchanges_over_nccl_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, compressor: Any, nodes: list[int]
+) -> None:
+    expected = mean_of_ranks(compressor, nodes)
+    calls = []
+
+    def counted(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+        calls.append(threading.current_thread().name)
+        all_to_all_over_gloo(outputs, inputs, group)
+
+    monkeypatch.setattr(Communicator, "is_on_nccl", is_of_a_gpu)
+    monkeypatch.setattr(dist, "all_to_all", counted)
+    found = mean_of_ranks(compressor, nodes, own_nccl=True)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert calls.count("rank 0") == 2 * {1: 2, 2: 4}[len(set(nodes))], "an all-to-all for each phase"
+
+
+class PlayedStream:
+    """A stream that does at once what is asked of it, and writes down when the host waits for it."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def synchronize(self) -> None:
+        self._log.append("host waits")
+
+    def record_event(self) -> "PlayedStream":
+        return self
+
+
+def test_messages_of_gpus_pass_through_memory_that_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = mean_of_ranks(MinMaxUInt8(), [0, 0, 0, 0])
+    log: list[str] = []
+    allocated: list[int] = []
+
+    def pinned(num_bytes: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        allocated.append(num_bytes)
+        return torch.zeros(num_bytes, dtype=dtype)
+
+    class Torch:
+        cuda = type("cuda", (), {"current_stream": staticmethod(lambda device: PlayedStream(log))})
+        uint8 = torch.uint8
+        empty = staticmethod(pinned)
+
+    monkeypatch.setattr(Communicator, "is_staged", is_of_a_gpu)
+    monkeypatch.setattr(staging, "torch", Torch)
+    found = mean_of_ranks(MinMaxUInt8(), [0, 0, 0, 0])
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    messages = 4 * 3 * 2  # four ranks, three peers, two phases
+    assert len(allocated) == 2 * messages, "one for each that is sent, and one for each that is received"
+    num_sent = 2 * messages
+    num_reused = messages  # in the second round a buffer waits until the first has been copied from it
+    assert len(log) == num_sent + num_reused
+
+
+class PlayedSideStream:
+    """Writes down what a lane asks of its stream."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+        self.token = torch.zeros(1)
+
+    def new_future(self) -> "torch.futures.Future[Any]":
+        return torch.futures.Future()
+
+    def mark(self) -> str:
+        self._log.append(f"marked on {threading.current_thread().name}")
+        return f"mark {len(self._log)}"
+
+    @contextmanager
+    def after(self, mark: str) -> Iterator[None]:
+        self._log.append(f"begins after {mark}")
+        yield
+        self._log.append("ends")
+
+
+@pytest.fixture
+def played() -> Iterator[tuple[Lane, list[str], Callable[[], torch.Tensor]]]:
+    log: list[str] = []
+    lane = Lane("lane", on_failure=lambda: None)
+    lane._side = PlayedSideStream(log)  # type: ignore[assignment]
+
+    def run() -> torch.Tensor:
+        log.append(f"runs on {threading.current_thread().name}")
+        return torch.ones(3)
+
+    yield lane, log, run
+    lane.close()
+
+
+def test_a_job_runs_on_the_side_stream_after_what_its_submitter_did(
+    played: tuple[Lane, list[str], Callable[[], torch.Tensor]],
+) -> None:
+    lane, log, run = played
+    own = threading.current_thread().name
+    job = lane.start(run)
+    assert job.result().sum() == 3
+    assert log == [f"marked on {own}", "begins after mark 1", "runs on lane", "ends"]
+    assert torch.equal(lane.submit(run).wait(), torch.ones(3))
+
+
+def test_what_is_enqueued_runs_at_once_on_the_callers_thread(
+    played: tuple[Lane, list[str], Callable[[], torch.Tensor]],
+) -> None:
+    lane, log, run = played
+    own = threading.current_thread().name
+    future = lane.enqueue(run)
+    assert log == [f"marked on {own}", "begins after mark 1", f"runs on {own}", "ends"]
+    assert torch.equal(future.value(), torch.ones(3))
+    assert not [thread for thread in threading.enumerate() if thread.name == "lane"]
+    lane.close()
+    with pytest.raises(RuntimeError, match="lane is closed"):
+        lane.enqueue(run)
+
+
+def test_a_job_that_fails_tells_its_waiter(played: tuple[Lane, list[str], Callable[[], torch.Tensor]]) -> None:
+    lane, _, _ = played
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        lane.start(fail).result()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("average", [True, False])
+def test_mean_in_full_precision_is_one_all_reduce(dtype: torch.dtype, average: bool) -> None:
+    size = 4
+    whole = torch.randint(-40, 41, (size, 1000), generator=torch.Generator().manual_seed(0)).to(dtype) / 8
+    expected = whole.float().sum(0) / (size if average else 1)
+    recorder = tb.traces.Recorder()
+
+    def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        own = tb.BaguaProcessGroup(group, observers=[recorder] if group.rank() == 0 else [])
+        own.world.nccl = own.world.process_group
+        divisor = float(size) if average else 1.0
+        mean = AllReduceMean(own.world, dtype, torch.device("cpu"), divisor, "bucket 0")
+        x, out = whole[group.rank()].clone(), torch.empty(1000, dtype=dtype)
+        mean(x, out)
+        assert torch.equal(x, whole[group.rank()])
+        mean(x)
+        own.close()
+        return x, out
+
+    for x, out in run_ranks(size, body):
+        assert torch.equal(x.float(), expected)
+        assert torch.equal(out.float(), expected)
+    messages = [(event.phase, event.operation, event.peers, event.wire_bytes) for event in recorder.events]
+    ring_bytes = 1000 * dtype.itemsize * 3 // 2
+    assert messages == [("receive", "all_reduce", (3,), ring_bytes), ("send", "all_reduce", (1,), ring_bytes)] * 2

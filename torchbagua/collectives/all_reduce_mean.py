@@ -1,0 +1,58 @@
+"""The mean in full precision of what NCCL moves: its own all-reduce, which knows the machine better than we do."""
+
+import torch
+import torch.distributed as dist
+
+from torchbagua.collectives.communicator import CommunicationError, Communicator
+
+
+class AllReduceMean:
+    """Mean (or sum) of a flat tensor on a GPU, on the current stream: the same bits on all ranks, in NCCL's own order.
+
+    Args:
+        communicator: over all ranks, with NCCL.
+        dtype, device: of the tensor.
+        divisor: the number of ranks; 1 for the sum.
+        bucket: the tensor's name, for events and errors.
+    """
+
+    def __init__(
+        self, communicator: Communicator, dtype: torch.dtype, device: torch.device, divisor: float, bucket: str
+    ) -> None:
+        self._communicator = communicator
+        self._bucket = bucket
+        # A tensor: division by a Python number would be a multiplication by its reciprocal.
+        self._divisor = None if divisor == 1.0 else torch.full((1,), divisor, device=device)
+        # A sum of many ranks may leave the range of float16, so there each value is divided first, as DDP does.
+        self._divides_first = dtype == torch.float16
+
+    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
+        """Write the mean of `x_N` to `out_N`, another tensor like it; by default in place.
+
+        Raises:
+            CommunicationError: NCCL refuses. What fails later, NCCL's watchdog reports.
+        """
+        communicator = self._communicator
+        if out_N is None:
+            out_N = x_N
+        else:
+            out_N.copy_(x_N)
+        if self._divisor is not None and self._divides_first:
+            out_N.div_(self._divisor)
+        # What a rank has to send in a ring; its neighbours there stand for whom NCCL chooses.
+        num_bytes = 2 * out_N.nbytes * (communicator.size - 1) // communicator.size
+        details = {"operation": "all_reduce", "num_elements": out_N.numel(), "raw_bytes": num_bytes}
+        after, before = communicator.rank_after(1), communicator.rank_before(1)
+        with (
+            communicator.message_span("send", after, self._bucket, wire_bytes=num_bytes, **details),
+            communicator.message_span("receive", before, self._bucket, wire_bytes=num_bytes, **details),
+        ):
+            try:
+                dist.all_reduce(out_N, group=communicator.nccl)
+            except RuntimeError as error:
+                rank = communicator.ranks[communicator.rank]
+                raise CommunicationError(
+                    f"torchbagua: all_reduce of {self._bucket} failed on rank {rank}: {error}"
+                ) from error
+        if self._divisor is not None and not self._divides_first:
+            out_N.div_(self._divisor)

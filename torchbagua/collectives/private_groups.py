@@ -1,0 +1,34 @@
+"""Groups that torch's registry does not know: `new_group` wants the whole world to take part."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Return a gloo group for tensors of the CPU. Collective."""
+    group = dist.ProcessGroup(store, rank, size)
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Return an NCCL group for tensors of GPUs, which connects when it is first used."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    group = dist.ProcessGroup(store, rank, size)
+    backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
+    return group
+
+
+def has_nccl(process_group: dist.ProcessGroup) -> bool:
+    """Return whether NCCL is what moves tensors of GPUs in this group."""
+    if torch.device("cuda") not in process_group._device_types:
+        return False
+    backend = process_group._get_backend(torch.device("cuda"))
+    return dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)

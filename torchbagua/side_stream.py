@@ -1,0 +1,39 @@
+"""The CUDA stream that a lane works on, beside the one that trains."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class SideStream:
+    """A stream of one GPU. The host waits for it nowhere: streams wait for each other.
+
+    Memory that is allocated on it, as scratch is, is used on it alone. A tensor of another stream that it works on must
+    live until whoever owns it has waited for the result.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        # A future records an event for the devices of the tensors that it is completed with, and for no other.
+        self.token = torch.empty(1, device=device)
+
+    def new_future(self) -> "torch.futures.Future[torch.Tensor]":
+        """Return a future of tensors of this GPU: whose waiter's stream waits for what it was completed after."""
+        return torch.futures.Future(devices=[self.device])
+
+    def mark(self) -> torch.cuda.Event:
+        """Return where the calling thread's stream stands now."""
+        mark: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
+        return mark
+
+    @contextmanager
+    def after(self, mark: torch.cuda.Event) -> Iterator[None]:
+        """Have what is done within this context, on any thread, done on this stream when `mark` has been reached."""
+        self._stream.wait_event(mark)
+        with torch.cuda.stream(self._stream):
+            yield
