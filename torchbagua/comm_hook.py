@@ -1,6 +1,5 @@
 """The DDP communication hook that runs a gradient algorithm."""
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -8,6 +7,7 @@ import torch.distributed as dist
 
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import BaguaBucket, check_elements
+from torchbagua.gpu_clock import Moment
 from torchbagua.tracer import Tracer
 
 
@@ -47,6 +47,7 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
     with state.tracer.range(own_bucket.name):
         if flat.is_cuda:
             state.lane.use_gpu(flat.device)
+            state.tracer.use_gpu(flat.device)
             if state.process_group.has_nccl:
                 return state.lane.enqueue(run)
         return state.lane.submit(run)
@@ -55,23 +56,23 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
 def _told_of_wait(last: BaguaBucket, tracer: Tracer) -> Callable[[], torch.Tensor]:
     """Return what runs the last bucket of a backward, and tell observers how long backward waits for it."""
     engine = torch.autograd.Variable._execution_engine
-    begin_ns, done_ns = 0, 0
+    begun: Moment = 0
+    done: Moment = 0
 
     def run() -> torch.Tensor:
-        nonlocal done_ns
+        nonlocal done
         flat = last.run()
-        done_ns = time.perf_counter_ns()
+        done = tracer.now()
         return flat
 
     def begin() -> None:
-        nonlocal begin_ns
-        begin_ns = time.perf_counter_ns()
+        nonlocal begun
+        begun = tracer.now()
         engine.queue_callback(end)
 
     def end() -> None:
         # Not until now: after its wait DDP copies the averages into the gradients, with communication or without.
-        if done_ns > begin_ns:
-            tracer.tell("wait", begin_ns, done_ns)
+        tracer.tell("wait", begun, done)
         if not tracer.has_optimizer:
             tracer.end_step()
 

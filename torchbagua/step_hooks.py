@@ -1,7 +1,6 @@
 """Where an impl's hooks enter the training step: module, gradients, end of backward, GradScaler, optimizer."""
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -11,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.gpu_clock import Moment
 from torchbagua.tracer import Tracer
 
 # On a GradScaler that attachments have been given.
@@ -128,7 +128,7 @@ class _Backward:
     def __init__(self, tracer: Tracer, on_end: Callable[[], None] | None) -> None:
         self._tracer = tracer
         self._on_end = on_end
-        self._start_ns = 0
+        self._start: Moment = 0
         self._is_queued = False
         self._is_closed = False
 
@@ -147,11 +147,11 @@ class _Backward:
     def _begin(self, _: torch.Tensor) -> None:
         if not self._is_queued and not self._is_closed:
             self._is_queued = True
-            self._start_ns = time.perf_counter_ns()
+            self._start = self._tracer.now()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         self._is_queued = False
-        self._tracer.tell("backward", self._start_ns, time.perf_counter_ns())
+        self._tracer.tell("backward", self._start, self._tracer.now())
         if self._on_end is not None:
             self._on_end()

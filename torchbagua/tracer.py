@@ -8,11 +8,13 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+import torch
 from torch.autograd import profiler
 
 from torchbagua.events import CommEvent, Observer, Phase, Run, Trace, TraceError
+from torchbagua.gpu_clock import Ended, LateValues, Moment, StepsOnGpu
 
 # Where no step ends for long.
 _MOST_PENDING = 5_000
@@ -43,6 +45,9 @@ class Span(Protocol):
 class Tracer:
     """Tells the observers of one group, or of one algorithm that runs on it, what is done and when.
 
+    What is done on a GPU is timed by events in its streams, for which nobody waits: observers hear of a step when the
+    GPU has come to its end, which is seen at the end of a later one.
+
     Without observers, and outside of torch.profiler, nothing is done. An observer that raises is dropped with a
     warning; training goes on.
 
@@ -67,9 +72,10 @@ class Tracer:
         self.failures: list[str] = []
         self._unreported: list[tuple[str, int, Exception]] = []
         self._lock = threading.Lock()  # guards the observers, who hear of one thing at a time
-        self._pending: deque[tuple[Phase, int, int, Details]] = deque()  # which threads append to without a lock
+        self._pending: deque[Ended] = deque()  # which threads append to without a lock
         self._is_started = False  # before that there are no steps
-        self._step_start_ns = 0
+        self._step_start: Moment = 0
+        self._gpu: StepsOnGpu | None = None
 
     @property
     def is_on(self) -> bool:
@@ -94,49 +100,61 @@ class Tracer:
         self._tell_traces(lambda trace: trace.on_start(run))
         self._choose_samples()
 
+    def use_gpu(self, device: torch.device) -> None:
+        """Make known that what is traced from now on is done on this GPU, the same each time."""
+        if self._observers and self._gpu is None:
+            self._gpu = StepsOnGpu(device)
+            self._step_start = self.now()
+
+    def now(self, *, on_host: bool = False) -> Moment:
+        """Return this moment of the GPU's current stream, where one is used; on the host always if asked for."""
+        return time.perf_counter_ns() if on_host or self._gpu is None else self._gpu.clock.now()
+
     def end(self) -> None:
         """Tell observers of what is left, and that there is nothing more to come; they are let go."""
-        self._deliver(time.perf_counter_ns())
+        self._deliver(self.now())
         self._tell_traces(lambda trace: trace.on_end())
         self._observers = ()
 
-    def span(self, phase: Phase, details: Details = _NO_DETAILS) -> Span:
+    def span(self, phase: Phase, details: Details = _NO_DETAILS, *, on_host: bool = False) -> Span:
         """Return a phase that begins now, or when its `begin` is called.
 
         Args:
             phase: which.
             details: fields of its event.
+            on_host: the host does it, also where there is a GPU.
         """
         # On a thread that the profiler does not follow, asking is cheaper than a range that nobody sees.
         if profiler._is_profiler_enabled and phase != "send":
-            return _ProfiledSpan(self, phase, details)
-        return _Span(self, phase, details) if self._observers else NO_SPAN
+            return _ProfiledSpan(self, phase, details, on_host)
+        return _Span(self, phase, details, on_host) if self._observers else NO_SPAN
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """Return a range for torch.profiler, where it is at work, of which observers hear nothing."""
         return profiler.record_function(f"torchbagua: {name}") if profiler._is_profiler_enabled else nullcontext()
 
-    def tell(self, phase: Phase, start_ns: int, end_ns: int, details: Details = _NO_DETAILS) -> None:
-        """Have observers told, at the end of the step, of a phase that has ended."""
+    def tell(self, phase: Phase, start: Moment, end: Moment, details: Details = _NO_DETAILS) -> None:
+        """Have observers told, at the end of the step, of a phase; of none that ended before it could start."""
         if not self._observers:
             return
-        self._pending.append((phase, start_ns, end_ns, details))
+        self._pending.append(Ended(phase, start, end, details))
         if not self._is_started or len(self._pending) >= _MOST_PENDING:
-            self._deliver(time.perf_counter_ns())
+            self._deliver(self.now())
 
-    def measure(self, compute: Callable[[], Mapping[str, float]], bucket: str) -> None:
-        """Tell observers of values by name, which it takes `compute` the time of a phase to find."""
+    def measure(self, compute: Callable[[], Mapping[str, torch.Tensor]], bucket: str) -> None:
+        """Tell observers of numbers by name, which it takes `compute` the time of a phase to find."""
         if not self._observers:
             return
-        start_ns = time.perf_counter_ns()
-        values = compute()
-        self.tell("measure", start_ns, time.perf_counter_ns(), {"bucket": bucket, "values": values})
+        start = self.now()
+        found = compute()
+        values = LateValues(found) if self._gpu else {name: value.item() for name, value in found.items()}
+        self.tell("measure", start, self.now(), {"bucket": bucket, "values": values})
 
     def end_step(self) -> None:
         """Tell observers of the training step that has ended, and go on to the next."""
         if not self._observers:
             return
-        self._deliver(time.perf_counter_ns(), is_step=True)
+        self._deliver(self.now(), is_step=True)
         self._choose_samples()
 
     @property
@@ -148,22 +166,23 @@ class Tracer:
         self._tell_traces(lambda trace: wanted.append(trace.samples(self.step)))
         self.samples = any(wanted)
 
-    def _deliver(self, end_ns: int, *, is_step: bool = False) -> None:
+    def _deliver(self, end: Moment, *, is_step: bool = False) -> None:
         """Tell observers of what has ended by then; all at once, which takes a fraction of the time."""
         with self._lock:
-            events = []
-            for _ in range(len(self._pending)):
-                phase, start_ns, phase_end_ns, details = self._pending.popleft()
-                if phase_end_ns > end_ns:  # in the next step
-                    self._pending.append((phase, start_ns, phase_end_ns, details))
-                    continue
-                if self.step == 0:  # which begins with the first that is done in it
-                    self._step_start_ns = min(self._step_start_ns or start_ns, start_ns)
-                # The lane may come with what has ended a moment before the step did when that has been told of.
-                step = self.step - (phase_end_ns < self._step_start_ns)
-                events.append(CommEvent(phase, start_ns, phase_end_ns, step, self.algorithm, **details))
+            if self._gpu is None:
+                ended = self._take_pending(cast(int, end))
+            else:
+                ended = [(self.step, self._pending.popleft()) for _ in range(len(self._pending))]
             if is_step:
-                events.append(CommEvent("step", self._step_start_ns or end_ns, end_ns, self.step, self.algorithm))
+                ended.append((self.step, Ended("step", self._step_start or end, end, _NO_DETAILS)))
+            if self._gpu is not None:
+                self._gpu.add(self.step, [one for _, one in ended])
+                ended = self._gpu.take(waits=not is_step)
+            events = [
+                CommEvent(one.phase, cast(int, one.start), cast(int, one.end), step, self.algorithm, **one.details)
+                for step, one in ended
+                if cast(int, one.start) <= cast(int, one.end)
+            ]
             for observer in self._observers:
                 try:
                     for event in events:
@@ -171,8 +190,25 @@ class Tracer:
                 except Exception as error:
                     self._drop(observer, error)
             if is_step:
-                self.step, self._step_start_ns = self.step + 1, end_ns
+                self.step, self._step_start = self.step + 1, end
         self._report_failures()
+
+    def _take_pending(self, end_ns: int) -> list[tuple[int, Ended]]:
+        """Return what has ended by then, each with its step."""
+        ended = []
+        step_start_ns = cast(int, self._step_start)
+        for _ in range(len(self._pending)):
+            one = self._pending.popleft()
+            start_ns, phase_end_ns = cast(int, one.start), cast(int, one.end)
+            if phase_end_ns > end_ns:  # in the next step
+                self._pending.append(one)
+                continue
+            if self.step == 0:  # which begins with the first that is done in it
+                step_start_ns = min(step_start_ns or start_ns, start_ns)
+            # The lane may come with what has ended a moment before the step did when that has been told of.
+            ended.append((self.step - (phase_end_ns < step_start_ns), one))
+        self._step_start = step_start_ns
+        return ended
 
     def _tell_traces(self, call: Callable[[Trace], None]) -> None:
         with self._lock:
@@ -207,18 +243,19 @@ class Tracer:
 
 
 class _Span:
-    __slots__ = ("_details", "_phase", "_start_ns", "_tracer")
+    __slots__ = ("_details", "_on_host", "_phase", "_start", "_tracer")
 
-    def __init__(self, tracer: Tracer, phase: Phase, details: Details) -> None:
+    def __init__(self, tracer: Tracer, phase: Phase, details: Details, on_host: bool) -> None:
         self._tracer = tracer
         self._phase = phase
         self._details = details
+        self._on_host = on_host
 
     def begin(self) -> None:
-        self._start_ns = time.perf_counter_ns()
+        self._start = self._tracer.now(on_host=self._on_host)
 
     def end(self) -> None:
-        self._tracer.tell(self._phase, self._start_ns, time.perf_counter_ns(), self._details)
+        self._tracer.tell(self._phase, self._start, self._tracer.now(on_host=self._on_host), self._details)
 
     __enter__ = begin
 
@@ -232,8 +269,8 @@ class _ProfiledSpan(_Span):
 
     __slots__ = ("_range",)
 
-    def __init__(self, tracer: Tracer, phase: Phase, details: Details) -> None:
-        super().__init__(tracer, phase, details)
+    def __init__(self, tracer: Tracer, phase: Phase, details: Details, on_host: bool) -> None:
+        super().__init__(tracer, phase, details, on_host)
         self._range = profiler.record_function(f"torchbagua: {details.get('bucket', '')} {phase}")
 
     def __enter__(self) -> None:

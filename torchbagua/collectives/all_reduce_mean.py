@@ -41,11 +41,11 @@ class AllReduceMean:
             out_N.div_(self._divisor)
         # What a rank has to send in a ring; its neighbours there stand for whom NCCL chooses.
         num_bytes = 2 * out_N.nbytes * (communicator.size - 1) // communicator.size
-        details = {"operation": "all_reduce", "num_elements": out_N.numel(), "raw_bytes": num_bytes}
+        sizes = {"num_elements": out_N.numel(), "raw_bytes": num_bytes, "wire_bytes": num_bytes}
         after, before = communicator.rank_after(1), communicator.rank_before(1)
         with (
-            communicator.message_span("send", after, self._bucket, wire_bytes=num_bytes, **details),
-            communicator.message_span("receive", before, self._bucket, wire_bytes=num_bytes, **details),
+            communicator.message_span("send", after, self._bucket, on_nccl=True, operation="all_reduce", **sizes),
+            communicator.message_span("receive", before, self._bucket, on_nccl=True, operation="all_reduce", **sizes),
         ):
             try:
                 dist.all_reduce(out_N, group=communicator.nccl)

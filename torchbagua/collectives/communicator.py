@@ -188,10 +188,14 @@ class Communicator:
         details["bucket"], details["scope"], details["ranks"] = bucket, self.scope, self.ranks
         return self.tracer.span(phase, details)
 
-    def message_span(self, phase: Literal["send", "receive"], peer: int, bucket: str, **details: Any) -> Span:
+    def message_span(
+        self, phase: Literal["send", "receive"], peer: int, bucket: str, *, on_nccl: bool, **details: Any
+    ) -> Span:
         """Return a phase for one message to or from `peer`, of which the two sides must make equally many."""
         self._num_messages[phase, peer] = message = self._num_messages[phase, peer] + 1
-        return self.span(phase, bucket, peers=(self.ranks[peer],), message=message, **details)
+        details["bucket"], details["scope"], details["ranks"] = bucket, self.scope, self.ranks
+        details["peers"], details["message"] = (self.ranks[peer],), message
+        return self.tracer.span(phase, details, on_host=not on_nccl)
 
     def close(self) -> None:
         """Close the connections; peers that still wait for this rank get an error at once.

@@ -180,6 +180,7 @@ class Exchange:
             phase,
             peer,
             self._bucket,
+            on_nccl=self._is_on_nccl,
             operation=self._operation,
             num_elements=num_elements,
             raw_bytes=raw_bytes,

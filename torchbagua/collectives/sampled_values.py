@@ -20,9 +20,9 @@ def tell_error(tracer: Tracer, bucket: str, parts: Callable[[], tuple[torch.Tens
         parts: computes both, of any dtype.
     """
 
-    def norms() -> dict[str, float]:
+    def norms() -> dict[str, torch.Tensor]:
         encoded_L, left_out_L = parts()
-        return {"encoded": encoded_L.float().norm().item(), "left out": left_out_L.float().norm().item()}
+        return {"encoded": encoded_L.float().norm(), "left out": left_out_L.float().norm()}
 
     tracer.measure(norms, bucket)
 
@@ -31,8 +31,8 @@ def tell_residuals(tracer: Tracer, bucket: str, feedback: ErrorFeedback) -> None
     """Tell the norms of the residuals that are staged on this rank."""
     everything = slice(None)
 
-    def norms() -> dict[str, float]:
+    def norms() -> dict[str, torch.Tensor]:
         residuals = {"residual of what is sent": feedback.sent, "residual of the mean": feedback.mean}
-        return {name: residual.staged(everything).norm().item() for name, residual in residuals.items()}
+        return {name: residual.staged(everything).norm() for name, residual in residuals.items()}
 
     tracer.measure(norms, bucket)

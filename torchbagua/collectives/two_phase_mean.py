@@ -137,6 +137,7 @@ class TwoPhaseMean:
         self._device = device
         self._layout = compressor.layout(bounds_B, deal_blocks(bounds_B, communicator.size), dtype, device)
         self._chunks = [self._layout.chunk(rank) for rank in range(communicator.size)]
+        self._sample = self._chunks[communicator.rank].beginning(SAMPLED_ELEMENTS)
         lengths = [elements.stop - elements.start for elements in self._layout.elements]
         own_length = [lengths[communicator.rank]] * communicator.size
         self._scattered = Contents(sent=lengths, received=own_length, element_bytes=dtype.itemsize)
@@ -218,10 +219,9 @@ class TwoPhaseMean:
 
         def parts() -> tuple[torch.Tensor, torch.Tensor]:
             rank = self._communicator.rank
-            sample = self._chunks[rank].beginning(SAMPLED_ELEMENTS)
-            elements = sample.elements[0]
+            elements = self._sample.elements[0]
             decoded_L = torch.empty_like(x_L[elements])
-            self._compressor.decode(wire_W, sample, decoded_L)
+            self._compressor.decode(wire_W, self._sample, decoded_L)
             if self._feedback is None:
                 return x_L[elements], x_L[elements].float() - decoded_L
             left_out_L = self._feedback.sent.staged(self._layout.elements[rank])[elements]
