@@ -28,7 +28,7 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
 
     Raises:
         TypeError: `state` is not the impl of a gradient algorithm.
-        RuntimeError: `state` is closed.
+        RuntimeError: `state` is closed, or a CUDA graph is being captured.
         ValueError: the gradients are not real floating-point numbers, sparse, or neither on the CPU nor on a GPU.
     """
     if not isinstance(state, AlgorithmImpl) or state.owns_buckets:
@@ -46,6 +46,11 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
     # On this thread too, since the profiler does not follow the lane's unless it is told to.
     with state.tracer.range(own_bucket.name):
         if flat.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "comm_hook: a CUDA graph is being captured; capture parts of the model alone "
+                    "(torch.cuda.make_graphed_callables), without DDP's communication"
+                )
             state.lane.use_gpu(flat.device)
             state.tracer.use_gpu(flat.device)
             if state.process_group.has_nccl:
