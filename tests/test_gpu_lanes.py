@@ -16,6 +16,7 @@ from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.compressors import Identity, MinMaxUInt8
 from torchbagua.lane import Lane
+from torchbagua.side_stream import Baton
 
 LENGTHS = (3000, 17, 1, 5000)
 
@@ -218,3 +219,45 @@ def test_mean_in_full_precision_is_one_all_reduce(dtype: torch.dtype, average: b
     messages = [(event.phase, event.operation, event.peers, event.wire_bytes) for event in recorder.events]
     ring_bytes = 1000 * dtype.itemsize * 3 // 2
     assert messages == [("receive", "all_reduce", (3,), ring_bytes), ("send", "all_reduce", (1,), ring_bytes)] * 2
+
+
+class CountingStream:
+    """A stream as a list of what it is told."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.told: list[str] = []
+
+    def record_event(self) -> str:
+        self.told.append("mark")
+        return f"mark {len(self.told)} of {self._name}"
+
+    def wait_event(self, mark: str) -> None:
+        self.told.append(f"waits for {mark}")
+
+    def synchronize(self) -> None:
+        self.told.append("host waits")
+
+
+def test_a_baton_is_passed_from_stream_to_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, lane = CountingStream("training"), CountingStream("lane")
+    current = [training]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    baton = Baton(torch.device("cuda"))
+    baton.take()
+    baton.pass_on()
+    assert training.told == ["mark"], "nobody had passed it"
+    current[0] = lane
+    baton.finish()
+    baton.pass_on()
+    assert lane.told == ["host waits", "waits for mark 1 of training", "mark"], "after what was passed before"
+    current[0] = training
+    baton.take()
+    assert training.told[1:] == ["waits for mark 3 of lane"]
+
+
+def test_a_baton_of_the_cpu_asks_nothing_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: pytest.fail("there is none"))
+    baton = Baton(torch.device("cpu"))
+    for use in (baton.take, baton.pass_on, baton.finish, baton.take):
+        use()

@@ -1,6 +1,6 @@
 """Buckets: a flat tensor of several parameters' values and the operations that a lane runs on it."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -39,14 +39,14 @@ Operation = Callable[["BaguaBucket"], Finish | None]
 """Works on a bucket's flat tensor, in place or into another. What is left to do once that is final, it may return."""
 
 
-def check_elements(what: str, tensor: torch.Tensor, device_types: Collection[str] = ("cpu", "cuda")) -> None:
+def check_elements(what: str, tensor: torch.Tensor) -> None:
     """Raise ValueError, with `what` as its subject, where tensors like `tensor` cannot be communicated."""
     if tensor.layout is not torch.strided:
         raise ValueError(f"{what} must be dense, got a {tensor.layout} tensor")
     if tensor.dtype not in ELEMENT_TYPES:
         raise ValueError(f"{what} must be float32, bfloat16 or float16, got {tensor.dtype}")
-    if tensor.device.type not in device_types:
-        raise ValueError(f"{what} must be on {' or '.join(device_types)} in this release, got {tensor.device}")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{what} must be on the CPU or on a CUDA device, got {tensor.device}")
 
 
 class BaguaBucket:

@@ -51,8 +51,7 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
                     "comm_hook: a CUDA graph is being captured; capture parts of the model alone "
                     "(torch.cuda.make_graphed_callables), without DDP's communication"
                 )
-            state.lane.use_gpu(flat.device)
-            state.tracer.use_gpu(flat.device)
+            state.use_device(flat.device)
             if state.process_group.has_nccl:
                 return state.lane.enqueue(run)
         return state.lane.submit(run)

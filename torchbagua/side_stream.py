@@ -37,3 +37,31 @@ class SideStream:
         self._stream.wait_event(mark)
         with torch.cuda.stream(self._stream):
             yield
+
+
+class Baton:
+    """Passes tensors between two threads: what one does after it takes them comes after what the other did before.
+
+    Args:
+        device: where the tensors are; on the CPU there is nothing to wait for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mark: torch.cuda.Event | None = None
+
+    def take(self) -> None:
+        """Have the calling thread's stream wait until the stream of whoever passed last has come to that."""
+        if self._mark is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._mark)
+
+    def pass_on(self) -> None:
+        """Note where the calling thread's stream stands, which has come after all that passed before."""
+        if self._device.type == "cuda":
+            self.take()
+            self._mark = torch.cuda.current_stream(self._device).record_event()
+
+    def finish(self) -> None:
+        """Wait until the calling thread's stream has done what it was told."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()

@@ -12,6 +12,7 @@ import torch
 
 from torchbagua.algorithms.model_averaging import ModelAveragingImpl
 from torchbagua.collectives import CommunicationError, check_in_step, maximum
+from torchbagua.side_stream import Baton
 
 REASONS = ("abort", "detach", "new buckets", "load_state_dict")
 """Why a rank stops; all must have the same reason."""
@@ -89,6 +90,7 @@ class BackgroundRounds:
         # Guards everything below. Snapshots are the training thread's while one is wanted, and the lane's otherwise.
         self._turn = threading.Condition()
         self._snapshots = snapshots
+        self._baton = Baton(impl.flats[0].device if impl.flats else torch.device("cpu"))
         self._differences = [torch.zeros_like(flat) for flat in impl.flats]
         self._buffer_snapshots = [torch.zeros_like(bucket.flat) for bucket in impl.buffer_buckets]
         self._has_differences = False
@@ -107,6 +109,7 @@ class BackgroundRounds:
         self._step_s = 0.0
         self._last_step_at = clock.now()
         impl.read_weights(self._snapshots)
+        self._baton.pass_on()
         self._facts = impl.facts()
         self._ending = impl.lane.start(self._run, interrupt=self.leave)
 
@@ -171,10 +174,12 @@ class BackgroundRounds:
         with self._turn:
             if not self._has_differences:
                 return None
+            self._baton.take()
             copies = [[one.clone() for one in ones] for ones in (self._differences, self._buffer_snapshots)]
             return copies[0], copies[1]
 
     def _serve(self) -> None:
+        self._baton.take()
         if self._has_differences:
             self._impl.add_to_weights(self._differences, self._buffer_snapshots)
             self._has_differences = False
@@ -188,6 +193,7 @@ class BackgroundRounds:
             self._wants_snapshot = self._is_behind = False
             self._is_last_snapshot = self._stops
             self._turn.notify_all()
+        self._baton.pass_on()
 
     def _run(self) -> Ending:
         try:
@@ -212,6 +218,7 @@ class BackgroundRounds:
     def _await_snapshot(self) -> None:
         with self._turn:
             self._wait(self._interval_s, lambda: self._stops or self._leaves)
+            self._baton.pass_on()
             self._wants_snapshot = True
             self._turn.notify_all()
             # A rank that trains gives one within a step, and one that stops gives one at once.
@@ -219,6 +226,7 @@ class BackgroundRounds:
             self._wait(patience_s, lambda: not self._wants_snapshot or self._stops or self._leaves)
             self._wait(self._longest_patience_s, lambda: not (self._wants_snapshot and self._stops) or self._leaves)
             self._wants_snapshot = False
+            self._baton.take()
         if self._is_behind:
             for snapshot, difference in zip(self._snapshots, self._differences, strict=True):
                 snapshot.add_(difference)
@@ -245,17 +253,20 @@ class BackgroundRounds:
     def _hand_over(self) -> None:
         averaged = list(zip(self._impl.buckets, self._snapshots, strict=True))
         of_buffers = [snapshot.clone() for bucket, snapshot in averaged if bucket in self._impl.buffer_buckets]
+        self._baton.finish()  # so that a training thread that takes them does not wait for the network
         with self._turn:
+            self._baton.take()
             if self._has_differences:  # the training thread has not come since the last round
                 for difference, (bucket, snapshot) in zip(self._differences, averaged, strict=True):
                     difference.add_(bucket.flat)
                     snapshot.add_(bucket.flat)
-                return
-            for index, bucket in enumerate(self._impl.buckets):
-                self._differences[index], bucket.flat = bucket.flat, self._differences[index]
-            self._buffer_snapshots = of_buffers
-            self._averaged_at_step = self._snapshot_at_step
-            self._has_differences = self._is_behind = True
+            else:
+                for index, bucket in enumerate(self._impl.buckets):
+                    self._differences[index], bucket.flat = bucket.flat, self._differences[index]
+                self._buffer_snapshots = of_buffers
+                self._averaged_at_step = self._snapshot_at_step
+                self._has_differences = self._is_behind = True
+            self._baton.pass_on()
 
     def _wait(self, timeout_s: float, is_done: Callable[[], bool]) -> None:
         deadline_s = self._clock.now() + timeout_s

@@ -41,6 +41,8 @@ class AlgorithmImpl:
                 "buckets, and a weight algorithm overrides both"
             )
         self.process_group = process_group
+        if self.owns_buckets:
+            process_group.use_private_nccl()
         self.tracer = process_group.tracer
         self.lane = Lane(
             f"torchbagua lane of {cls.__name__}",
@@ -138,7 +140,15 @@ class AlgorithmImpl:
         if self.owns_buckets and self._module is not None:
             self.buckets = self.tensors_to_buckets(self.init_tensors(self._module), do_flatten=True)
             for bucket in self.buckets:
+                self.use_device(bucket.flat.device)
+            for bucket in self.buckets:
                 self.init_operations(self._module, bucket)
+
+    def use_device(self, device: torch.device) -> None:
+        """Make known where the tensors are that the lane works on."""
+        if device.type == "cuda":
+            self.lane.use_gpu(device)
+            self.tracer.use_gpu(device)
 
     def gradient_bucket(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor, *, index: int) -> BaguaBucket:
         """Return the bucket that stands for a DDP bucket of these parameters, with `flat` as its flat tensor.

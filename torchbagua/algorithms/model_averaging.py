@@ -101,7 +101,7 @@ class ModelAveragingImpl(AlgorithmImpl):
         A layer that is frozen after some steps goes on being averaged: it would stay different on every rank.
 
         Raises:
-            ValueError: one of them is not of a dtype that can be averaged.
+            ValueError: one of them is not of a dtype that can be averaged, or they are on several devices.
         """
         tensors = [
             BaguaTensor(name, parameter)
@@ -115,7 +115,10 @@ class ModelAveragingImpl(AlgorithmImpl):
         tensors = [tensor for tensor in tensors if tensor.name not in self.ignored_names]
         for tensor in tensors:
             kind = "parameter" if _is_parameter(tensor) else "buffer"
-            check_elements(f"{type(self).__name__}: {kind} {tensor.name}", tensor.parameter, device_types=("cpu",))
+            check_elements(f"{type(self).__name__}: {kind} {tensor.name}", tensor.parameter)
+        devices = sorted({str(tensor.parameter.device) for tensor in tensors})
+        if len(devices) > 1:
+            raise ValueError(f"{type(self).__name__}: the module must be on one device, got {', '.join(devices)}")
         self._averaged = {id(tensor.parameter): tensor.parameter for tensor in tensors if _is_parameter(tensor)}
         return [] if self.is_alone else tensors
 
@@ -129,7 +132,8 @@ class ModelAveragingImpl(AlgorithmImpl):
         for (dtype, are_parameters), alike in kinds.items():
             for members in _parted(alike, self.bucket_cap_bytes):
                 name = f"{'weight' if are_parameters else 'buffer'} bucket {len(buckets)}"
-                flat = torch.zeros(sum(one.parameter.numel() for one in members), dtype=dtype)
+                num_elements = sum(one.parameter.numel() for one in members)
+                flat = torch.zeros(num_elements, dtype=dtype, device=members[0].parameter.device)
                 buckets.append(BaguaBucket(name, members, self.process_group, flat))
                 if not are_parameters:
                     self.buffer_buckets.append(buckets[-1])

@@ -35,8 +35,8 @@ class BaguaProcessGroup:
         rank, size: own place in `process_group`, as in torch.
         nodes: node index of each rank, numbered in order of first appearance.
         node_ranks: for each node, its ranks in ascending order.
-        has_nccl: whether NCCL moves tensors of GPUs: over `process_group` itself, and private groups in and between
-            nodes.
+        has_nccl: whether NCCL moves tensors of GPUs: over `process_group` itself, and over private groups in and
+            between nodes.
         tracer: tells the observers, for whatever runs over the private groups.
         board: where ranks pin up texts for each other.
         compares_clocks: whether an observer of any rank needs to know how far the ranks' clocks are apart.
@@ -94,6 +94,7 @@ class BaguaProcessGroup:
             "clock": clock_of_machine(),
             "id": secrets.token_hex(8),
         }
+        self._store = store
         try:
             all_facts = exchange_facts(store, self.rank, self.size, own, self.timeout)
         except TimeoutError:
@@ -140,6 +141,16 @@ class BaguaProcessGroup:
         except BaseException:
             self.close()
             raise
+
+    def use_private_nccl(self) -> None:
+        """Have NCCL, where it is there, move tensors over a private group, for a lane that has a thread of its own.
+
+        On `process_group` it would come between what the training thread does, in another place on each rank.
+        """
+        if self.has_nccl:
+            self.world.nccl = nccl_group(
+                dist.PrefixStore("world/nccl", self._store), self.rank, self.size, self.timeout
+            )
 
     def compare_clocks(self) -> None:
         """Add to `clock_offsets`, where `compares_clocks`. Collective.
