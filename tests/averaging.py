@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oracle
 import torchbagua as tb
+from training import device_of
 
 Weights = dict[str, torch.Tensor]
 
@@ -64,13 +65,14 @@ def weights_of(module: nn.Module) -> Weights:
 
 
 class Trainer:
-    """A copy of a model on one rank, wrapped in DDP or not, with an optimizer and batches of its own."""
+    """A copy of a model on one rank, on its device, wrapped in DDP, with an optimizer and batches of its own."""
 
     def __init__(self, group: dist.ProcessGroup, model: nn.Module, *, lr: float = 0.1, **ddp_options: Any) -> None:
         self.module = copy.deepcopy(model)
         self.ddp = DistributedDataParallel(self.module, process_group=group, **ddp_options)
         self.optimizer = torch.optim.SGD([p for p in self.module.parameters() if p.requires_grad], lr=lr, momentum=0.9)
         self.data = torch.Generator().manual_seed(1000 + group.rank())
+        self.device = device_of(self.module)
         self.trace = Trace()
         self.optimizer.register_step_post_hook(lambda *_: self.trace.updated.append(weights_of(self.module)))
 
@@ -78,7 +80,7 @@ class Trainer:
         """One step of the user's loop."""
         self.trace.start.append(weights_of(self.module))
         self.optimizer.zero_grad()
-        self.ddp(torch.randn(6, 10, generator=self.data)).square().sum().backward()
+        self.ddp(torch.randn(6, 10, generator=self.data).to(self.device)).square().sum().backward()
         self.optimizer.step()
 
 
@@ -111,7 +113,7 @@ def is_buffer(name: str) -> bool:
 
 def stacked(weights: Sequence[Weights], name: str) -> list[oracle.Array]:
     """One tensor of all ranks, flat, in numpy."""
-    return [one[name].flatten().numpy() for one in weights]
+    return [one[name].flatten().cpu().numpy() for one in weights]
 
 
 def assert_same_weights(weights: Sequence[Weights]) -> None:
@@ -119,3 +121,11 @@ def assert_same_weights(weights: Sequence[Weights]) -> None:
     for other in weights[1:]:
         for name, tensor in weights[0].items():
             assert torch.equal(tensor, other[name]), name
+
+
+def check_unchanged(trace: Trace) -> None:
+    """Averaging has left the weights as the optimizer's steps did."""
+    assert trace.updated
+    for step, updated in enumerate(trace.updated):
+        assert_same_weights([updated, trace.start[step + 1]])
+    assert_same_weights([trace.start[-1], trace.final])

@@ -1,7 +1,7 @@
 """The native codecs as the tests see them: their bytes, tables of blocks, hostile values, and both kernels at once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,6 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from devices import CPU, on_device
+from torchbagua import native
 from torchbagua.native import reference
 
 OPS = torch.ops.torchbagua
@@ -19,27 +21,46 @@ TILE = 4096  # elements: the kernels take longer blocks in several steps
 
 @dataclass(frozen=True)
 class Codec:
-    """The bytes of a block, and the beginning of the operations' names."""
+    """The bytes of a block, the beginning of the operations' names, and where the native kernels run.
+
+    The reference runs on the CPU, and all tensors that the tests hold are there.
+    """
 
     name: str
     header_bytes: int
     elements_per_byte: int
+    has_cuda_kernels: bool  # without them the reference runs on a GPU, too
+    device: torch.device = CPU
+
+    def on(self, device: torch.device) -> "Codec":
+        """The same with its kernels on `device`, which are loaded."""
+        native.load()
+        rows = [row for row in native.status() if row.device == device.type and row.operation.startswith(self.name)]
+        assert rows
+        if device == CPU or self.has_cuda_kernels:
+            assert not [row for row in rows if row.path == "reference"], rows
+        return replace(self, device=device)
 
     def payload_bytes(self, length: int) -> int:
         """Of a block of `length` elements."""
         return -(-length // self.elements_per_byte)
 
+    def native(self, operation: str) -> torch._ops.OpOverload:
+        """The operation itself, for tensors of any device."""
+        return getattr(OPS, f"{self.name}_{operation}").default
+
     def kernels(self, operation: str) -> list[Callable[..., None]]:
         """The native kernel and the reference."""
-        return [getattr(kernels, f"{self.name}_{operation}") for kernels in (OPS, reference)]
+        return [on_device(self.native(operation), self.device), getattr(reference, f"{self.name}_{operation}")]
 
     def opcheck(self, operation: str, *arguments: Any) -> None:
         """Check the operation's registration."""
-        torch.library.opcheck(getattr(OPS, f"{self.name}_{operation}").default, arguments)
+        there = [value.to(self.device) if isinstance(value, Tensor) else value for value in arguments]
+        torch.library.opcheck(self.native(operation), tuple(there))
 
 
-MINMAX_UINT8 = Codec("minmax_uint8", header_bytes=8, elements_per_byte=1)
-SIGN_1BIT = Codec("sign_1bit", header_bytes=4, elements_per_byte=8)
+MINMAX_UINT8 = Codec("minmax_uint8", header_bytes=8, elements_per_byte=1, has_cuda_kernels=True)
+SIGN_1BIT = Codec("sign_1bit", header_bytes=4, elements_per_byte=8, has_cuda_kernels=False)
 CODECS = (MINMAX_UINT8, SIGN_1BIT)
 
 
@@ -105,7 +126,7 @@ def hostile_values(kind: str, count: int, seed: int) -> Tensor:
 KINDS = ("scaled", "any bits", "finite bits", "one not finite", "constant", "zeros", "subnormal", "offset", "one sign")
 lengths_of_blocks = st.lists(st.sampled_from((1, 2, 31, 32, 33, L - 1, L, L + 1, 3 * L)), max_size=6)
 seeds = st.integers(0, 2**31)
-several = settings(max_examples=60, deadline=None)
+several = settings(max_examples=min(60, settings.default.max_examples), deadline=None)
 
 
 def assert_same_values(got: Tensor, expected: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oracle
 import torchbagua as tb
+from training import device_of
 
 SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
 NUM_WARM, NUM_STEPS = 3, 7
@@ -60,6 +61,7 @@ class Trainer:
         self.named = {name: p for name, p in self.ddp.module.named_parameters() if p.requires_grad}
         self.optimizer = tb.QAdamOptimizer(self.named.values(), warmup_steps=warmup_steps, **SETTINGS)
         self.data = torch.Generator().manual_seed(1000 + group.rank())
+        self.device = device_of(model)
         self.life = Life()
         self.num_micro_batches = 1
 
@@ -86,7 +88,7 @@ class Trainer:
         for micro_batch in range(self.num_micro_batches):
             is_last = micro_batch == self.num_micro_batches - 1
             with nullcontext() if is_last else self.ddp.no_sync():
-                x = torch.randn(6, 10, generator=self.data)
+                x = torch.randn(6, 10, generator=self.data).to(self.device)
                 self.ddp(x, self.group.rank() + index).square().sum().backward()
         self.life.gradients.append({n: p.grad.clone() for n, p in self.named.items() if p.grad is not None})
         self.optimizer.step()
@@ -112,6 +114,7 @@ def check_lives(
 ) -> None:
     """Gradients and steps are the oracle's; Adam's own steps are those of torch.optim.Adam on its gradients."""
     averages = {name: make_average(value.numel(), nodes) for name, value in initial.items()}
+    # On their own device: Adam is another program on a GPU, and its last bits are others.
     adams = {name: nn.Parameter(value.clone()) for name, value in initial.items()}
     adam = torch.optim.Adam(adams.values(), **SETTINGS)
     for step in range(len(lives[0].weights)):
@@ -119,32 +122,38 @@ def check_lives(
             for life in lives[1:]:
                 for seen, first in ((life.weights, lives[0].weights), (life.momenta, lives[0].momenta)):
                     assert torch.equal(seen[step][name], first[step][name]), f"replicas differ in {name}, step {step}"
-            rows = [life.local[step][name].flatten().numpy() for life in lives]
-            gradient = lives[0].gradients[step][name].flatten().numpy()
+            rows = [flat(life.local[step][name]) for life in lives]
+            gradient = flat(lives[0].gradients[step][name])
             if step < NUM_WARM:
                 np.testing.assert_array_equal(gradient, oracle.gradient_allreduce(rows, nodes))
                 adams[name].grad = lives[0].gradients[step][name]
                 continue
-            before = lives[0].momenta[step - 1][name].flatten().numpy()
+            before = flat(lives[0].momenta[step - 1][name])
             np.testing.assert_array_equal(
                 gradient, oracle.qadam_gradient(rows, before, SETTINGS["betas"][0], averages[name])
             )
             weight, momentum = oracle.qadam_step(
-                lives[0].weights[step - 1][name].flatten().numpy(),
+                flat(lives[0].weights[step - 1][name]),
                 gradient,
                 before,
-                lives[0].second_moments[NUM_WARM - 1][name].flatten().numpy(),
+                flat(lives[0].second_moments[NUM_WARM - 1][name]),
                 num_warm=NUM_WARM,
                 num_since=step - NUM_WARM + 1,
                 decoupled=False,
                 **SETTINGS,
             )
-            np.testing.assert_array_equal(lives[0].weights[step][name].flatten().numpy(), weight)
-            np.testing.assert_array_equal(lives[0].momenta[step][name].flatten().numpy(), momentum)
+            np.testing.assert_array_equal(flat(lives[0].weights[step][name]), weight)
+            np.testing.assert_array_equal(flat(lives[0].momenta[step][name]), momentum)
         if step < NUM_WARM:
             adam.step()
             for name in initial:
                 assert torch.equal(adams[name], lives[0].weights[step][name])
+
+
+def flat(tensor: torch.Tensor) -> oracle.Array:
+    """All elements, in numpy."""
+    array: oracle.Array = tensor.flatten().cpu().numpy()
+    return array
 
 
 def initial_of(model: nn.Module) -> Tensors:

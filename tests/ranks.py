@@ -8,22 +8,31 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from devices import CPU
+
 T = TypeVar("T")
 TIMEOUT = timedelta(seconds=60)
 
 
-def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta = TIMEOUT) -> dist.ProcessGroup:
-    """Return a hand-made gloo group over `store`."""
+def gloo_group(
+    store: dist.Store, rank: int, size: int, timeout: timedelta = TIMEOUT, device: torch.device = CPU
+) -> dist.ProcessGroup:
+    """Return a hand-made gloo group over `store`, for tensors of the CPU, and of `device` where that is another."""
     prefixed = dist.PrefixStore("test", store)
     group = dist.ProcessGroup(prefixed, rank, size)
     backend = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    for device_type in dict.fromkeys(("cpu", device.type)):
+        group._register_backend(torch.device(device_type), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
 
 
-def run_ranks(size: int, body: Callable[[dist.ProcessGroup], T], timeout: timedelta = TIMEOUT) -> list[T]:
+def run_ranks(
+    size: int, body: Callable[[dist.ProcessGroup], T], timeout: timedelta = TIMEOUT, device: torch.device = CPU
+) -> list[T]:
     """Run `body(group)` on `size` threads, one a rank, and return the results in rank order.
+
+    The ranks share `device`, one GPU; DDP's own collectives on it are gloo's.
 
     Raises what the lowest rank raised that raised; the others' errors follow from it, or are its like.
     """
@@ -36,8 +45,11 @@ def run_ranks(size: int, body: Callable[[dist.ProcessGroup], T], timeout: timede
 
     def run(rank: int) -> None:
         try:
-            groups[rank] = gloo_group(store, rank, size, timeout)
-            results[rank] = body(groups[rank])
+            groups[rank] = gloo_group(store, rank, size, timeout, device)
+            # Autograd has one thread for a GPU, and DDP's last callback waits for other ranks on it, whose backward
+            # would need it: so every rank's backward stays on the rank's own thread, as it does on the CPU.
+            with torch.autograd.set_multithreading_enabled(device == CPU):
+                results[rank] = body(groups[rank])
         except BaseException as error:
             errors[rank] = error
 

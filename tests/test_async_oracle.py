@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -96,15 +97,15 @@ def clocked_run(group: dist.ProcessGroup, model: nn.Module, bucket_cap_mb: float
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("bucket_cap_mb", [8.0, 0.001], ids=["one bucket", "several"])
-def test_equals_the_oracle_under_a_controlled_clock(size: int, bucket_cap_mb: float) -> None:
+def test_equals_the_oracle_under_a_controlled_clock(device: torch.device, size: int, bucket_cap_mb: float) -> None:
     """x += mean - snapshot between two steps, whatever the ranks' paces: every step of every rank, bit for bit."""
-    model = build(Normed)
-    results = run_ranks(size, lambda group: clocked_run(group, model, bucket_cap_mb))
+    model = build(Normed).to(device)
+    results = run_ranks(size, lambda group: clocked_run(group, model, bucket_cap_mb), device=device)
     traces, logs = [trainer.trace for trainer, _, _ in results], [log for _, log, _ in results]
     assert len({log.count("step") for log in logs}) > 1, "the ranks should take different numbers of steps"
     assert len({log.count("snapshot after") for log in logs}) > 1, "some ranks should miss rounds"
     for name in traces[0].start[0]:
-        snapshots = [trace.start[0][name].numpy() for trace in traces]
+        snapshots = [trace.start[0][name].cpu().numpy() for trace in traces]
         pending: list[Any] = [None] * size
         steps = [0] * size
         rest = [iter(log) for log in logs]
@@ -115,12 +116,12 @@ def test_equals_the_oracle_under_a_controlled_clock(size: int, bucket_cap_mb: fl
                     if event == "snapshot after":
                         gives_snapshot = True
                         continue
-                    expected = trace.updated[steps[rank]][name].numpy()
+                    expected = trace.updated[steps[rank]][name].cpu().numpy()
                     if pending[rank] is not None:
                         expected = oracle.moved(expected, *pending[rank], is_buffer=is_buffer(name))
                         pending[rank] = None
                     steps[rank] += 1
-                    np.testing.assert_array_equal(trace.start[steps[rank]][name].numpy(), expected)
+                    np.testing.assert_array_equal(trace.start[steps[rank]][name].cpu().numpy(), expected)
                     if gives_snapshot:
                         snapshots[rank] = expected
             mean = oracle.ordered_sum(snapshots) / F32(size)
@@ -131,7 +132,7 @@ def test_equals_the_oracle_under_a_controlled_clock(size: int, bucket_cap_mb: fl
                 snapshots[rank] = snapshots[rank] + difference
         last = [
             row if late is None else oracle.moved(row, *late, is_buffer=is_buffer(name))
-            for row, late in zip([trace.start[-1][name].numpy() for trace in traces], pending, strict=True)
+            for row, late in zip([trace.start[-1][name].cpu().numpy() for trace in traces], pending, strict=True)
         ]
         for _, _, final in results:
-            np.testing.assert_array_equal(final[name].numpy(), oracle.ordered_sum(last) / F32(size))
+            np.testing.assert_array_equal(final[name].cpu().numpy(), oracle.ordered_sum(last) / F32(size))

@@ -60,10 +60,10 @@ SCENARIOS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: type(algorithm).__name__)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_scenarios(scenario: str, algorithm: tb.Algorithm) -> None:
+def test_scenarios(device: torch.device, scenario: str, algorithm: tb.Algorithm) -> None:
     make_model, options = SCENARIOS[scenario]
-    model = build(make_model)
-    check_runs(run_ranks(3, lambda group: train(group, model, algorithm, **options)), algorithm)
+    model = build(make_model).to(device)
+    check_runs(run_ranks(3, lambda group: train(group, model, algorithm, **options), device=device), algorithm)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 5, 6, 7, 8])
@@ -75,9 +75,13 @@ def test_numbers_of_ranks(size: int, algorithm: tb.Algorithm) -> None:
 
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 1], [0, 0, 0, 1, 1], [0, 0, 1, 1, 2, 2, 2, 2]])
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: type(algorithm).__name__)
-def test_hierarchical(nodes: list[int], algorithm: tb.Algorithm) -> None:
-    model = build(Tower)
-    runs = run_ranks(len(nodes), lambda group: train(group, model, algorithm, nodes=nodes, bucket_cap_mb=0.01))
+def test_hierarchical(device: torch.device, nodes: list[int], algorithm: tb.Algorithm) -> None:
+    model = build(Tower).to(device)
+
+    def body(group: torch.distributed.ProcessGroup) -> Run:
+        return train(group, model, algorithm, nodes=nodes, bucket_cap_mb=0.01)
+
+    runs = run_ranks(len(nodes), body, device=device)
     check_runs(runs, algorithm, nodes)
 
 
@@ -109,32 +113,34 @@ def test_one_range_per_chunk_keeps_replicas_equal() -> None:
         assert (averaged - gradients.mean(0)).abs().max() <= bound
 
 
-def test_results_do_not_depend_on_buckets() -> None:
-    model, algorithm = build(Tower), tb.ByteGradAlgorithm()
-    weights = [
-        run_ranks(3, lambda group, cap=cap: train(group, model, algorithm, bucket_cap_mb=cap))[0].weights
-        for cap in (0.001, 0.02, 25)
-    ]
+def test_results_do_not_depend_on_buckets(device: torch.device) -> None:
+    model, algorithm = build(Tower).to(device), tb.ByteGradAlgorithm()
+
+    def weights_with(bucket_cap_mb: float) -> dict[str, torch.Tensor]:
+        runs = run_ranks(3, lambda group: train(group, model, algorithm, bucket_cap_mb=bucket_cap_mb), device=device)
+        return runs[0].weights
+
+    weights = [weights_with(bucket_cap_mb) for bucket_cap_mb in (0.001, 0.02, 25)]
     for other in weights[1:]:
         assert all(torch.equal(weights[0][name], other[name]) for name in other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_grad_scaler_skips_on_all_ranks(dtype: torch.dtype) -> None:
+def test_grad_scaler_skips_on_all_ranks(device: torch.device, dtype: torch.dtype) -> None:
     """An Inf in the gradients of one rank makes every rank skip that step, and only that one."""
-    model = build(lambda: torch.nn.Linear(10, 3000))
+    model = build(lambda: torch.nn.Linear(10, 3000)).to(device)
 
     def body(group: torch.distributed.ProcessGroup) -> tuple[list[float], list[torch.Tensor]]:
         ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
         data = torch.Generator().manual_seed(group.rank())
         scales, weights = [], []
         with tb.attach(ddp, optimizer, "bytegrad"):
             for step in range(4):
                 optimizer.zero_grad()
-                with torch.autocast("cpu", dtype=dtype):
-                    loss = ddp(torch.randn(4, 10, generator=data)).float().mean()
+                with torch.autocast(device.type, dtype=dtype):
+                    loss = ddp(torch.randn(4, 10, generator=data).to(device)).float().mean()
                 if step == 1 and group.rank() == 1:
                     loss = loss * float("inf")
                 scaler.scale(loss).backward()
@@ -144,7 +150,7 @@ def test_grad_scaler_skips_on_all_ranks(dtype: torch.dtype) -> None:
                 weights.append(ddp.module.weight.detach().clone())
         return scales, weights
 
-    for scales, weights in (results := run_ranks(3, body)):
+    for scales, weights in (results := run_ranks(3, body, device=device)):
         assert scales == [8.0, 4.0, 4.0, 4.0]
         assert torch.equal(weights[0], weights[1])
         assert not torch.equal(weights[1], weights[2])

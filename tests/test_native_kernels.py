@@ -1,4 +1,4 @@
-"""The kernels of the codecs: the native ones give the bytes of the reference.
+"""The kernels of the codecs: the native ones give the bytes of the reference, on the CPU and, marked `gpu`, on a GPU.
 
 The tests here and in test_native_kernels_*.py whose name has `bytes` run once more under every other instruction set
 that this CPU has.
@@ -39,13 +39,11 @@ from torchbagua import native
 INSTRUCTION_SETS = ("default", "avx2", "avx512")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _native_kernels() -> None:
-    native.load()
-    assert {row.path for row in native.status()} <= {"aot", "jit"}, native.status()
+@pytest.fixture(scope="module", params=CODECS, ids=lambda codec: codec.name)
+def codec(request: pytest.FixtureRequest, device: torch.device) -> Codec:
+    return request.param.on(device)
 
 
-@pytest.mark.parametrize("codec", CODECS)
 @several
 @given(lengths_of_blocks, st.sampled_from(KINDS), st.sampled_from(DTYPES), seeds)
 def test_same_bytes_for_any_values(codec: Codec, lengths: list[int], kind: str, dtype: torch.dtype, seed: int) -> None:
@@ -57,7 +55,6 @@ def test_same_bytes_for_any_values(codec: Codec, lengths: list[int], kind: str, 
     decoded_by_both(codec, wire, table, dtype)
 
 
-@pytest.mark.parametrize("codec", CODECS)
 @several
 @given(st.lists(st.floats(width=32), min_size=1, max_size=12), st.sampled_from(DTYPES))
 def test_same_bytes_for_few_values(codec: Codec, values: list[float], dtype: torch.dtype) -> None:
@@ -68,7 +65,6 @@ def test_same_bytes_for_few_values(codec: Codec, values: list[float], dtype: tor
     decoded_by_both(codec, encoded_by_both(codec, x, table, wire_bytes), table, dtype)
 
 
-@pytest.mark.parametrize("codec", CODECS)
 @several
 @given(lengths_of_blocks, st.integers(1, 5), st.sampled_from(DTYPES), seeds)
 def test_same_bytes_from_any_wire(
@@ -82,7 +78,6 @@ def test_same_bytes_from_any_wire(
     mean_by_both(codec, rows, table, float(num_rows))
 
 
-@pytest.mark.parametrize("codec", CODECS)
 @several
 @given(lengths_of_blocks, st.integers(1, 5), st.sampled_from(KINDS), st.floats(2.0**-10, 2.0**10, width=32), seeds)
 def test_same_bytes_of_a_mean(
@@ -112,7 +107,6 @@ def test_same_bytes_of_a_mean(
     assert torch.equal(wire, again), "the fused operation is decode, sum in row order, divide, encode"
 
 
-@pytest.mark.parametrize("codec", CODECS)
 @several
 @given(lengths_of_blocks, st.sampled_from(KINDS), st.sampled_from(KINDS), seeds)
 def test_same_bytes_with_feedback(codec: Codec, lengths: list[int], kind: str, residual_kind: str, seed: int) -> None:
@@ -131,7 +125,6 @@ def test_same_bytes_with_feedback(codec: Codec, lengths: list[int], kind: str, r
         assert_same_values(left_out[block], (x + residual)[block] - decoded[block])
 
 
-@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("length", [TILE, TILE + 1, 3 * TILE + 5, 50_000])
 def test_same_bytes_of_blocks_longer_than_a_tile(codec: Codec, length: int) -> None:
     table, wire_bytes = lay_out(codec, [length, 100, length])
@@ -148,11 +141,39 @@ def test_same_bytes_of_blocks_longer_than_a_tile(codec: Codec, length: int) -> N
     feedback_by_both(codec, values[0], values[1], table, wire_bytes)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("x_shift", [0, 1, 3, 7])
+@pytest.mark.parametrize("wire_shift", [0, 1, 4, 15])
+def test_same_bytes_at_any_address(codec: Codec, dtype: torch.dtype, x_shift: int, wire_shift: int) -> None:
+    """Blocks, dense as a compressor lays them out, of tensors that begin anywhere between two aligned addresses."""
+    lengths = torch.tensor([2 * L, L + 5, 1, 3 * L])
+    payload_bytes = torch.tensor([codec.payload_bytes(length) for length in lengths.tolist()])
+    header = codec.header_bytes * torch.arange(len(lengths))
+    payload = codec.header_bytes * len(lengths) + payload_bytes.cumsum(0) - payload_bytes
+    table = torch.stack((lengths.cumsum(0) - lengths, lengths, header, payload), dim=1)
+    x = hostile_values("scaled", x_shift + int(lengths.sum()), 38).to(dtype)[x_shift:]
+    wire_bytes = int(payload[-1] + payload_bytes[-1])
+    wires = [torch.full((wire_shift + wire_bytes,), 7, dtype=torch.uint8)[wire_shift:] for _ in range(2)]
+    decoded = [torch.full((x_shift + len(x),), 7.0, dtype=dtype)[x_shift:] for _ in range(2)]
+
+    for encode, wire in zip(codec.kernels("encode"), wires, strict=True):
+        encode(x, table, wire)
+    for decode, into in zip(codec.kernels("decode"), decoded, strict=True):
+        decode(wires[1], table, into)
+
+    assert torch.equal(*wires)
+    assert_same_values(*decoded)
+    mean_by_both(codec, wires[0].repeat(3, 1), table, 3.0)
+    values = x.float()
+    feedback_by_both(codec, values, values.flip(0), table, wire_bytes)
+
+
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_instruction_set(name: str) -> None:
     best = torch.backends.cpu.get_cpu_capability().lower()
     if name not in INSTRUCTION_SETS[: INSTRUCTION_SETS.index(best) + 1 if best in INSTRUCTION_SETS else 1]:
         pytest.skip(f"this CPU has no {name}: its best is {best}")
+    native.load()
     if name == OPS.cpu_instruction_set():
         return  # the tests of this very process use it
     files = sorted(map(str, Path(__file__).parent.glob("test_native_kernels*.py")))
@@ -167,11 +188,11 @@ def test_instruction_set(name: str) -> None:
 
 
 def test_chosen_instruction_set() -> None:
+    native.load()
     expected = os.environ.get("ATEN_CPU_CAPABILITY", torch.backends.cpu.get_cpu_capability().lower())
     assert OPS.cpu_instruction_set() == (expected if expected in INSTRUCTION_SETS else "default")
 
 
-@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_value_that_cannot_be_coded_shows_in_its_block_alone(codec: Codec, value: float) -> None:
     table, wire_bytes = lay_out(codec, [L, L])
@@ -188,7 +209,6 @@ def test_a_value_that_cannot_be_coded_shows_in_its_block_alone(codec: Codec, val
     assert decoded[other[0] : other[0] + L].isfinite().all()
 
 
-@pytest.mark.parametrize("codec", CODECS)
 def test_opcheck(codec: Codec) -> None:
     table, wire_bytes = lay_out(codec, [L, 1, L + 1])
     x = hostile_values("scaled", num_elements(table), 38)

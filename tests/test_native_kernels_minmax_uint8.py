@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from native_codecs import (
     DTYPES,
     MINMAX_UINT8,
+    Codec,
     L,
     assert_header_decodes_to_nan,
     assert_same_values,
@@ -21,22 +22,20 @@ from native_codecs import (
     seeds,
     several,
 )
-from torchbagua import native
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _native_kernels() -> None:
-    native.load()
-    assert {row.path for row in native.status()} <= {"aot", "jit"}, native.status()
+@pytest.fixture(scope="module")
+def codec(device: torch.device) -> Codec:
+    return MINMAX_UINT8.on(device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_same_bytes_of_every_16_bit_value(dtype: torch.dtype) -> None:
+def test_same_bytes_of_every_16_bit_value(codec: Codec, dtype: torch.dtype) -> None:
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     index = torch.arange(len(x))
     table = torch.stack((index, torch.ones_like(index), 8 * index, 8 * len(x) + index), dim=1)
 
-    wire = encoded_by_both(MINMAX_UINT8, x, table, 9 * len(x))
+    wire = encoded_by_both(codec, x, table, 9 * len(x))
 
     headers = wire[: 8 * len(x)].view(torch.float32).view(-1, 2)
     as_float = x.to(torch.float32) + 0.0
@@ -46,7 +45,7 @@ def test_same_bytes_of_every_16_bit_value(dtype: torch.dtype) -> None:
 
 @several
 @given(st.sampled_from((torch.bfloat16, torch.float16)), seeds)
-def test_same_bytes_of_rounding(dtype: torch.dtype, seed: int) -> None:
+def test_same_bytes_of_rounding(codec: Codec, dtype: torch.dtype, seed: int) -> None:
     """A block of a constant decodes to that constant, rounded to the type of x."""
     near_16_bits = random_bits(1000, seed).to(dtype).to(torch.float32).view(torch.int32)
     offset = torch.randint(-2, 3, (1000,), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
@@ -57,18 +56,18 @@ def test_same_bytes_of_rounding(dtype: torch.dtype, seed: int) -> None:
     table = torch.stack((index, torch.ones_like(index), 8 * index, 8 * len(values) + index), dim=1)
     wire = torch.cat((values.repeat_interleave(2).view(torch.uint8), torch.zeros(len(values), dtype=torch.uint8)))
 
-    decoded = decoded_by_both(MINMAX_UINT8, wire, table, dtype)
+    decoded = decoded_by_both(codec, wire, table, dtype)
 
     assert_same_values(decoded[: len(values)] + 0.0, values.to(dtype) + 0.0)
 
 
 @several
 @given(lengths_of_blocks, st.sampled_from(("scaled", "finite bits", "offset", "one sign", "subnormal")), seeds)
-def test_error_bound(lengths: list[int], kind: str, seed: int) -> None:
-    table, wire_bytes = lay_out(MINMAX_UINT8, lengths, seed)
+def test_error_bound(codec: Codec, lengths: list[int], kind: str, seed: int) -> None:
+    table, wire_bytes = lay_out(codec, lengths, seed)
     x = hostile_values(kind, num_elements(table), seed)
     x = torch.where(x.abs() < 2.0**126, x, 1.0)
-    decoded = decoded_by_both(MINMAX_UINT8, encoded_by_both(MINMAX_UINT8, x, table, wire_bytes), table, torch.float32)
+    decoded = decoded_by_both(codec, encoded_by_both(codec, x, table, wire_bytes), table, torch.float32)
 
     for start, length, *_ in table.tolist():
         exact, got = (tensor[start : start + length].double() for tensor in (x, decoded))
@@ -79,29 +78,29 @@ def test_error_bound(lengths: list[int], kind: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_constants_are_exact(dtype: torch.dtype) -> None:
-    table, wire_bytes = lay_out(MINMAX_UINT8, [L] * 6)
+def test_constants_are_exact(codec: Codec, dtype: torch.dtype) -> None:
+    table, wire_bytes = lay_out(codec, [L] * 6)
     x = torch.zeros(num_elements(table), dtype=dtype)
     tiny, huge = torch.finfo(dtype).tiny, min(torch.finfo(dtype).max, 2.0**125)
     for (start, length, *_), value in zip(table.tolist(), (0.0, -0.0, 1.1, -3e-5, tiny, -huge), strict=True):
         x[start : start + length] = value
 
-    decoded = decoded_by_both(MINMAX_UINT8, encoded_by_both(MINMAX_UINT8, x, table, wire_bytes), table, dtype)
+    decoded = decoded_by_both(codec, encoded_by_both(codec, x, table, wire_bytes), table, dtype)
 
     for start, length, *_ in table.tolist():
         assert torch.equal(decoded[start : start + length], x[start : start + length])
 
 
 @pytest.mark.parametrize("value", [2.0**126, -(2.0**126)])
-def test_a_magnitude_that_is_too_large_makes_its_block_nan(value: float) -> None:
-    table, wire_bytes = lay_out(MINMAX_UINT8, [L])
+def test_a_magnitude_that_is_too_large_makes_its_block_nan(codec: Codec, value: float) -> None:
+    table, wire_bytes = lay_out(codec, [L])
     x = torch.linspace(-1, 1, num_elements(table))
     start = int(table[0, 0])
     x[start + 17] = value
 
-    wire = encoded_by_both(MINMAX_UINT8, x, table, wire_bytes)
+    wire = encoded_by_both(codec, x, table, wire_bytes)
 
-    assert decoded_by_both(MINMAX_UINT8, wire, table, torch.float32)[start : start + L].isnan().all()
+    assert decoded_by_both(codec, wire, table, torch.float32)[start : start + L].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -109,5 +108,7 @@ def test_a_magnitude_that_is_too_large_makes_its_block_nan(value: float) -> None
     [(torch.nan, 1.0), (1.0, torch.nan), (-torch.inf, 1.0), (0.0, torch.inf), (1.0, 2.0**126), (1.0, 0.5)],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_header_that_no_encoder_writes_decodes_to_nan(low: float, high: float, dtype: torch.dtype) -> None:
-    assert_header_decodes_to_nan(MINMAX_UINT8, [low, high], dtype)
+def test_a_header_that_no_encoder_writes_decodes_to_nan(
+    codec: Codec, low: float, high: float, dtype: torch.dtype
+) -> None:
+    assert_header_decodes_to_nan(codec, [low, high], dtype)

@@ -12,6 +12,7 @@ from native_codecs import (
     DTYPES,
     SIGN_1BIT,
     TILE,
+    Codec,
     L,
     assert_header_decodes_to_nan,
     assert_same_values,
@@ -24,21 +25,19 @@ from native_codecs import (
     seeds,
     several,
 )
-from torchbagua import native
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _native_kernels() -> None:
-    native.load()
-    assert {row.path for row in native.status()} <= {"aot", "jit"}, native.status()
+@pytest.fixture(scope="module")
+def codec(device: torch.device) -> Codec:
+    return SIGN_1BIT.on(device)
 
 
-def one_block(x: Tensor) -> tuple[Tensor, Tensor]:
+def one_block(codec: Codec, x: Tensor) -> tuple[Tensor, Tensor]:
     """The header and the payload of all x in one block, which lies between other bytes."""
-    payload_bytes = SIGN_1BIT.payload_bytes(len(x))
+    payload_bytes = codec.payload_bytes(len(x))
     table = torch.tensor([[0, len(x), 4, 9]])
     wire = torch.full((9 + payload_bytes + 4,), 255, dtype=torch.uint8)
-    kernels = SIGN_1BIT.kernels("encode")
+    kernels = codec.kernels("encode")
     wires = [wire.clone() for _ in kernels]
     for encode, wire in zip(kernels, wires, strict=True):
         encode(x, table, wire)
@@ -49,12 +48,12 @@ def one_block(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 31, 32, 33, L, TILE - 1, TILE + 33, 3 * TILE + 5])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bytes_are_the_mean_magnitude_and_the_sign_bits(length: int, dtype: torch.dtype) -> None:
+def test_bytes_are_the_mean_magnitude_and_the_sign_bits(codec: Codec, length: int, dtype: torch.dtype) -> None:
     x = torch.randn(length, generator=torch.Generator().manual_seed(length)).to(dtype)
     x[::5] = -0.0
     values = x.float().numpy()
 
-    header, payload = one_block(x)
+    header, payload = one_block(codec, x)
 
     assert header.numpy() == oracle.mean_magnitude(values)
     # Each lane rounds length / 32 additions, then come five levels of the tree and a division.
@@ -67,29 +66,29 @@ def test_bytes_are_the_mean_magnitude_and_the_sign_bits(length: int, dtype: torc
 @given(
     st.integers(1, 300), st.sampled_from(("scaled", "finite bits", "offset", "one sign", "subnormal", "zeros")), seeds
 )
-def test_decoded_bytes_are_sign_times_mean_magnitude(length: int, kind: str, seed: int) -> None:
-    table, wire_bytes = lay_out(SIGN_1BIT, [length], seed)
+def test_decoded_bytes_are_sign_times_mean_magnitude(codec: Codec, length: int, kind: str, seed: int) -> None:
+    table, wire_bytes = lay_out(codec, [length], seed)
     x = hostile_values(kind, num_elements(table), seed)
     start = int(table[0, 0])
     block = x[start : start + length]
 
-    decoded = decoded_by_both(SIGN_1BIT, encoded_by_both(SIGN_1BIT, x, table, wire_bytes), table, torch.float32)
+    decoded = decoded_by_both(codec, encoded_by_both(codec, x, table, wire_bytes), table, torch.float32)
 
     assert_same_values(decoded[start : start + length], torch.from_numpy(oracle.sign_block(block.numpy())))
 
 
-def test_mean_bytes_of_a_long_block_are_those_of_its_mean() -> None:
+def test_mean_bytes_of_a_long_block_are_those_of_its_mean(codec: Codec) -> None:
     """The lanes' sums go on from tile to tile."""
     length = 2 * TILE + 77
     rows = [torch.randn(length, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     table = torch.tensor([[0, length, 0, 4]])
-    wire_bytes = 4 + SIGN_1BIT.payload_bytes(length)
-    wires = torch.stack([encoded_by_both(SIGN_1BIT, row, table, wire_bytes) for row in rows])
+    wire_bytes = 4 + codec.payload_bytes(length)
+    wires = torch.stack([encoded_by_both(codec, row, table, wire_bytes) for row in rows])
 
-    mean = mean_by_both(SIGN_1BIT, wires, table, 3.0)
+    mean = mean_by_both(codec, wires, table, 3.0)
 
     values = oracle.ordered_sum([oracle.sign_block(row.numpy()) for row in rows]) / np.float32(3)
-    assert torch.equal(mean, encoded_by_both(SIGN_1BIT, torch.from_numpy(values), table, wire_bytes))
+    assert torch.equal(mean, encoded_by_both(codec, torch.from_numpy(values), table, wire_bytes))
     assert mean[:4].view(torch.float32).numpy() == oracle.mean_magnitude(values)
 
 
@@ -104,13 +103,13 @@ def test_mean_bytes_of_a_long_block_are_those_of_its_mean() -> None:
         ([-(2.0**120)] * L, True),
     ],
 )
-def test_what_counts_is_the_mean_of_the_block(values: list[float], usable: bool) -> None:
-    header, payload = one_block(torch.tensor(values))
+def test_what_counts_is_the_mean_of_the_block(codec: Codec, values: list[float], usable: bool) -> None:
+    header, payload = one_block(codec, torch.tensor(values))
     assert bool(header.isfinite()) == usable
     assert bool(payload.any()) == usable
 
 
 @pytest.mark.parametrize("scale", [torch.nan, torch.inf, -torch.inf, 2.0**126, -1.0, -0.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_header_that_no_encoder_writes_decodes_to_nan(scale: float, dtype: torch.dtype) -> None:
-    assert_header_decodes_to_nan(SIGN_1BIT, [scale], dtype)
+def test_a_header_that_no_encoder_writes_decodes_to_nan(codec: Codec, scale: float, dtype: torch.dtype) -> None:
+    assert_header_decodes_to_nan(codec, [scale], dtype)

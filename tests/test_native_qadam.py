@@ -1,5 +1,7 @@
 """The kernel of QAdam's update: the native one gives the bits of the reference, in parallel too, and both refuse alike.
 
+Marked `gpu`, what runs on a GPU gives them too.
+
 The test whose name has `bits` runs once more under every other instruction set that this CPU has.
 """
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from devices import on_device
 from native_codecs import random_bits
 from torchbagua import native
 from torchbagua.native import reference
@@ -36,7 +39,7 @@ LENGTHS = [0, 1, 15, 16, 17, 1000, 3 * 2**15 + 5]
 @pytest.fixture(autouse=True, scope="module")
 def _native_kernels() -> None:
     native.load()
-    assert {row.path for row in native.status()} <= {"aot", "jit"}, native.status()
+    assert {row.path for row in native.status() if row.device == "cpu"} <= {"aot", "jit"}, native.status()
 
 
 def arguments(dtype: torch.dtype, *, is_hostile: bool = False) -> list[list[Tensor]]:
@@ -66,11 +69,11 @@ def copies(lists: list[list[Tensor]]) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_hostile", [False, True])
-def test_native_gives_the_bits_of_the_reference(dtype: torch.dtype, is_hostile: bool) -> None:
+def test_native_gives_the_bits_of_the_reference(device: torch.device, dtype: torch.dtype, is_hostile: bool) -> None:
     mine = arguments(dtype, is_hostile=is_hostile)
     theirs = copies(mine)
     before = copies(mine)
-    OPS.qadam_update(*mine, **NUMBERS)
+    on_device(OPS.qadam_update.default, device)(*mine, **NUMBERS)
     reference.qadam_update(*theirs, **NUMBERS)
     for own, others in zip(mine, theirs, strict=True):
         assert all(map(same, own, others))
@@ -83,11 +86,13 @@ def test_native_gives_the_bits_of_the_reference(dtype: torch.dtype, is_hostile: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_hostile", [False, True])
 @pytest.mark.parametrize("name", FORMS)
-def test_forms_have_the_bits_of_the_reference(name: str, dtype: torch.dtype, is_hostile: bool) -> None:
+def test_forms_have_the_bits_of_the_reference(
+    device: torch.device, name: str, dtype: torch.dtype, is_hostile: bool
+) -> None:
     _, values, *_ = arguments(torch.float32, is_hostile=is_hostile)
     _, _, momenta, _ = arguments(dtype, is_hostile=is_hostile)
     (mine, theirs), before = copies([values, values]), copies([momenta])[0]
-    getattr(OPS, name)(mine, momenta, beta1=0.9, share=0.1 / 1024)
+    on_device(getattr(OPS, name).default, device)(mine, momenta, beta1=0.9, share=0.1 / 1024)
     getattr(reference, name)(theirs, momenta, beta1=0.9, share=0.1 / 1024)
     assert all(map(same, mine, theirs))
     assert all(map(same, momenta, before))
@@ -159,8 +164,8 @@ def test_refusals(change: Change, message: str) -> None:
         assert all(all(map(torch.equal, own, old)) for own, old in zip(lists, before, strict=True))
 
 
-def test_opcheck() -> None:
-    lists = arguments(torch.float32)
+def test_opcheck(device: torch.device) -> None:
+    lists = [[tensor.to(device) for tensor in tensors] for tensors in arguments(torch.float32)]
     torch.library.opcheck(OPS.qadam_update.default, tuple(lists), NUMBERS)
     for name in FORMS:
         torch.library.opcheck(getattr(OPS, name).default, tuple(lists[1:3]), {"beta1": 0.9, "share": 0.1})

@@ -34,8 +34,10 @@ from training import Branches, Tower, build
     [(2, None), (4, None), (8, None), (4, [0, 0, 1, 1]), (8, [0, 0, 0, 0, 1, 1, 1, 1]), (3, [0, 0, 1])],
 )
 @pytest.mark.parametrize("bucket_cap_mb", [25, 0.01])
-def test_the_whole_life_equals_the_oracle(size: int, nodes: list[int] | None, bucket_cap_mb: float) -> None:
-    model = build(Tower)
+def test_the_whole_life_equals_the_oracle(
+    device: torch.device, size: int, nodes: list[int] | None, bucket_cap_mb: float
+) -> None:
+    model = build(Tower).to(device)
 
     def body(group: dist.ProcessGroup) -> Life:
         trainer = Trainer(group, model, bucket_cap_mb=bucket_cap_mb)
@@ -45,7 +47,7 @@ def test_the_whole_life_equals_the_oracle(size: int, nodes: list[int] | None, bu
         impl.close()
         return trainer.life
 
-    check_lives(run_ranks(size, body), initial_of(model), nodes)
+    check_lives(run_ranks(size, body, device=device), initial_of(model), nodes)
 
 
 def test_accumulation_moves_the_momentum_once() -> None:

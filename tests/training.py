@@ -63,11 +63,24 @@ class OneElement(nn.Module):
 
 @dataclass
 class Run:
-    """What one rank saw: by step and parameter name, gradients before and after averaging; and the final weights."""
+    """What one rank saw: by step and parameter name, gradients before and after averaging; and the final weights.
+
+    All on the CPU, where the oracle is.
+    """
 
     local: list[dict[str, torch.Tensor]] = field(default_factory=list)
     averaged: list[dict[str, torch.Tensor]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where its parameters are."""
+    return next(model.parameters()).device
+
+
+def on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same values on the CPU."""
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def build(make_model: Callable[[], nn.Module]) -> nn.Module:
@@ -87,8 +100,8 @@ def train(
     before_hook: Callable[[int], None] = lambda step: None,
     **ddp_options: Any,
 ) -> Run:
-    """Train a copy of `model` with SGD through the plain hook; data differ by rank and step."""
-    rank = group.rank()
+    """Train a copy of `model`, where that is, with SGD through the plain hook; data differ by rank and step."""
+    rank, device = group.rank(), device_of(model)
     ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **ddp_options)
     names = {parameter: name for name, parameter in ddp.module.named_parameters()}
     run = Run()
@@ -109,11 +122,13 @@ def train(
         for micro_batch in range(num_micro_batches):
             last = micro_batch == num_micro_batches - 1
             with nullcontext() if last else ddp.no_sync():
-                ddp(torch.randn(6, 10, generator=data), rank + step).square().sum().backward()
+                ddp(torch.randn(6, 10, generator=data).to(device), rank + step).square().sum().backward()
         run.averaged.append(
             {name: p.grad.clone() for p, name in names.items() if p.grad is not None and name in run.local[-1]}
         )
         optimizer.step()
     impl.close()
-    run.weights = {name: parameter.detach().clone() for parameter, name in names.items()}
+    # Not sooner: a copy to the CPU waits for the GPU, and hides what is not waited for.
+    run.local, run.averaged = list(map(on_cpu, run.local)), list(map(on_cpu, run.averaged))
+    run.weights = on_cpu({name: parameter.detach().clone() for parameter, name in names.items()})
     return run

@@ -1,0 +1,45 @@
+"""The two-phase mean as several ranks run it, for a group of one, which is otherwise spared it.
+
+A group of one communicates nothing, and its impl returns at once. To see on one GPU what encoding, the exchanges, the
+reduction and decoding cost beside backward, this algorithm runs all of them with the only rank as its own peer.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+import torchbagua as tb
+from torchbagua.collectives import BaguaProcessGroup
+from torchbagua.collectives.two_phase_mean import TwoPhaseMean
+from torchbagua.compressors import Compressor, MinMaxUInt8
+from torchbagua.compressors.blocks import block_bounds
+
+
+def make_mean(group: BaguaProcessGroup, compressor: Compressor, bucket: tb.BaguaBucket) -> TwoPhaseMean:
+    """The collective of one bucket: the one place here that knows how it is made."""
+    lengths = [tensor.parameter.numel() for tensor in bucket.tensors]
+    bounds = block_bounds(lengths, compressor.granularity)
+    flat = bucket.flat
+    return TwoPhaseMean(group.world, compressor, bounds, flat.dtype, flat.device, float(group.size), bucket.name)
+
+
+@dataclass(frozen=True)
+class WholeByteGradAlgorithm(tb.Algorithm):
+    """ByteGrad that compresses with one rank, too: gradients become Q(Q(g))."""
+
+    def make_impl(self, process_group: BaguaProcessGroup) -> tb.AlgorithmImpl:
+        return _WholeByteGradImpl(process_group)
+
+
+class _WholeByteGradImpl(tb.AlgorithmImpl):
+    def __init__(self, process_group: BaguaProcessGroup) -> None:
+        super().__init__(process_group)
+        self._compressor = MinMaxUInt8()
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
+        mean = make_mean(self.process_group, self._compressor, bucket)
+
+        def whole_mean(bucket: tb.BaguaBucket, group: BaguaProcessGroup) -> None:
+            mean(bucket.flat)
+
+        bucket.append_python_op(whole_mean)

@@ -1,0 +1,40 @@
+"""Which functions of CUDA a part of a program has called, on all of its threads, as torch's profiler saw it."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+# What lets the host wait for the GPU. cudaMemcpyAsync does not, as long as the host's memory is pinned.
+WAITING_CALLS = {
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "cudaFree",
+    "cuStreamSynchronize",
+    "cuCtxSynchronize",
+    "cuEventSynchronize",
+}
+
+
+def calls_within(profile: torch.profiler.profile, name: str, folder: Path) -> Counter[str]:
+    """Count the calls during the `torch.profiler.record_function(name)` of a profile that has ended.
+
+    Args:
+        folder: for the trace, which is written there.
+    """
+    path = folder / "trace.json"
+    profile.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == name]
+    assert len(spans) == 1, f"{len(spans)} annotations {name!r}"
+    begin, end = spans[0]["ts"], spans[0]["ts"] + spans[0]["dur"]
+    calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    return Counter(call["name"] for call in calls if begin <= call["ts"] <= end)
+
+
+def waiting(calls: Counter[str]) -> dict[str, int]:
+    """Those of the calls that let the host wait."""
+    return {name: count for name, count in calls.items() if name in WAITING_CALLS}

@@ -1,0 +1,87 @@
+"""Where tests run native operations: on the CPU, and, in tests marked `gpu`, on the first GPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+ALIGNMENT_BYTES = 16  # of the widest access of a kernel
+GUARD_BYTES = 16 * ALIGNMENT_BYTES
+GUARD = 0xA5
+
+
+def require_gpu() -> torch.device:
+    """The first GPU; the test is skipped where there is none."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU that this torch can use")
+    return GPU
+
+
+class GuardedCopy:
+    """A copy of a tensor on `device`, as far from an aligned address as the original, between bytes that nobody writes.
+
+    Attributes:
+        tensor: the copy, of the original's shape and strides.
+    """
+
+    def __init__(self, original: Tensor, device: torch.device) -> None:
+        steps = [(size - 1) * stride for size, stride in zip(original.shape, original.stride(), strict=True)]
+        num_bytes = original.itemsize * (1 + sum(steps)) if original.numel() else 0
+        first = GUARD_BYTES + original.data_ptr() % ALIGNMENT_BYTES
+        memory = torch.full((first + num_bytes + GUARD_BYTES,), GUARD, dtype=torch.uint8, device=device)
+        assert memory.data_ptr() % ALIGNMENT_BYTES == 0
+        self._guards = memory[:first], memory[first + num_bytes :]
+        flat = memory[first : first + num_bytes].view(original.dtype)
+        self.tensor = flat.as_strided(original.size(), original.stride())
+        self.tensor.copy_(original)
+
+    def check_guards(self, name: str) -> None:
+        """Fail where something was written outside the tensor called `name`."""
+        assert all((guard == GUARD).all() for guard in self._guards), f"written outside {name}"
+
+
+def on_device(operation: torch._ops.OpOverload, device: torch.device) -> Callable[..., None]:
+    """`operation` for tensors of the CPU: it works on guarded copies on `device`, and what it writes is copied back.
+
+    Tensors that are not on the CPU are handed on as they are.
+    """
+    schema = operation._schema.arguments
+
+    def copy_of(value: Any) -> Any:
+        if isinstance(value, list):
+            return [copy_of(item) for item in value]
+        if isinstance(value, Tensor) and value.device == CPU:
+            return GuardedCopy(value, device)
+        return value
+
+    def inside(value: Any) -> Any:
+        if isinstance(value, list):
+            return [inside(item) for item in value]
+        return value.tensor if isinstance(value, GuardedCopy) else value
+
+    def take_back(original: Any, copy: Any, name: str, *, is_written: bool) -> None:
+        if isinstance(copy, list):
+            for index, (one, other) in enumerate(zip(original, copy, strict=True)):
+                take_back(one, other, f"{name}[{index}]", is_written=is_written)
+        elif isinstance(copy, GuardedCopy):
+            copy.check_guards(name)
+            if is_written:
+                original.copy_(copy.tensor)
+
+    def run(*positional: Any, **named: Any) -> None:
+        names = [argument.name for argument in schema][: len(positional)]
+        originals = dict(zip(names, positional, strict=True)) | named
+        copies = {name: copy_of(value) for name, value in originals.items()}
+        try:
+            operation(**{name: inside(copy) for name, copy in copies.items()})
+        finally:  # where it refuses it has written nothing, and the caller looks
+            for argument in schema:
+                is_written = argument.alias_info is not None and argument.alias_info.is_write
+                name = argument.name
+                take_back(originals.get(name), copies.get(name), name, is_written=is_written)
+
+    return run

@@ -1,0 +1,160 @@
+"""The lane over NCCL, with the one rank that one GPU can hold: same bits, and the host never waits for the GPU."""
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import averaging
+import q_adam_life
+import torchbagua as tb
+from cuda_calls import calls_within, waiting
+from ranks import run_ranks
+from test_ddp import ALGORITHMS, check_runs
+from training import Tower, build, train
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from whole_mean import WholeByteGradAlgorithm
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, BATCH = 1024, 32
+
+
+@pytest.fixture(scope="module")
+def group(gpu: torch.device) -> Iterator[dist.ProcessGroup]:
+    """The default group, over NCCL, of one rank."""
+    if not dist.is_nccl_available():
+        pytest.skip("this torch was built without NCCL")
+    torch.cuda.set_device(gpu)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=gpu)
+    yield dist.group.WORLD
+    gc.collect()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: type(algorithm).__name__)
+def test_gradients_of_one_rank_stay_as_they_are(
+    group: dist.ProcessGroup, gpu: torch.device, algorithm: tb.Algorithm
+) -> None:
+    check_runs([train(group, build(Tower).to(gpu), algorithm, bucket_cap_mb=0.01)], algorithm)
+
+
+def test_qadam_has_the_bits_that_it_has_over_gloo(group: dist.ProcessGroup, gpu: torch.device) -> None:
+    model = build(Tower).to(gpu)
+
+    def body(group: dist.ProcessGroup) -> q_adam_life.Life:
+        trainer = q_adam_life.Trainer(group, model, bucket_cap_mb=0.01)
+        impl = trainer.hook()
+        for _ in range(q_adam_life.NUM_STEPS):
+            trainer.step()
+        impl.close()
+        return trainer.life
+
+    over_nccl, (over_gloo,) = body(group), run_ranks(1, body, device=gpu)
+    assert not torch.equal(over_nccl.weights[0]["layers.0.weight"], over_nccl.weights[-1]["layers.0.weight"])
+    for own, other in zip(over_nccl.weights, over_gloo.weights, strict=True):
+        assert all(torch.equal(weight, other[name]) for name, weight in own.items())
+
+
+@pytest.mark.parametrize("name", averaging.ALGORITHMS)
+def test_weights_of_one_rank_stay_as_they_are(group: dist.ProcessGroup, gpu: torch.device, name: str) -> None:
+    model = build(averaging.Normed).to(gpu)
+    averaging.check_unchanged(averaging.train(group, model, averaging.ALGORITHMS[name]))
+
+
+def test_one_rank_that_is_its_own_peer_has_its_gradients_coded_twice(
+    group: dist.ProcessGroup, gpu: torch.device
+) -> None:
+    """What runs in the tests below: it does encode and decode, and has the bits of gloo and the CPU."""
+    over_nccl = train(group, build(Tower).to(gpu), WholeByteGradAlgorithm(), bucket_cap_mb=0.01, num_steps=1)
+    local, averaged = over_nccl.local[0], over_nccl.averaged[0]
+    codec = tb.compressors.MinMaxUInt8()
+    for name, gradient in local.items():
+        expected = gradient.flatten()
+        bounds = tb.compressors.blocks.block_bounds([expected.numel()], codec.granularity)
+        layout = codec.layout(bounds, [0, len(bounds) - 1], expected.dtype, expected.device)
+        for _ in range(2):
+            wire = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+            codec.encode(expected, layout, wire)
+            expected = torch.empty_like(expected)
+            codec.decode(wire, layout, expected)
+        assert torch.equal(averaged[name].flatten(), expected), name
+    assert not torch.equal(averaged["layers.1.weight"], local["layers.1.weight"])
+
+
+def make_step(
+    group: dist.ProcessGroup, gpu: torch.device, algorithm: tb.Algorithm | None
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """One training step of several buckets, without a wait of its own, warmed up; and what ends it all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))).to(gpu)
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=4)
+    impl = None
+    if algorithm is not None:
+        impl = algorithm.reify(group)
+        ddp.register_comm_hook(impl, tb.comm_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+    x = torch.randn(BATCH, WIDTH, device=gpu)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(5):
+        step()
+    torch.cuda.synchronize()
+    return step, impl.close if impl is not None else lambda: None
+
+
+# The first is plain DDP: the step itself does not wait either.
+EVERY = pytest.mark.parametrize(
+    "algorithm",
+    [None, *ALGORITHMS, WholeByteGradAlgorithm()],
+    ids=lambda algorithm: "plain DDP" if algorithm is None else type(algorithm).__name__,
+)
+
+
+@EVERY
+def test_no_step_waits_by_torchs_own_account(
+    group: dist.ProcessGroup, gpu: torch.device, algorithm: tb.Algorithm | None
+) -> None:
+    step, end = make_step(group, gpu, algorithm)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            torch.ones(1, device=gpu).item()
+        for _ in range(5):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    end()
+
+
+@EVERY
+def test_no_step_waits_by_the_profilers_account(
+    group: dist.ProcessGroup, gpu: torch.device, algorithm: tb.Algorithm | None, tmp_path: Path
+) -> None:
+    """The mode of the test above does not cover torch.distributed, nor threads and libraries beside torch."""
+    step, end = make_step(group, gpu, algorithm)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        with torch.profiler.record_function("steps"):
+            for _ in range(5):
+                step()
+        with torch.profiler.record_function("control"):
+            torch.cuda.synchronize()
+    calls = calls_within(profile, "steps", tmp_path)
+    end()
+    assert sum(count for name, count in calls.items() if "LaunchKernel" in name) > 5, calls
+    assert not waiting(calls), calls
+    assert waiting(calls_within(profile, "control", tmp_path)), "a wait is not seen"
