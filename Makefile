@@ -68,6 +68,11 @@ bench-convergence: $(STAMPS)/bench ## train two models with every algorithm: hel
 bench-tracing: $(STAMPS)/package ## time training steps with and without observers
 	$(BIN)/python benchmarks/tracing.py $(ARGS)
 
+# With the Python of the machine and what it has, since a CUDA torch is a matter of its own; builds the libraries in place.
+.PHONY: gpu
+gpu: ## build, tests, sanitizers and benchmarks on an NVIDIA GPU, with the torch of PYTHON; ten minutes
+	$(PYTHON) benchmarks/gpu.py $(ARGS)
+
 .PHONY: soak
 soak: $(STAMPS)/dev ## the tests that take minutes
 	$(BIN)/pytest -m soak -o faulthandler_timeout=1800 $(ARGS)

@@ -35,6 +35,29 @@ def _git_revision() -> str:
     return finished.stdout.strip() or "unknown"
 
 
+def _first_line(*command: str, having: str = "") -> str:
+    """The first line with `having` of what a program prints; `unknown` where there is none."""
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return next((line.strip() for line in finished.stdout.splitlines() if having in line), "unknown")
+
+
+def gpu_record() -> dict[str, str | float]:
+    """The first GPU and what programs it; only where torch can use one."""
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "cuda_of_torch": str(torch.version.cuda),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nvcc": _first_line("nvcc", "--version", having="release"),
+    }
+
+
 def environment_record() -> dict[str, str | int]:
     """The machine, the software and the date. No host name and no path: results are published."""
     return {

@@ -1,0 +1,149 @@
+"""What the lane over NCCL adds to a training step, on one GPU: a GPT of 124 M parameters, bfloat16 autocast, AdamW.
+
+    python benchmarks/nccl_overhead.py [--rounds 15] [--json PATH]
+
+The group has one rank, so nothing crosses a network, and ByteGrad's impl, which has nothing to average, returns at
+once: its row is what the hook itself costs. The last row runs all of encode, all-to-all, reduce, all-gather and decode
+with the only rank as its own peer (whole_mean.py). All take turns in one run; a time is a median over rounds of some
+steps each, by the GPU's clock.
+
+`--device cpu --small` tries the program out, over gloo.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from device_time import alternated_ms
+from environment import environment_record
+from gpt import GPT, Size
+from processes import leave_process_group
+from whole_mean import WholeByteGradAlgorithm
+
+SMALL = Size(num_layers=2, width=64, num_heads=2, vocabulary=300, context=32)
+BLOCK_STEPS = 4  # of a contestant's turn
+BASELINE = "plain DDP"
+ALGORITHMS: dict[str, tb.Algorithm | None] = {
+    BASELINE: None,
+    "DDP, ByteGrad's hook": tb.ByteGradAlgorithm(),
+    "DDP, all of ByteGrad with itself": WholeByteGradAlgorithm(),
+}
+
+
+class Training:
+    """A model of its own, and steps on it.
+
+    Args:
+        algorithm: what its DDP communicates with; None for DDP's own all-reduce.
+        is_ddp: False for the module alone.
+    """
+
+    def __init__(
+        self, size: Size, batch: int, device: torch.device, algorithm: tb.Algorithm | None, *, is_ddp: bool = True
+    ) -> None:
+        torch.manual_seed(0)
+        model: nn.Module = GPT(size).to(device)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._impl: tb.AlgorithmImpl | None = None
+        if is_ddp:
+            group = dist.group.WORLD
+            assert group is not None
+            model = DistributedDataParallel(model, process_group=group)
+            if algorithm is not None:
+                self._impl = algorithm.reify(group)
+                model.register_comm_hook(self._impl, tb.comm_hook)
+        self._model = model
+        self._optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
+        tokens = torch.randint(size.vocabulary, (batch, size.context + 1), device=device)
+        self._inputs, self._targets = tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
+        self._device = device
+
+    def steps(self) -> None:
+        """A turn; nothing here waits for the GPU."""
+        for _ in range(BLOCK_STEPS):
+            self._optimizer.zero_grad()
+            with torch.autocast(self._device.type, dtype=torch.bfloat16):
+                logits = self._model(self._inputs)
+                loss = F.cross_entropy(logits.flatten(0, 1), self._targets)
+            loss.backward()
+            self._optimizer.step()
+
+    def close(self) -> None:
+        """End the lane."""
+        if self._impl is not None:
+            self._impl.close()
+
+
+def measure(size: Size, batch: int, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Milliseconds a step of every contestant."""
+    trainings = {"no DDP": Training(size, batch, device, None, is_ddp=False)}
+    trainings |= {name: Training(size, batch, device, algorithm) for name, algorithm in ALGORITHMS.items()}
+    turns: dict[str, Callable[[], object]] = {name: training.steps for name, training in trainings.items()}
+    # No head start: a step is long, and what keeps the host from running ahead of the GPU is to be seen.
+    blocks_ms = alternated_ms(device, turns, rounds, head_start=False)
+    for training in trainings.values():
+        training.close()
+    rounds_ms = {name: [ms / BLOCK_STEPS for ms in values] for name, values in blocks_ms.items()}
+    rows = [
+        {
+            "contestant": name,
+            "step_ms": statistics.median(values),
+            "over_plain_ms": statistics.median(
+                own - plain for own, plain in zip(values, rounds_ms[BASELINE], strict=True)
+            ),
+            "rounds_ms": values,
+        }
+        for name, values in rounds_ms.items()
+    ]
+    return {"num_parameters": trainings[BASELINE].num_parameters, "rows": rows}
+
+
+def table_of(result: dict[str, Any]) -> str:
+    """The rows as a Markdown table."""
+    lines = ["| | ms/step | over plain DDP, ms |", "| --- | ---: | ---: |"]
+    lines += [f"| {row['contestant']} | {row['step_ms']:.2f} | {row['over_plain_ms']:+.2f} |" for row in result["rows"]]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--small", action="store_true", help="a tiny model")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of 1024 tokens")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there, too")
+    arguments = parser.parse_args()
+    on_gpu = arguments.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        sys.exit("--device cuda: there is no GPU that this torch can use")
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1, device_id=device if on_gpu else None
+    )
+
+    result = measure(SMALL if arguments.small else Size(), arguments.batch, arguments.rounds, device)
+    leave_process_group()
+
+    print(f"GPT of {result['num_parameters'] / 1e6:.1f} M parameters, one rank, {arguments.rounds} rounds")
+    print(table_of(result))
+    if arguments.json is not None:
+        record = {"environment": environment_record(), "batch": arguments.batch, "block_steps": BLOCK_STEPS, **result}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
