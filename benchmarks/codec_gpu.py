@@ -154,13 +154,14 @@ def check(codec: type[Any], num_elements: int, device: torch.device) -> None:
 def measure(num_elements: int, rounds: int, device: torch.device, paths: dict[str, str]) -> list[Row]:
     """A row for each codec that has kernels on `device`, element type and operation."""
     rows: list[Row] = []
+    rotated_bytes = min(ROTATED_BYTES, 64 * num_elements)
     for codec in CODECS:
         path = paths[f"{codec.operations}_encode"]
         if path == "reference":
             continue
         check(codec, num_elements, device)
         for dtype in (torch.float32, torch.bfloat16):
-            for operation in operations_of(codec, dtype, num_elements, device, ROTATED_BYTES):
+            for operation in operations_of(codec, dtype, num_elements, device, rotated_bytes):
                 contestants = {"copy": operation.copies(device), "operation": operation.run}
                 milliseconds = alternated_ms(device, contestants, rounds, head_start=True)
                 ms = statistics.median(milliseconds["operation"]) / len(operation.calls)

@@ -138,8 +138,8 @@ def main() -> None:
     result = measure(SMALL if arguments.small else Size(), arguments.batch, arguments.rounds, device)
     leave_process_group()
 
-    print(f"GPT of {result['num_parameters'] / 1e6:.1f} M parameters, one rank, {arguments.rounds} rounds")
     print(table_of(result))
+    print(f"\nGPT of {result['num_parameters'] / 1e6:.1f} M parameters, one rank, {arguments.rounds} rounds")
     if arguments.json is not None:
         record = {"environment": environment_record(), "batch": arguments.batch, "block_steps": BLOCK_STEPS, **result}
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
