@@ -26,7 +26,6 @@ def outcome_of(
         ("pass", {}, "passed", "it printed nothing"),
         (f"{PRINTS}; raise SystemExit(3)", {}, "failed", "exit status 3; last: the last line"),
         (f"{PRINTS}; import time; time.sleep(600)", {"limit_s": 2}, "timed out", "after 2 s; last: the last line"),
-        (f"{PRINTS}; import time; time.sleep(600)", {"left_s": 6}, "timed out", "after 6 s; last: the last line"),
         (PRINTS, {"left_s": 1}, "not run", "no time is left (--deadline)"),
         (PRINTS, {"needs": "no-such-program"}, "skipped", "no-such-program is not on PATH"),
     ],
