@@ -6,11 +6,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <limits>
 #include <string>
 #include <vector>
 
-#include "cpu/arguments.h"
+#include "arguments.h"
 #include "cpu/instruction_set.h"
 #include "cpu/minmax_uint8.h"
 #include "cpu/qadam.h"
@@ -19,28 +18,33 @@
 namespace {
 
 namespace cpu = torchbagua::cpu;
-using cpu::check_bytes;
-using cpu::check_floats;
-using cpu::check_like;
-using cpu::describe;
-using cpu::is_plain;
-using cpu::kAnyStart;
-using cpu::lies_within;
-using cpu::refuse;
-using cpu::ScalarType;
-using cpu::Tensor;
-using cpu::text_of;
-using cpu::with_element_of;
-using cpu::with_element_of_x;
+using torchbagua::binding::check_codec;
+using torchbagua::binding::check_feedback;
+using torchbagua::binding::check_forms;
+using torchbagua::binding::check_like;
+using torchbagua::binding::check_mean;
+using torchbagua::binding::check_mean_encode;
+using torchbagua::binding::check_weights;
+using torchbagua::binding::DeviceType;
+using torchbagua::binding::refuse;
+using torchbagua::binding::Tensor;
+using torchbagua::binding::text_of;
+using torchbagua::binding::with_element_of;
+
+constexpr DeviceType kPlace = DeviceType::CPU;
 
 // Chosen when the library is loaded.
 const cpu::InstructionSet kInstructionSet = cpu::choose_instruction_set();
 
+bool lies_within(int64_t first, int64_t length, int64_t size) {
+  return first >= 0 && length >= 0 && length <= size && first <= size - length;  // `first + length` might overflow
+}
+
+// Pass kAnyStart for `num_elements` where no x is indexed.
+constexpr int64_t kAnyStart = -1;
+
 template <typename Codec>
-cpu::Table check_table(const char* op, const Tensor& table, int64_t num_elements, int64_t wire_bytes) {
-  if (!is_plain(table, 2) || table.scalar_type() != ScalarType::Long || table.size(1) != 4) {
-    refuse(op, "table", "contiguous int64 [B, 4]", describe(table));
-  }
+cpu::Table check_rows(const char* op, const Tensor& table, int64_t num_elements, int64_t wire_bytes) {
   const cpu::Table result{static_cast<const cpu::Block*>(table.const_data_ptr()), table.size(0)};
 #ifndef TORCHBAGUA_UNCHECKED_TABLES  // defined by the sanitizer test alone, to show that it would see an overrun
   for (int64_t b = 0; b < result.num_blocks; ++b) {
@@ -81,11 +85,11 @@ constexpr OperationNames kNames<cpu::Sign1Bit>{"sign_1bit_encode", "sign_1bit_de
 template <typename Codec>
 void encode(const Tensor& x, const Tensor& table, const Tensor& wire) {
   constexpr const char* kOp = kNames<Codec>.encode;
-  with_element_of_x(kOp, x, [&](auto element) {
-    check_bytes(kOp, "wire", wire, 1);
-    const cpu::Table checked = check_table<Codec>(kOp, table, x.numel(), wire.numel());
+  check_codec(kOp, kPlace, x, table, wire);
+  const cpu::Table checked = check_rows<Codec>(kOp, table, x.numel(), wire.numel());
+  auto* bytes = static_cast<uint8_t*>(wire.mutable_data_ptr());
+  with_element_of(x, [&](auto element) {
     const auto* values = static_cast<const decltype(element)*>(x.const_data_ptr());
-    auto* bytes = static_cast<uint8_t*>(wire.mutable_data_ptr());
     cpu::run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { Codec::encode(values, checked, bytes); });
   });
 }
@@ -93,33 +97,24 @@ void encode(const Tensor& x, const Tensor& table, const Tensor& wire) {
 template <typename Codec>
 void decode(const Tensor& wire, const Tensor& table, const Tensor& x) {
   constexpr const char* kOp = kNames<Codec>.decode;
-  with_element_of_x(kOp, x, [&](auto element) {
-    check_bytes(kOp, "wire", wire, 1);
-    const cpu::Table checked = check_table<Codec>(kOp, table, x.numel(), wire.numel());
-    const auto* bytes = static_cast<const uint8_t*>(wire.const_data_ptr());
+  check_codec(kOp, kPlace, x, table, wire);
+  const cpu::Table checked = check_rows<Codec>(kOp, table, x.numel(), wire.numel());
+  const auto* bytes = static_cast<const uint8_t*>(wire.const_data_ptr());
+  with_element_of(x, [&](auto element) {
     auto* values = static_cast<decltype(element)*>(x.mutable_data_ptr());
     cpu::run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { cpu::decode<Codec>(bytes, checked, values); });
   });
 }
 
-cpu::Senders check_senders(const char* op, const Tensor& rows, double divisor) {
-  check_bytes(op, "rows", rows, 2);
-  if (rows.size(0) < 1) {
-    refuse(op, "rows", "of at least one row", describe(rows));
-  }
-  const float rounded = static_cast<float>(divisor);
-  if (!(rounded > 0.0f && rounded <= std::numeric_limits<float>::max())) {
-    refuse(op, "divisor", "a positive finite float32", text_of(divisor));
-  }
-  return cpu::Senders{static_cast<const uint8_t*>(rows.const_data_ptr()), rows.size(0), rows.size(1), rounded};
+cpu::Senders senders_of(const Tensor& rows, float divisor) {
+  return cpu::Senders{static_cast<const uint8_t*>(rows.const_data_ptr()), rows.size(0), rows.size(1), divisor};
 }
 
 template <typename Codec>
 void decode_mean(const Tensor& rows, const Tensor& table, double divisor, const Tensor& x) {
   constexpr const char* kOp = kNames<Codec>.decode_mean;
-  const cpu::Senders senders = check_senders(kOp, rows, divisor);
-  check_floats(kOp, "x", x, kAnyStart);
-  const cpu::Table checked = check_table<Codec>(kOp, table, x.numel(), rows.size(1));
+  const cpu::Senders senders = senders_of(rows, check_mean(kOp, kPlace, rows, table, divisor, x));
+  const cpu::Table checked = check_rows<Codec>(kOp, table, x.numel(), rows.size(1));
   auto* values = static_cast<float*>(x.mutable_data_ptr());
   cpu::run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { cpu::decode_mean<Codec>(senders, checked, values); });
 }
@@ -127,12 +122,8 @@ void decode_mean(const Tensor& rows, const Tensor& table, double divisor, const 
 template <typename Codec>
 void decode_mean_encode(const Tensor& rows, const Tensor& table, double divisor, const Tensor& wire) {
   constexpr const char* kOp = kNames<Codec>.decode_mean_encode;
-  const cpu::Senders senders = check_senders(kOp, rows, divisor);
-  check_bytes(kOp, "wire", wire, 1);
-  if (wire.numel() != rows.size(1)) {
-    refuse(kOp, "wire", text_of("as long as a row, ", rows.size(1), " bytes"), describe(wire));
-  }
-  const cpu::Table checked = check_table<Codec>(kOp, table, kAnyStart, wire.numel());
+  const cpu::Senders senders = senders_of(rows, check_mean_encode(kOp, kPlace, rows, table, divisor, wire));
+  const cpu::Table checked = check_rows<Codec>(kOp, table, kAnyStart, wire.numel());
   auto* bytes = static_cast<uint8_t*>(wire.mutable_data_ptr());
   cpu::run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { Codec::decode_mean_encode(senders, checked, bytes); });
 }
@@ -141,11 +132,8 @@ template <typename Codec>
 void encode_feedback(const Tensor& x, const Tensor& residual, const Tensor& table, const Tensor& wire,
                      const Tensor& left_out) {
   constexpr const char* kOp = kNames<Codec>.encode_feedback;
-  check_floats(kOp, "x", x, kAnyStart);
-  check_floats(kOp, "residual", residual, x.numel());
-  check_floats(kOp, "left_out", left_out, x.numel());
-  check_bytes(kOp, "wire", wire, 1);
-  const cpu::Table checked = check_table<Codec>(kOp, table, x.numel(), wire.numel());
+  check_feedback(kOp, kPlace, x, residual, table, wire, left_out);
+  const cpu::Table checked = check_rows<Codec>(kOp, table, x.numel(), wire.numel());
   const auto* values = static_cast<const float*>(x.const_data_ptr());
   const auto* left_before = static_cast<const float*>(residual.const_data_ptr());
   auto* bytes = static_cast<uint8_t*>(wire.mutable_data_ptr());
@@ -169,11 +157,7 @@ void qadam_update(const std::vector<Tensor>& weights, const std::vector<Tensor>&
   check_like(kOp, "gradients", gradients, weights);
   check_like(kOp, "momenta", momenta, weights);
   check_like(kOp, "second_moments", second_moments, weights);
-  for (const Tensor& weight : weights) {
-    if (!weight.is_cpu() || !weight.is_contiguous() || !with_element_of(weight, [](auto) {})) {
-      refuse(kOp, "weights", "contiguous float32, bfloat16 or float16", describe(weight));
-    }
-  }
+  check_weights(kOp, kPlace, weights);
   for (size_t i = 0; i < weights.size(); ++i) {
     with_element_of(weights[i], [&](auto element) {
       using Element = decltype(element);
@@ -193,18 +177,7 @@ template <bool kToMomenta>
 void qadam_change_form(const std::vector<Tensor>& values, const std::vector<Tensor>& momenta, double beta1,
                        double share) {
   constexpr const char* kOp = kToMomenta ? "qadam_form_momenta" : "qadam_form_gradients";
-  constexpr const char* kValues = kToMomenta ? "gradients" : "averages";
-  if (momenta.size() != values.size()) {
-    refuse(kOp, "momenta", text_of("a list of ", values.size(), " tensors"), text_of("a list of ", momenta.size()));
-  }
-  for (size_t i = 0; i < values.size(); ++i) {
-    check_floats(kOp, kValues, values[i], kAnyStart);
-    if (!is_plain(momenta[i], 1) || momenta[i].numel() != values[i].numel() ||
-        !with_element_of(momenta[i], [](auto) {})) {
-      refuse(kOp, "momenta", text_of("contiguous float32, bfloat16 or float16 [", values[i].numel(), "]"),
-             describe(momenta[i]));
-    }
-  }
+  check_forms(kOp, kPlace, kToMomenta ? "gradients" : "averages", values, momenta);
   const float own_beta1 = static_cast<float>(beta1);
   const float own_share = static_cast<float>(share);
   for (size_t i = 0; i < values.size(); ++i) {
