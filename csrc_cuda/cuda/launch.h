@@ -1,0 +1,80 @@
+// Launches a kernel where its first tensor is, and says what is wrong where it cannot be launched.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "arguments.h"
+#include "cuda/grid.h"
+#include "kernels/blocks.cuh"
+
+namespace torchbagua::cuda {
+
+// As the runtime counts it: 13020 is 13.2.
+inline std::string text_of_version(int version) { return binding::text_of(version / 1000, ".", version % 1000 / 10); }
+
+inline std::string why_no_kernel_image() {
+  int device = 0, major = 0, minor = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  const std::string capability = binding::text_of("cuda:", device, " has compute capability ", major, ".", minor);
+  if (major * 10 + minor < 75) {
+    return capability + ", the kernels need 7.5 or newer; TORCHBAGUA_NATIVE=reference runs without them";
+  }
+  return capability + ", for which this library was not built; TORCHBAGUA_NATIVE=nvrtc compiles the kernels for it";
+}
+
+inline std::string why_old_driver() {
+  int driver = 0;
+  cudaDriverGetVersion(&driver);
+  return binding::text_of(
+      "the NVIDIA driver is too old: it is for CUDA ", text_of_version(driver), ", this library was built with CUDA ",
+      text_of_version(CUDART_VERSION),
+      "; TORCHBAGUA_NATIVE=nvrtc (kernels compiled by torch's own CUDA) or =reference (plain torch) "
+      "can be forced");
+}
+
+// Raises RuntimeError where the launch before failed.
+inline void check_launch(const char* op) {
+  const cudaError_t error = cudaGetLastError();
+  if (error == cudaSuccess) {
+    return;
+  }
+  std::string cause = cudaGetErrorString(error);
+  if (error == cudaErrorNoKernelImageForDevice) {
+    cause = why_no_kernel_image();
+  } else if (error == cudaErrorInsufficientDriver || error == cudaErrorUnsupportedPtxVersion) {
+    cause = why_old_driver();
+  }
+  throw std::runtime_error(std::string("torchbagua::") + op + ": " + cause);
+}
+
+// A launch of the kernels over a block table.
+struct Launch {
+  const char* op;
+  const binding::Tensor& first;  // its device is the current one meanwhile, and its current stream is used
+  int64_t num_blocks;
+  int64_t wire_bytes;  // of one row where there are several
+};
+
+// Launches `kernel`; nothing for a table without rows.
+template <typename... Parameters, typename... Arguments>
+void run(const Launch& launch, void (*kernel)(Parameters...), Arguments... arguments) {
+  if (launch.num_blocks == 0) {
+    return;
+  }
+  const int32_t device = launch.first.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  const auto grid = static_cast<unsigned int>(num_thread_blocks(launch.num_blocks, launch.wire_bytes, kTile, kWarps));
+  kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
+  check_launch(launch.op);
+}
+
+}  // namespace torchbagua::cuda
