@@ -2,7 +2,8 @@
 
 Everything else stands in pyproject.toml. torch is no build requirement, because pip would download it to build: so an
 isolated build (the default) never sees it and gives a pure wheel, which ships `csrc_cuda` and compiles at first use;
-`--no-build-isolation` gives a wheel with the library. A compiler that is there and fails, fails the build.
+`--no-build-isolation` gives a wheel with the library for the CPU and, where a torch with CUDA and its nvcc are, the one
+for CUDA. A compiler that is there and fails, fails the build.
 """
 
 import os
@@ -24,37 +25,64 @@ if int(setuptools.__version__.split(".")[0]) < 77:
     )
 
 ROOT = Path(__file__).resolve().parent
-RECIPE = runpy.run_path(str(ROOT / "torchbagua" / "native" / "recipe.py"))
+NATIVE = ROOT / "torchbagua" / "native"
+RECIPE = runpy.run_path(str(NATIVE / "recipe.py"))
+TOOLKIT = runpy.run_path(str(NATIVE / "cuda_toolkit.py"))
 
 
 def built_ahead() -> dict[str, Any]:
-    """The arguments of `setup` that build the CPU library; none, with a line that says why, where that cannot be."""
+    """The arguments of `setup` that build the libraries; none, with a line that says why, where that cannot be."""
     # torch compiles with $CXX, or c++; setuptools links with another compiler unless CXX is set.
     compiler = os.environ.setdefault("CXX", "c++")
     try:
-        from torch.utils.cpp_extension import BuildExtension, CppExtension
+        import torch
     except ImportError as error:
         return pure(f"torch cannot be imported here ({error}); use --no-build-isolation, with torch installed")
     if shutil.which(shlex.split(compiler)[0]) is None:
         return pure(f"there is no C++ compiler ({compiler}, set by CXX, is not on PATH)")
+    toolkit = TOOLKIT["usable_toolkit"](torch.version.cuda)
+    if isinstance(toolkit, str):
+        print(f"torchbagua: no library for CUDA is built, its kernels will be compiled at first use: {toolkit}")
+        libraries = [library(RECIPE["CPU"])]
+    else:
+        # torch.utils.cpp_extension reads it when it is imported.
+        os.environ["CUDA_HOME"] = str(toolkit.folder)
+        libraries = [library(RECIPE["CPU"]), library(RECIPE["CUDA"], toolkit)]
+
+    from torch.utils.cpp_extension import BuildExtension
 
     class BuildLibrary(BuildExtension):
         """torch's build_ext, which for an editable install first removes the libraries of earlier sources."""
 
         def run(self) -> None:
             if self.inplace:
-                for stale in (ROOT / "torchbagua" / "native").glob(f"{RECIPE['LIBRARY_PREFIX']}*.so"):
-                    stale.unlink()
+                for binary in (RECIPE["CPU"], RECIPE["CUDA"]):
+                    for stale in NATIVE.glob(f"{binary.prefix}*.so"):
+                        stale.unlink()
             super().run()
 
-    library = CppExtension(
-        name="torchbagua.native." + RECIPE["library_stem"](ROOT / "csrc_cuda"),
-        sources=[f"csrc_cuda/{RECIPE['CPU_SOURCE']}"],
+    return {"ext_modules": libraries, "cmdclass": {"build_ext": BuildLibrary}}
+
+
+def library(binary: Any, toolkit: Any = None) -> setuptools.Extension:
+    """What builds `binary`, which for CUDA needs a toolkit."""
+    # Not CUDAExtension: it links the CUDA runtime as a shared library, which ties the build to one CUDA version.
+    from torch.utils.cpp_extension import CppExtension
+
+    nvcc_flags, folders, libraries = list(binary.nvcc_flags), [], []
+    if toolkit is not None:
+        nvcc_flags += RECIPE["gencode_flags"]([one for one in RECIPE["ARCHITECTURES"] if one in toolkit.architectures])
+        folders, libraries = list(map(str, toolkit.library_folders())), ["torch_cuda"]
+    return CppExtension(
+        name="torchbagua.native." + RECIPE["stem"](binary, ROOT / "csrc_cuda"),
+        sources=[f"csrc_cuda/{binary.source}"],
         include_dirs=[str(ROOT / "csrc_cuda")],
-        extra_compile_args=list(RECIPE["COMPILE_FLAGS"]),
+        library_dirs=folders,
+        libraries=libraries,
+        extra_compile_args={"cxx": list(binary.cxx_flags), "nvcc": nvcc_flags},
+        extra_link_args=list(binary.ldflags),
         py_limited_api=True,
     )
-    return {"ext_modules": [library], "cmdclass": {"build_ext": BuildLibrary}}
 
 
 def pure(why: str) -> dict[str, Any]:

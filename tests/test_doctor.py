@@ -11,7 +11,7 @@ from torchbagua.native import status
 def test_doctor_reports_every_operation(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    for word in (torchbagua.__version__, torch.__version__, "gloo", "C++ compiler", "ninja", "cache"):
+    for word in (torchbagua.__version__, torch.__version__, "gloo", "C++ compiler", "nvcc", "NVRTC", "ninja", "cache"):
         assert word in printed
     lines = [line.split() for line in printed.splitlines()]
     for row in status():

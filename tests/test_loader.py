@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from source_tree import compiler_that, copy_sources, finish, start_python
-from torchbagua.native import first_use, loader, recipe
+from torchbagua.native import devices, first_use, loader, recipe
 
 # Loads from two threads at once, then prints the path taken and the bytes of one operation.
 LOAD_AND_ENCODE = """
@@ -28,8 +28,7 @@ print({row.path for row in native.status()}, hash(bytes(wire.tolist())))
 LOAD = """
 from torchbagua import native
 native.load()
-library = native.loader.loaded_library()
-print(library and native.loader.path_of(library))
+print(native.loader.loaded_path(native.devices.CPU))
 """
 
 
@@ -41,7 +40,7 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.fixture
 def empty_checkout(checkout: Path) -> Path:
     """A copy whose library compiles in no time, because it holds nothing: for how it comes to be loaded."""
-    (checkout / "csrc_cuda" / recipe.CPU_SOURCE).write_text("// no kernels\n")
+    (checkout / "csrc_cuda" / recipe.CPU.source).write_text("// no kernels\n")
     return checkout
 
 
@@ -114,8 +113,9 @@ def test_interrupted_compilation_ends_the_compiler(empty_checkout: Path, tmp_pat
 
 def test_cache_folder_that_cannot_be_made_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    build = first_use.Build(recipe.CPU, tmp_path)
     with pytest.raises(RuntimeError, match="TORCHBAGUA_CACHE names another cache folder"):
-        first_use.compile_once(tmp_path / "file" / "key" / "library.so", tmp_path)
+        first_use.compile_once(tmp_path / "file" / "key" / "library.so", build)
 
 
 def test_compiler_that_fails_raises_its_message(checkout: Path, tmp_path: Path) -> None:
@@ -132,7 +132,11 @@ def test_without_compiler_the_reference_runs_and_one_warning_says_so(checkout: P
     status, out, err = run(code, checkout, CXX="absent-c++")
     assert (status, out) == (0, "None\n" * 2)
     assert err.count("Warning") == 1
-    for part in ("no library was built ahead of time", "absent-c++ is not on PATH", "TORCHBAGUA_NATIVE=reference"):
+    for part in (
+        "no library for cpu was built ahead of time",
+        "absent-c++ is not on PATH",
+        "TORCHBAGUA_NATIVE=reference",
+    ):
         assert part in err
 
 
@@ -143,7 +147,7 @@ def test_import_compiles_and_loads_nothing(checkout: Path, tmp_path: Path) -> No
 
 
 def test_built_library_that_does_not_load_raises(checkout: Path) -> None:
-    built = checkout / "torchbagua" / "native" / f"{recipe.library_stem(checkout / 'csrc_cuda')}.abi3.so"
+    built = checkout / "torchbagua" / "native" / f"{recipe.stem(recipe.CPU, checkout / 'csrc_cuda')}.abi3.so"
     built.write_bytes(b"not a library")
     status, out, err = run(LOAD, checkout)
     assert (status, out) == (1, "")
@@ -166,18 +170,18 @@ class TestChoice:
         native = tmp_path / "torchbagua" / "native"
         native.mkdir(parents=True)
         (tmp_path / "csrc_cuda").mkdir()
-        (tmp_path / "csrc_cuda" / recipe.CPU_SOURCE).write_text("// nothing\n")
+        (tmp_path / "csrc_cuda" / recipe.CPU.source).write_text("// nothing\n")
         monkeypatch.setattr(loader, "__file__", str(native / "loader.py"))
         monkeypatch.setenv("CXX", "absent-c++")
         monkeypatch.delenv("TORCHBAGUA_NATIVE", raising=False)
         return native
 
     def test_library_of_other_sources_is_not_taken(self, package: Path, tmp_path: Path) -> None:
-        built = package / f"{recipe.library_stem(tmp_path / 'csrc_cuda')}.abi3.so"
+        built = package / f"{recipe.stem(recipe.CPU, tmp_path / 'csrc_cuda')}.abi3.so"
         built.touch()
-        assert loader.choose().library == built
+        assert loader.choose(devices.CPU).library == built
         (tmp_path / "csrc_cuda" / "new.h").write_text("// changed\n")
-        choice = loader.choose()
+        choice = loader.choose(devices.CPU)
         assert choice.path == "reference"
         assert f"the built library {built.name} is not from the sources in" in choice.why
 
@@ -186,31 +190,31 @@ class TestChoice:
         assert loader.sources() == tmp_path / "torchbagua" / "_csrc"
 
     def test_reference_can_be_forced(self, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (package / f"{recipe.library_stem(tmp_path / 'csrc_cuda')}.abi3.so").touch()
+        (package / f"{recipe.stem(recipe.CPU, tmp_path / 'csrc_cuda')}.abi3.so").touch()
         monkeypatch.setenv("TORCHBAGUA_NATIVE", "reference")
-        assert loader.choose() == loader.Choice("reference", None, "TORCHBAGUA_NATIVE=reference")
+        assert loader.choose(devices.CPU) == loader.Choice("reference", None, "TORCHBAGUA_NATIVE=reference")
 
     def test_jit_can_be_forced_past_a_built_library(
         self, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        (package / f"{recipe.library_stem(tmp_path / 'csrc_cuda')}.abi3.so").touch()
+        (package / f"{recipe.stem(recipe.CPU, tmp_path / 'csrc_cuda')}.abi3.so").touch()
         monkeypatch.setenv("TORCHBAGUA_NATIVE", "jit")
         with pytest.raises(RuntimeError, match=r"TORCHBAGUA_NATIVE=jit, and there is no C\+\+ compiler"):
-            loader.choose()
+            loader.choose(devices.CPU)
         monkeypatch.setenv("CXX", str(compiler_that(tmp_path / "c++", "exit 1")))
-        assert loader.choose().path == "jit"
+        assert loader.choose(devices.CPU).path == "jit"
 
     def test_forced_built_library_that_is_absent_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCHBAGUA_NATIVE", "aot")
-        with pytest.raises(RuntimeError, match="TORCHBAGUA_NATIVE=aot, but no library was built ahead of time"):
-            loader.choose()
+        with pytest.raises(RuntimeError, match="TORCHBAGUA_NATIVE=aot, but no library for cpu was built ahead of time"):
+            loader.choose(devices.CPU)
 
     def test_other_values_raise(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCHBAGUA_NATIVE", "AOT")
-        with pytest.raises(ValueError, match="TORCHBAGUA_NATIVE='AOT': allowed are aot, jit, reference"):
-            loader.choose()
+        with pytest.raises(ValueError, match="TORCHBAGUA_NATIVE='AOT': allowed are aot, jit, nvrtc, reference"):
+            loader.choose(devices.CPU)
 
     def test_sources_that_are_absent_raise(self, tmp_path: Path) -> None:
-        (tmp_path / "csrc_cuda" / recipe.CPU_SOURCE).unlink()
+        (tmp_path / "csrc_cuda" / recipe.CPU.source).unlink()
         with pytest.raises(FileNotFoundError, match=r"bind_cpu\.cpp is missing"):
-            loader.choose()
+            loader.choose(devices.CPU)

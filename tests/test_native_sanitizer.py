@@ -33,8 +33,8 @@ def start_compiler(library: Path, *flags: str) -> subprocess.Popen[str]:
     csrc = loader.sources()
     includes = [f"-I{path}" for path in (csrc, *include_paths())]
     links = [f"-L{path}" for path in library_paths()] + ["-ltorch_cpu"]
-    command = [*COMPILER, *recipe.COMPILE_FLAGS, "-g1", "-fsanitize=address", "-fPIC", "-shared", *flags, *includes]
-    command += [str(csrc / recipe.CPU_SOURCE), "-o", str(library), *links]
+    command = [*COMPILER, *recipe.CPU.cxx_flags, "-g1", "-fsanitize=address", "-fPIC", "-shared", *flags, *includes]
+    command += [str(csrc / recipe.CPU.source), "-o", str(library), *links]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 

@@ -60,7 +60,8 @@ def test_isolated_install_is_pure_complete_and_fetches_no_torch(checkout: Path, 
     assert "Tag: py3-none-any" in next(packages.glob("*.dist-info/WHEEL")).read_text()
     # The first use finds there all that the checkout has.
     installed = packages / "torchbagua" / "_csrc"
-    assert recipe.sources_digest(installed) == recipe.sources_digest(checkout / "csrc_cuda")
+    for binary in (recipe.CPU, recipe.CUDA, recipe.NVRTC):
+        assert recipe.sources_digest(binary, installed) == recipe.sources_digest(binary, checkout / "csrc_cuda")
     assert relative_files(installed) == relative_files(checkout / "csrc_cuda")
     assert Path("kernels/qadam.cuh") in relative_files(installed)
     code = "from torchbagua.native import loader; print(loader.sources())"
@@ -73,7 +74,7 @@ def test_wheel_built_beside_torch_holds_the_library(checkout: Path, tmp_path: Pa
 
     with only_wheel(Path("wheels")) as wheel:
         assert "-cp310-abi3-" in str(wheel.filename)
-        assert libraries(wheel) == [f"torchbagua/native/{recipe.library_stem(checkout / 'csrc_cuda')}.abi3.so"]
+        assert libraries(wheel) == [f"torchbagua/native/{recipe.stem(recipe.CPU, checkout / 'csrc_cuda')}.abi3.so"]
         wheel.extractall(tmp_path / "installed")
     code = "from torchbagua import native; native.load(); print({(row.path, row.why) for row in native.status()})"
     expected = (0, "{('aot', 'built ahead of time')}\n", "")
@@ -104,5 +105,7 @@ def test_source_distribution_holds_the_cpp_sources(checkout: Path, tmp_path: Pat
     with tarfile.open(Path("wheels") / out.splitlines()[-1]) as archive:
         archive.extractall(tmp_path, filter="data")
     (unpacked,) = tmp_path.glob("torchbagua-*")
-    assert recipe.sources_digest(unpacked / "csrc_cuda") == recipe.sources_digest(checkout / "csrc_cuda")
+    for binary in (recipe.CPU, recipe.CUDA, recipe.NVRTC):
+        stems = {recipe.stem(binary, folder / "csrc_cuda") for folder in (unpacked, checkout)}
+        assert len(stems) == 1
     assert relative_files(unpacked / "csrc_cuda") == relative_files(checkout / "csrc_cuda")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import torchbagua
-from torchbagua.native import OperationStatus, first_use, loader, status
+from torchbagua.native import OperationStatus, cuda_toolkit, devices, first_use, loader, nvrtc, status
 
 
 def main(arguments: Sequence[str] = ()) -> int:
@@ -27,7 +27,9 @@ def main(arguments: Sequence[str] = ()) -> int:
             warnings.simplefilter("ignore", RuntimeWarning)
             loader.load()
         print(_table([("operation", "device", "path", "instructions", "why"), *map(_row, status())]))
-        print(f"\nlibrary: {loader.loaded_library() or 'none, the reference runs in plain torch'}")
+        print()
+        for kernels in devices.here():
+            print(f"{kernels.device} kernels: {_origin(kernels)}")
     except (RuntimeError, ValueError) as error:
         problems.append(f"the native kernels: {error}")
     if not (_has_gloo() or _has_nccl()):
@@ -46,6 +48,8 @@ def _findings() -> list[tuple[str, str]]:
     missing_backend = "not in this build of torch"
     missing_compiler = f"none ({first_use.compiler_command()[0]} is not on PATH; CXX names another)"
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    toolkit = cuda_toolkit.usable_toolkit(torch.version.cuda)
+    run_time_compiler = nvrtc.find_compiler(torch.version.cuda, loader.sources())
     return [
         ("torchbagua", torchbagua.__version__),
         ("torch", torch.__version__),
@@ -56,11 +60,22 @@ def _findings() -> list[tuple[str, str]]:
         ("gloo", "available" if _has_gloo() else missing_backend),
         ("NCCL", "available" if _has_nccl() else missing_backend),
         ("C++ compiler", compiler or missing_compiler),
+        ("nvcc", toolkit if isinstance(toolkit, str) else f"CUDA {toolkit.version} in {toolkit.folder}"),
+        ("NVRTC", run_time_compiler if isinstance(run_time_compiler, str) else f"CUDA {run_time_compiler.version}"),
         ("ninja", str(first_use.ninja_folder() or "none")),
-        ("C++ sources", str(loader.sources())),
+        ("native sources", str(loader.sources())),
         ("cache", str(first_use.cache_folder())),
         (loader.VARIABLE, os.environ.get(loader.VARIABLE) or "not set: the best there is"),
     ]
+
+
+def _origin(kernels: devices.DeviceKernels) -> str:
+    """Where the kernels of a device come from."""
+    path = loader.loaded_path(kernels)
+    if path is None:
+        return "none, the reference runs in plain torch"
+    library = loader.loaded_library(kernels)
+    return f"{path}, {library}" if library else f"{path}, kept in {first_use.cache_folder()}"
 
 
 def _has_gloo() -> bool:

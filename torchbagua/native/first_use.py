@@ -1,4 +1,4 @@
-"""Compiles the native library when it is first needed, into a cache that all processes of a user share.
+"""Compiles a native library when it is first needed, into a cache that all processes of a user share.
 
 Many processes may come at once and any may be killed. The library is compiled in a private folder and renamed into
 place when it is known to load, so a file under its final name is whole. A lock of the operating system, which ends with
@@ -20,13 +20,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torchbagua.native import recipe
+from torchbagua.native.cuda_toolkit import Toolkit
 
-# Compiling takes some ten seconds; a machine that needs longer than this for it hangs.
+# Compiling takes some ten seconds, for CUDA half a minute; a machine that needs longer than this for it hangs.
 COMPILE_TIMEOUT_S = 600.0
 
 # In a process of its own: torch.utils.cpp_extension wants ninja on PATH, where this process may not have it; it imports
@@ -68,20 +71,54 @@ def ninja_folder() -> Path | None:
     return Path(found).parent if found else None
 
 
-def library_file(stem: str) -> Path:
-    """Where the library `stem` lies in the cache, compiled or not.
+@dataclass(frozen=True)
+class Build:
+    """One compilation.
 
-    Its folder is keyed by torch's version, the machine and the compiler; `stem` names sources and flags.
+    Attributes:
+        binary: what is compiled.
+        csrc: the folder of its sources.
+        toolkit: the CUDA toolkit to compile with, where CUDA is.
+        architectures: the compute capabilities that it is compiled for, 90 for 9.0, where CUDA is.
     """
-    version = subprocess.run([*compiler_command(), "--version"], capture_output=True, check=False)
-    key = hashlib.sha256(version.stdout)
-    for part in (stem, torch.__version__, platform.machine(), *compiler_command()):
-        key.update(b"\0" + part.encode())
-    return cache_folder() / key.hexdigest()[:16] / f"{stem}.so"
+
+    binary: recipe.Binary
+    csrc: Path
+    toolkit: Toolkit | None = None
+    architectures: tuple[int, ...] = ()
+
+    def library_file(self) -> Path:
+        """Where the library lies in the cache, compiled or not.
+
+        Its folder is keyed by torch's version, the machine and the compilers; its name by sources and flags.
+        """
+        stem = recipe.stem(self.binary, self.csrc)
+        version = subprocess.run([*compiler_command(), "--version"], capture_output=True, check=False)
+        key = hashlib.sha256(version.stdout)
+        words = [stem, torch.__version__, platform.machine(), *compiler_command()]
+        if self.toolkit is not None:
+            words += [f"CUDA {self.toolkit.version}", *map(str, self.architectures)]
+        for word in words:
+            key.update(b"\0" + word.encode())
+        return cache_folder() / key.hexdigest()[:16] / f"{stem}.so"
+
+    def arguments(self) -> dict[str, Any]:
+        """What torch.utils.cpp_extension.load is given, apart from names and places."""
+        arguments: dict[str, Any] = {
+            "sources": [str(self.csrc / self.binary.source)],
+            "extra_cflags": list(self.binary.cxx_flags),
+            "extra_include_paths": [str(self.csrc)],
+            "extra_ldflags": list(self.binary.ldflags),
+            "with_cuda": self.toolkit is not None,
+        }
+        if self.toolkit is not None:
+            arguments["extra_cuda_cflags"] = [*self.binary.nvcc_flags, *recipe.gencode_flags(self.architectures)]
+            arguments["extra_ldflags"] += [f"-L{folder}" for folder in self.toolkit.library_folders()]
+        return arguments
 
 
-def compile_once(library: Path, csrc: Path) -> None:
-    """Compiles the sources in `csrc` to `library`, or waits while another process does; nothing where it is there.
+def compile_once(library: Path, build: Build) -> None:
+    """Compiles `build` to `library`, or waits while another process does; nothing where it is there.
 
     Raises:
         RuntimeError: the compiler failed, with its output; it, or the process waited for, took longer than
@@ -100,8 +137,8 @@ def compile_once(library: Path, csrc: Path) -> None:
         # Only a process that was stopped leaves one of these: whoever compiles holds the lock.
         for left_over in library.parent.glob("build-*"):
             shutil.rmtree(left_over, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent, ignore_cleanup_errors=True) as build:
-            os.replace(_compile(library.stem, csrc, Path(build)), library)
+        with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent, ignore_cleanup_errors=True) as folder:
+            os.replace(_compile(library.stem, build, Path(folder)), library)
 
 
 @contextlib.contextmanager
@@ -122,17 +159,9 @@ def _only_process(lock: Path) -> Iterator[None]:
         yield
 
 
-def _compile(stem: str, csrc: Path, build: Path) -> Path:
-    """Compiles and, in a process of its own, loads the library; returns its file, in the folder `build`."""
-    arguments = {
-        "name": stem,
-        "sources": [str(csrc / recipe.CPU_SOURCE)],
-        "extra_cflags": list(recipe.COMPILE_FLAGS),
-        "extra_include_paths": [str(csrc)],
-        "build_directory": str(build),
-        "is_python_module": False,
-        "with_cuda": False,
-    }
+def _compile(stem: str, build: Build, folder: Path) -> Path:
+    """Compiles and, in a process of its own, loads the library; returns its file, in `folder`."""
+    arguments = {**build.arguments(), "name": stem, "build_directory": str(folder), "is_python_module": False}
     ninja = ninja_folder()
     environment = {
         **os.environ,
@@ -140,11 +169,13 @@ def _compile(stem: str, csrc: Path, build: Path) -> Path:
         # This process may have found torch in ways that a new one would not.
         "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
     }
-    log = build / "log"
+    if build.toolkit is not None:
+        environment["CUDA_HOME"] = str(build.toolkit.folder)
+    log = folder / "log"
     with log.open("wb") as output:
         child = subprocess.Popen(
             [sys.executable, "-c", _COMPILE, json.dumps(arguments)],
-            cwd=build,
+            cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -162,4 +193,4 @@ def _compile(stem: str, csrc: Path, build: Path) -> Path:
             raise
     if status != 0:
         raise RuntimeError(f"compiling failed:\n{log.read_text(errors='replace').strip()}")
-    return build / f"{stem}.so"
+    return folder / f"{stem}.so"

@@ -1,20 +1,19 @@
-"""How the native CPU library is compiled: its sources, its flags and the digest of both.
+"""How native code is compiled: for each library its sources, its flags and the digest of both.
 
 The one place for them. `setup.py` runs this file by path, before torch or torchbagua can be imported, and the loader
 imports it: so it needs nothing beyond the standard library.
 """
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-# The rest of `csrc_cuda` is reached from here by #include.
-CPU_SOURCE = "bind_cpu.cpp"
-
-COMPILE_FLAGS = (
+# A fused multiply-add rounds once where the reference rounds twice, and its bytes would differ.
+_CXX_FLAGS = (
     "-O3",
     # Python's own flags, which setuptools adds, ask for debug information.
     "-g0",
-    # A fused multiply-add rounds once where the reference rounds twice, and its bytes would differ.
     "-ffp-contract=off",
     # A square root of a negative number need not be reported, so that loops with one are vectorised.
     "-fno-math-errno",
@@ -26,32 +25,96 @@ COMPILE_FLAGS = (
 )
 # No -march: the instruction set is chosen when the library is loaded, so that a build from one machine runs on another.
 
-LIBRARY_PREFIX = "libtorchbagua_cpu_"
+_KERNEL_FLAGS = ("-std=c++17", "--fmad=false")
+
+
+class Binary(NamedTuple):
+    """What is compiled into one file.
+
+    Attributes:
+        prefix: how the file's name begins; the digest follows.
+        source: the file to compile, below `csrc_cuda`; the rest of it is reached from there by #include.
+        suffixes: of the files that `source` may include.
+        others: the folders with such suffixes that it does not include.
+        cxx_flags: of the C++ compiler.
+        nvcc_flags: of nvcc, or of NVRTC.
+        ldflags: of the linker.
+    """
+
+    prefix: str
+    source: str
+    suffixes: tuple[str, ...]
+    others: tuple[str, ...]
+    cxx_flags: tuple[str, ...] = ()
+    nvcc_flags: tuple[str, ...] = ()
+    ldflags: tuple[str, ...] = ()
+
+
+CPU = Binary("libtorchbagua_cpu_", "bind_cpu.cpp", (".cpp", ".h"), others=("cuda", "kernels"), cxx_flags=_CXX_FLAGS)
+
+CUDA = Binary(
+    "libtorchbagua_cuda_",
+    "bind_cuda.cu",
+    (".cu", ".cuh", ".h"),
+    others=("cpu",),
+    nvcc_flags=(
+        "-O3",
+        *_KERNEL_FLAGS,
+        "-Xcompiler=-fvisibility=hidden",
+        # Declares the stable ABI's functions for CUDA.
+        "-DUSE_CUDA",
+        *(flag for flag in _CXX_FLAGS if flag.startswith("-DTORCH_TARGET_VERSION")),
+    ),
+    # Only what is used: torch adds the CUDA runtime as a shared library, which would tie this one to a CUDA version.
+    ldflags=("-Wl,--as-needed", "-lcudart_static", "-lrt", "-lpthread", "-ldl"),
+)
+
+# The kernels alone, without a binding.
+NVRTC = Binary(
+    "torchbagua_nvrtc_",
+    "kernels/minmax_uint8.cuh",
+    (".cuh", ".h"),
+    others=("cpu", "cuda"),
+    nvcc_flags=_KERNEL_FLAGS,
+)
+
+# The compute capabilities, 75 for 7.5, that a library built ahead holds machine code for, where nvcc knows them. Within
+# a major version it runs on all later minor ones; PTX of the newest is for GPUs to come.
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
 # The limited API that a built-ahead library claims in its wheel's name; no Python header is included.
 PYTHON_TAG = "cp310"
 
 
-def sources_digest(csrc: Path) -> str:
-    """Names what a library is built from: 16 hexadecimal digits over the C++ files below `csrc` and the flags.
+def gencode_flags(architectures: Sequence[int]) -> list[str]:
+    """The flags of nvcc for machine code of `architectures`, and for PTX of the newest of them."""
+    flags = [f"-gencode=arch=compute_{one},code=sm_{one}" for one in architectures]
+    newest = max(architectures)
+    return [*flags, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
+
+
+def sources_digest(binary: Binary, csrc: Path) -> str:
+    """Names what `binary` is built from: 16 hexadecimal digits over the files below `csrc` and the flags.
 
     A built-ahead library carries it in its file name, so one that is older than its sources is never taken for theirs.
-    The CUDA kernels (.cuh) are no part of it.
 
     Args:
+        binary: what is compiled.
         csrc: the folder `csrc_cuda`, in a checkout or as installed.
 
     Raises:
-        FileNotFoundError: `csrc` holds no `bind_cpu.cpp`.
+        FileNotFoundError: `csrc` does not hold the source.
     """
-    if not (csrc / CPU_SOURCE).is_file():
-        raise FileNotFoundError(f"the C++ sources of torchbagua are not in {csrc}: {CPU_SOURCE} is missing")
-    digest = hashlib.sha256("\0".join(COMPILE_FLAGS).encode())
-    for path in sorted(path for path in csrc.rglob("*") if path.suffix in (".cpp", ".h")):
-        digest.update(path.relative_to(csrc).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    if not (csrc / binary.source).is_file():
+        raise FileNotFoundError(f"the native sources of torchbagua are not in {csrc}: {binary.source} is missing")
+    digest = hashlib.sha256("\0".join((*binary.cxx_flags, *binary.nvcc_flags, *binary.ldflags)).encode())
+    for path in sorted(path for path in csrc.rglob("*") if path.suffix in binary.suffixes):
+        name = path.relative_to(csrc)
+        if name.parts[0] not in binary.others:
+            digest.update(name.as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
-def library_stem(csrc: Path) -> str:
-    """The name, without its suffix, of the library that is built from the sources in `csrc`."""
-    return f"{LIBRARY_PREFIX}{sources_digest(csrc)}"
+def stem(binary: Binary, csrc: Path) -> str:
+    """The name, without its suffix, of the file that is compiled from the sources in `csrc`."""
+    return f"{binary.prefix}{sources_digest(binary, csrc)}"

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import torch
 
-from torchbagua.native import loader
+from torchbagua.native import devices, loader
+from torchbagua.native.devices import DeviceKernels
+
+_WHY = {
+    "aot": "built ahead of time",
+    "jit": "compiled at first use",
+    "nvrtc": "compiled by NVRTC at first use",
+}
 
 
 @dataclass(frozen=True)
@@ -15,9 +22,10 @@ class OperationStatus:
     Attributes:
         operation: the operation's name, without its namespace.
         device: "cpu" or "cuda".
-        path: "aot" (library built ahead of time), "jit" (compiled at first use) or "reference" (plain torch).
+        path: "aot" (library built ahead of time), "jit" (compiled at first use), "nvrtc" (the same, for CUDA without
+            nvcc) or "reference" (plain torch).
         instruction_set: "avx512", "avx2" or "default" (portable) for native CPU kernels, else None.
-        library: the loaded file, None for the reference.
+        library: the loaded file, None for NVRTC and the reference.
         why: the reason, for people.
     """
 
@@ -36,8 +44,7 @@ def status() -> list[OperationStatus]:
         ValueError: TORCHBAGUA_NATIVE has a value that is not allowed.
         RuntimeError: TORCHBAGUA_NATIVE asks for a path that this machine does not have.
     """
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    return [_status_of(operation, device) for device in devices for operation in _operations()]
+    return [_status_of(operation, kernels) for kernels in devices.here() for operation in _operations()]
 
 
 def _operations() -> list[str]:
@@ -47,22 +54,19 @@ def _operations() -> list[str]:
     return [name for name in names if getattr(torch.ops.torchbagua, name).default._schema.arguments]
 
 
-def _status_of(operation: str, device: str) -> OperationStatus:
-    library = loader.loaded_library()
-    native = torch._C._dispatch_has_kernel_for_dispatch_key(f"torchbagua::{operation}", device.upper())
-    if native and library is not None:
-        why = "built ahead of time" if loader.path_of(library) == "aot" else "compiled at first use"
-        instruction_set = torch.ops.torchbagua.cpu_instruction_set() if device == "cpu" else None
-        return OperationStatus(operation, device, loader.path_of(library), instruction_set, library, why)
-    return OperationStatus(operation, device, "reference", None, None, _why_reference(device, library))
+def _status_of(operation: str, kernels: DeviceKernels) -> OperationStatus:
+    path = loader.loaded_path(kernels)
+    if path is None or not loader.has_kernel(operation, kernels):
+        return OperationStatus(operation, kernels.device, "reference", None, None, _why_reference(kernels, path))
+    instruction_set = torch.ops.torchbagua.cpu_instruction_set() if kernels.device == "cpu" else None
+    library = loader.loaded_library(kernels)
+    return OperationStatus(operation, kernels.device, path, instruction_set, library, _WHY[path])
 
 
-def _why_reference(device: str, library: Path | None) -> str:
-    if device != "cpu":
-        return "there are no native kernels for this device"
-    if library is not None:
-        return f"{library} has no kernel for it"
-    choice = loader.choose()
+def _why_reference(kernels: DeviceKernels, loaded: loader.NativePath | None) -> str:
+    if loaded is not None:
+        return f"there is no native kernel of it for {kernels.device}"
+    choice = loader.choose(kernels)
     if choice.path == "reference":
         return choice.why
     return f"nothing is loaded yet; torchbagua.native.load() will take {choice.path}: {choice.why}"

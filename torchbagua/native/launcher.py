@@ -1,0 +1,132 @@
+"""The CUDA kernels that NVRTC compiles, as operations on torch's dispatcher: what bind_cuda.cu is in C++."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from torchbagua.native.cuda_driver import Argument, Driver, LoadedKernels
+from torchbagua.native.nvrtc import Compiler
+from torchbagua.native.schema import check_codec, check_feedback, check_mean, check_mean_encode
+
+# As in csrc_cuda/kernels/blocks.cuh.
+THREADS = 128
+WARPS = 4
+TILE = 2048
+
+_LARGEST_GRID = 2**31 - 1
+
+_TYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def num_thread_blocks(num_blocks: int, wire_bytes: int) -> int:
+    """The thread blocks for a table of `num_blocks` rows over a wire of `wire_bytes`; cuda/grid.h says why."""
+    are_long = wire_bytes > 2 * TILE * num_blocks
+    return min(num_blocks if are_long else -(-num_blocks // WARPS), _LARGEST_GRID)
+
+
+class CudaKernels:
+    """The kernels of all devices; an operation's arguments are those of schema.py.
+
+    Args:
+        compiler: what compiles them, once for each compute capability.
+        driver: what runs them.
+    """
+
+    def __init__(self, compiler: Compiler, driver: Driver) -> None:
+        self._compiler = compiler
+        self._driver = driver
+        self._lock = threading.Lock()
+        self._images: dict[int, bytes] = {}
+        self._loaded: dict[int, LoadedKernels] = {}
+
+    def prepare(self, capability: int) -> None:
+        """Compiles for a compute capability, 90 for 9.0, ahead of the first launch; RuntimeError where NVRTC fails."""
+        with self._lock:
+            self._image(capability)
+
+    def register(self) -> None:
+        """Makes torch call these kernels for CUDA tensors, for as long as the process lasts."""
+        kernels: list[Callable[..., None]] = [
+            self.minmax_uint8_encode,
+            self.minmax_uint8_decode,
+            self.minmax_uint8_decode_mean,
+            self.minmax_uint8_decode_mean_encode,
+            self.minmax_uint8_encode_feedback,
+        ]
+        for kernel in kernels:
+            torch.library.impl(f"torchbagua::{kernel.__name__}", "cuda", kernel)
+
+    def minmax_uint8_encode(self, x: Tensor, table: Tensor, wire: Tensor) -> None:
+        """`torchbagua::minmax_uint8_encode`, see schema.py."""
+        operation = "minmax_uint8_encode"
+        check_codec(operation, x, table, wire)
+        kernel = f"{operation}_{_TYPE_NAMES[x.dtype]}"
+        self._launch(kernel, table, wire.numel(), x, x.numel(), table, len(table), wire, wire.numel())
+
+    def minmax_uint8_decode(self, wire: Tensor, table: Tensor, x: Tensor) -> None:
+        """`torchbagua::minmax_uint8_decode`, see schema.py."""
+        operation = "minmax_uint8_decode"
+        check_codec(operation, x, table, wire)
+        kernel = f"{operation}_{_TYPE_NAMES[x.dtype]}"
+        self._launch(kernel, table, wire.numel(), wire, wire.numel(), table, len(table), x, x.numel())
+
+    def minmax_uint8_decode_mean(self, rows: Tensor, table: Tensor, divisor: float, x: Tensor) -> None:
+        """`torchbagua::minmax_uint8_decode_mean`, see schema.py."""
+        operation = "minmax_uint8_decode_mean"
+        check_mean(operation, rows, table, divisor, x)
+        senders = (rows, *rows.shape, float(divisor))
+        self._launch(operation, table, rows.shape[1], *senders, table, len(table), x, x.numel())
+
+    def minmax_uint8_decode_mean_encode(self, rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
+        """`torchbagua::minmax_uint8_decode_mean_encode`, see schema.py."""
+        operation = "minmax_uint8_decode_mean_encode"
+        check_mean_encode(operation, rows, table, divisor, wire)
+        senders = (rows, *rows.shape, float(divisor))
+        self._launch(operation, table, rows.shape[1], *senders, table, len(table), wire)
+
+    def minmax_uint8_encode_feedback(
+        self, x: Tensor, residual: Tensor, table: Tensor, wire: Tensor, left_out: Tensor
+    ) -> None:
+        """`torchbagua::minmax_uint8_encode_feedback`, see schema.py."""
+        operation = "minmax_uint8_encode_feedback"
+        check_feedback(operation, x, residual, table, wire, left_out)
+        sums = (x, residual, x.numel())
+        self._launch(operation, table, wire.numel(), *sums, table, len(table), wire, wire.numel(), left_out)
+
+    def _launch(self, kernel: str, table: Tensor, wire_bytes: int, *arguments: Tensor | int | float) -> None:
+        """Launches over the rows of `table`, where that is; a table without rows is nothing to do."""
+        num_blocks = len(table)
+        if num_blocks == 0:
+            return
+        grid = num_thread_blocks(num_blocks, wire_bytes)
+        kernels = self._on(table.get_device())
+        self._driver.launch(kernels, f"torchbagua_{kernel}", grid, THREADS, [_argument(one) for one in arguments])
+
+    def _on(self, device: int) -> LoadedKernels:
+        """The kernels on a device, compiled and loaded when first asked for."""
+        loaded = self._loaded.get(device)
+        if loaded is None:
+            with self._lock:
+                loaded = self._loaded.get(device)
+                if loaded is None:
+                    self._driver.require_version(self._compiler.version)
+                    image = self._image(self._driver.capability(device))
+                    loaded = self._loaded[device] = self._driver.load(device, image)
+        return loaded
+
+    def _image(self, capability: int) -> bytes:
+        if capability not in self._images:
+            self._images[capability] = self._compiler.image_for(capability)
+        return self._images[capability]
+
+
+def _argument(value: Tensor | int | float) -> Argument:
+    """As the kernels declare it: pointers, `long long` counts, a `float` divisor."""
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    return ctypes.c_longlong(value) if isinstance(value, int) else ctypes.c_float(value)
