@@ -16,7 +16,7 @@ NATIVE_SOURCES = $(shell find csrc_cuda -name '*.cpp' -o -name '*.h' -o -name '*
 # A stamp is written when its step is complete, so a set-up that was interrupted goes on where it stopped.
 STAMPS := .venv/stamps
 # What the installed package is built from; its Python files are used in place.
-BUILT_FROM = pyproject.toml setup.py torchbagua/native/recipe.py $(NATIVE_SOURCES)
+BUILT_FROM = pyproject.toml setup.py torchbagua/native/recipe.py torchbagua/native/cuda_toolkit.py $(NATIVE_SOURCES)
 
 .PHONY: help
 help: ## list the targets

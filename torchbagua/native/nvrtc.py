@@ -76,7 +76,7 @@ class Compiler:
     def cache_file(self, target: str) -> Path:
         """Where the kernels for `target` lie, compiled or not."""
         stem = recipe.stem(self._binary, self._csrc)
-        return first_use.cache_folder() / f"{stem}-{target}-{self.version}.cuda"
+        return first_use.cache_folder() / f"{stem}-{target}-nvrtc_{self.version}.cuda"
 
     def compile(self, target: str) -> bytes:
         """Machine code for a target such as "sm_90", PTX for one such as "compute_90".

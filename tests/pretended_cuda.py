@@ -1,0 +1,45 @@
+"""A torch that believes in a GPU which is not there, in processes of its own: for all that comes before a launch."""
+
+import os
+import subprocess
+from pathlib import Path
+
+from host_kernels import COMPILER
+
+# Python runs a file of this name when it starts.
+_SITECUSTOMIZE = """
+import torch
+torch.version.cuda = "13.0"
+torch.cuda._is_compiled = torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.current_device = lambda: 0
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+torch.cuda.get_device_name = lambda device=None: "a pretended GPU"
+"""
+
+# Torch's libraries for CUDA, as far as the bindings call them: this fails.
+_LIBRARIES = {
+    "torch_cuda": 'extern "C" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }',
+    "c10_cuda": "",
+}
+
+
+def pretend_cuda(folder: Path, sources: Path) -> dict[str, str]:
+    """The environment of a Python whose torch pretends, and which imports torchbagua from `sources`.
+
+    Args:
+        folder: new; for what it takes.
+        sources: the folder that holds the package.
+    """
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
+    for name, source in _LIBRARIES.items():
+        (folder / f"{name}.cpp").write_text(f"{source}\n")
+        command = [*COMPILER, "-shared", "-fPIC", f"{name}.cpp", "-o", f"lib{name}.so", f"-Wl,-soname,lib{name}.so"]
+        subprocess.run(command, cwd=folder, check=True, timeout=60)
+    # Where the linker looks, and where the loader does.
+    return {
+        "PYTHONPATH": os.pathsep.join((str(sources), str(folder))),
+        "LIBRARY_PATH": str(folder),
+        "LD_LIBRARY_PATH": str(folder),
+    }

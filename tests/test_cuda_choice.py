@@ -1,0 +1,237 @@
+"""Which way torchbagua comes by its CUDA kernels, and what it says where there is none; torch's GPU is pretended."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pretended_cuda import pretend_cuda
+from source_tree import REPOSITORY, copy_sources, finish, start_python
+from torchbagua.native import cuda_toolkit, devices, first_use, launcher, loader, nvrtc, recipe
+
+needs_nvrtc = pytest.mark.skipif(
+    importlib.util.find_spec("cuda") is None, reason="cuda-bindings, of the extra dev, is not installed"
+)
+TOOLKIT = cuda_toolkit.Toolkit(Path("/nowhere"), "13.0", (75, 80, 90, 120))
+
+LOAD = """
+from torchbagua import native
+native.load()
+print(native.loader.loaded_path(native.devices.CUDA))
+"""
+
+
+class TestChoice:
+    """`choose` without loading, over an empty package folder."""
+
+    @pytest.fixture(autouse=True)
+    def package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        native = tmp_path / "torchbagua" / "native"
+        native.mkdir(parents=True)
+        for binary in (recipe.CPU, recipe.CUDA, recipe.NVRTC):
+            source = tmp_path / "csrc_cuda" / binary.source
+            source.parent.mkdir(parents=True, exist_ok=True)
+            source.write_text("// nothing\n")
+        monkeypatch.setattr(loader, "__file__", str(native / "loader.py"))
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(devices, "capabilities", lambda: [90, 80, 70, 121])
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+        monkeypatch.setenv("CXX", "sh")
+        monkeypatch.delenv("TORCHBAGUA_NATIVE", raising=False)
+        return native
+
+    @pytest.fixture
+    def _nvcc(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cuda_toolkit, "usable_toolkit", lambda torch_cuda: TOOLKIT)
+
+    @pytest.fixture
+    def _no_nvrtc(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+
+    @pytest.mark.usefixtures("_nvcc")
+    def test_built_library_comes_first(self, package: Path) -> None:
+        built = package / f"{recipe.stem(recipe.CUDA, package.parents[1] / 'csrc_cuda')}.abi3.so"
+        built.touch()
+        choice = loader.choose(devices.CUDA)
+        assert (choice.path, choice.library) == ("aot", built)
+        assert loader.choose(devices.CPU).path == "jit"
+
+    @pytest.mark.usefixtures("_nvcc")
+    def test_nvcc_comes_next(self) -> None:
+        choice = loader.choose(devices.CUDA)
+        assert choice.path == "jit"
+        assert "no library for cuda was built ahead of time; compiled at first use by" in choice.why
+        assert choice.why.endswith("and nvcc 13.0")
+
+    @pytest.mark.usefixtures("_nvcc")
+    def test_it_compiles_for_the_gpus_that_are_there(self, package: Path) -> None:
+        build = devices.CUDA.find_build(package.parents[1] / "csrc_cuda")
+        assert isinstance(build, first_use.Build)
+        assert build.architectures == (75, 80, 90, 120)
+        flags = build.arguments()["extra_cuda_cflags"]
+        assert [flag for flag in flags if "code=" in flag] == [
+            "-gencode=arch=compute_75,code=sm_75",
+            "-gencode=arch=compute_80,code=sm_80",
+            "-gencode=arch=compute_90,code=sm_90",
+            "-gencode=arch=compute_120,code=sm_120",
+            "-gencode=arch=compute_120,code=compute_120",
+        ]
+        assert "--fmad=false" in flags
+
+    @pytest.mark.usefixtures("_nvcc")
+    def test_libraries_for_other_gpus_are_other_files(self, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = loader.choose(devices.CUDA).library
+        assert loader.choose(devices.CUDA).library == before
+        monkeypatch.setattr(devices, "capabilities", lambda: [90])
+        assert loader.choose(devices.CUDA).library != before
+
+    @needs_nvrtc
+    def test_nvrtc_comes_last(self) -> None:
+        choice = loader.choose(devices.CUDA)
+        assert (choice.path, choice.library) == ("nvrtc", None)
+        assert "no library for cuda was built ahead of time, and there is no nvcc" in choice.why
+
+    @pytest.mark.usefixtures("_no_nvrtc")
+    def test_the_reference_remains_for_reasons(self) -> None:
+        choice = loader.choose(devices.CUDA)
+        assert choice.path == "reference"
+        for part in ("no library for cuda was built", "there is no nvcc", "cuda-python cannot be imported"):
+            assert part in choice.why
+
+    @pytest.mark.usefixtures("_no_nvrtc")
+    @pytest.mark.parametrize(
+        ("forced", "message"),
+        [
+            ("aot", "TORCHBAGUA_NATIVE=aot, but no library for cuda was built ahead of time"),
+            ("jit", "TORCHBAGUA_NATIVE=jit, and there is no nvcc"),
+            ("nvrtc", r"TORCHBAGUA_NATIVE=nvrtc, and cuda-python cannot be imported .*torchbagua\[cuda\]"),
+        ],
+    )
+    def test_forced_path_that_is_not_to_be_had_raises(
+        self, forced: str, message: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TORCHBAGUA_NATIVE", forced)
+        with pytest.raises(RuntimeError, match=message):
+            loader.choose(devices.CUDA)
+
+    @needs_nvrtc
+    @pytest.mark.usefixtures("_nvcc")
+    def test_nvrtc_can_be_forced_past_the_others_and_concerns_cuda_alone(
+        self, package: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (package / f"{recipe.stem(recipe.CUDA, package.parents[1] / 'csrc_cuda')}.abi3.so").touch()
+        monkeypatch.setenv("TORCHBAGUA_NATIVE", "nvrtc")
+        assert loader.choose(devices.CUDA).path == "nvrtc"
+        assert loader.choose(devices.CPU).path == "jit"
+
+    def test_reference_can_be_forced(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TORCHBAGUA_NATIVE", "reference")
+        assert loader.choose(devices.CUDA) == loader.Choice("reference", None, "TORCHBAGUA_NATIVE=reference")
+
+
+def test_without_a_gpu_only_the_cpu_is_looked_at() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert devices.here() == [devices.CPU]
+
+
+def test_import_asks_nothing_of_cuda(tmp_path: Path) -> None:
+    code = """
+import torch
+def refuse(*arguments):
+    raise AssertionError("CUDA was asked")
+for name in ("is_available", "device_count", "current_device", "get_device_capability", "_lazy_init", "init"):
+    setattr(torch.cuda, name, refuse)
+import sys
+before = set(sys.modules)  # torch itself imports some of cuda-python
+import torchbagua
+print([name for name in set(sys.modules) - before if name.split(".")[0] == "cuda"])
+"""
+    assert finish(start_python(code, REPOSITORY)) == (0, "[]\n", "")
+
+
+class TestLoad:
+    """`load` in processes of its own, with CPU kernels that hold nothing and no nvcc."""
+
+    @pytest.fixture
+    def environment(self, tmp_path: Path) -> dict[str, str]:
+        checkout = copy_sources(tmp_path / "checkout")
+        (checkout / "csrc_cuda" / recipe.CPU.source).write_text("// no kernels\n")
+        environment = pretend_cuda(tmp_path / "cuda", checkout)
+        return {**environment, "CUDA_HOME": str(tmp_path), "TORCHBAGUA_CACHE": str(tmp_path / "cache")}
+
+    @needs_nvrtc
+    def test_nvrtc_compiles_when_loaded(self, tmp_path: Path, environment: dict[str, str]) -> None:
+        code = f"""{LOAD}
+native.load()
+rows = [row for row in native.status() if row.device == "cuda" and row.path != "reference"]
+print(sorted(row.operation for row in rows), {{(row.path, row.library, row.why) for row in rows}})
+from torchbagua.cli import doctor
+doctor.main()
+import os
+os.environ["TORCHBAGUA_NATIVE"] = "jit"
+native.load()
+"""
+        status, out, err = finish(start_python(code, tmp_path, **environment))
+        assert status == 1, err
+        assert "TORCHBAGUA_NATIVE=jit was set after" in err
+        path, kernels, *report = out.splitlines()
+        assert path == "nvrtc"
+        operations = ("decode", "decode_mean", "decode_mean_encode", "encode", "encode_feedback")
+        names = [f"minmax_uint8_{operation}" for operation in operations]
+        assert kernels == f"{names} {{('nvrtc', None, 'compiled by NVRTC at first use')}}"
+        assert f"cuda kernels: nvrtc, kept in {tmp_path / 'cache'}" in report
+        assert [line.split()[1:3] for line in report if line.startswith("minmax_uint8_encode ")][1] == ["cuda", "nvrtc"]
+        stem = recipe.stem(recipe.NVRTC, REPOSITORY / "csrc_cuda")
+        (kept,) = (tmp_path / "cache").glob("*.cuda")
+        assert kept.name.startswith(f"{stem}-sm_90-nvrtc_")
+
+    def test_missing_nvrtc_is_one_warning_that_says_what_helps(
+        self, tmp_path: Path, environment: dict[str, str]
+    ) -> None:
+        code = f"import sys, warnings; sys.modules['cuda.bindings'] = None; warnings.simplefilter('always')\n{LOAD * 2}"
+        status, out, err = finish(start_python(code, tmp_path, **environment))
+        assert (status, out) == (0, "None\n" * 2), err
+        assert err.count("RuntimeWarning") == 1
+        for part in ("reference kernels for cuda", "there is no nvcc", "`pip install 'torchbagua[cuda]'`"):
+            assert part in err
+
+    def test_built_library_that_does_not_load_raises(self, tmp_path: Path, environment: dict[str, str]) -> None:
+        stem = recipe.stem(recipe.CUDA, tmp_path / "checkout" / "csrc_cuda")
+        built = tmp_path / "checkout" / "torchbagua" / "native" / f"{stem}.abi3.so"
+        built.write_bytes(b"not a library")
+        status, out, err = finish(start_python(LOAD, tmp_path, **environment))
+        assert (status, out) == (1, "")
+        for part in ("RuntimeError", str(built), "TORCHBAGUA_NATIVE=reference"):
+            assert part in err
+
+    @needs_nvrtc
+    def test_kernels_that_do_not_compile_raise(self, tmp_path: Path, environment: dict[str, str]) -> None:
+        (tmp_path / "checkout" / "csrc_cuda" / recipe.NVRTC.source).write_text("no room for jokes\n")
+        status, out, err = finish(start_python(LOAD, tmp_path, **environment))
+        assert (status, out) == (1, "")
+        for part in ("NVRTC for cuda is not usable", "no room for jokes", "TORCHBAGUA_NATIVE=reference"):
+            assert part in err
+
+
+def test_a_process_forked_from_one_that_uses_cuda_leaves_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert devices.here() == [devices.CPU, devices.CUDA]
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert devices.here() == [devices.CPU]
+
+
+def test_an_old_gpu_is_an_error_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be there for the screen, in a machine that trains on the CPU."""
+    registered: list[launcher.CudaKernels] = []
+    monkeypatch.setattr(devices, "capabilities", lambda: [70])
+    monkeypatch.setattr(launcher.CudaKernels, "register", lambda kernels: registered.append(kernels))
+    compiler = nvrtc.find_compiler("13.0", REPOSITORY / "csrc_cuda")
+    if isinstance(compiler, str):
+        pytest.skip(compiler)
+    devices.register_nvrtc(compiler)
+    (kernels,) = registered
+    with pytest.raises(RuntimeError, match=r"compute capability 7\.0, the kernels need 7\.5 or newer"):
+        kernels.prepare(70)

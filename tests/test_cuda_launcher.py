@@ -1,0 +1,259 @@
+"""What the NVRTC kernels' launcher asks of the driver: of a pretended one, which runs the kernels on the host."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from host_kernels import COMPILER, CSRC, HostKernels, compile_kernels
+from native_codecs import DTYPES, MINMAX_UINT8, assert_same_values, lay_out, num_elements
+from torchbagua.native import launcher, nvrtc, reference
+from torchbagua.native.cuda_driver import Driver
+from torchbagua.native.launcher import CudaKernels
+
+SOURCE = (CSRC / "kernels" / "minmax_uint8.cuh").read_text()
+OPERATIONS = ("encode", "decode", "decode_mean", "decode_mean_encode", "encode_feedback")
+STREAM = 77
+
+
+class CUresult(Enum):
+    """As far as the pretended driver uses it."""
+
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_LAUNCH_FAILED = 719
+
+
+def parameters_of(kernel: str) -> list[str]:
+    """The types of a kernel's parameters, as its source declares them."""
+    (declared,) = re.findall(rf"\b{kernel}\(([^)]*)\)", SOURCE)
+    return [re.sub(r"\s*\w+$", "", one.strip()) for one in declared.split(",")]
+
+
+@dataclass
+class PretendedDriver:
+    """`cuda.bindings.driver` over the host: a module is its device's index, a function its kernel's name.
+
+    Attributes:
+        host: the kernels; None to launch nothing.
+        version: of CUDA, as the driver counts it.
+        calls: the functions called, and the shape of every launch.
+    """
+
+    host: HostKernels | None = None
+    version: int = 13010
+    capabilities: tuple[int, ...] = (90, 90)
+    failing: str = ""
+    calls: list[Any] = field(default_factory=list)
+    CUresult = CUresult
+    CUdevice_attribute = SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major", CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor"
+    )
+
+    def __getattr__(self, function: str) -> Callable[..., tuple[Any, ...]]:
+        answers = {
+            "cuDriverGetVersion": lambda: (self.version,),
+            "cuDeviceGet": lambda device: (device,),
+            "cuDeviceGetAttribute": lambda part, device: (
+                self.capabilities[device] // 10 if part == "major" else self.capabilities[device] % 10,
+            ),
+            "cuDevicePrimaryCtxRetain": lambda device: (f"context {device}",),
+            "cuModuleLoadData": lambda image: (image,),
+            "cuModuleGetFunction": lambda module, name: (name.decode(),),
+            "cuCtxPushCurrent": lambda context: (),
+            "cuCtxPopCurrent": lambda: ("a context",),
+            "cuLaunchKernel": self._launch,
+        }
+
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            if function != "cuLaunchKernel":
+                self.calls.append((function, *arguments))
+            if function == self.failing:
+                return (CUresult.CUDA_ERROR_LAUNCH_FAILED,)
+            return (CUresult.CUDA_SUCCESS, *answers[function](*arguments))
+
+        return call
+
+    def _launch(self, kernel: str, *rest: int) -> tuple[()]:
+        *shape, shared_bytes, stream, parameters, extra = rest
+        self.calls.append(("cuLaunchKernel", kernel, tuple(shape), shared_bytes, stream, extra))
+        if self.host is not None:
+            kinds = [
+                ctypes.c_void_p if "*" in kind else {"long long": ctypes.c_longlong, "float": ctypes.c_float}[kind]
+                for kind in parameters_of(kernel)
+            ]
+            places = (ctypes.c_void_p * len(kinds)).from_address(parameters)
+            values = [kind.from_address(place) for kind, place in zip(kinds, places, strict=True)]
+            ended = self.host.run(kernel, *values, blocks=range(shape[0]), num_blocks=shape[0], num_threads=shape[3])
+            assert ended == "done"
+        return ()
+
+
+class PretendedCompiler:
+    """NVRTC's place: the image names what it is for."""
+
+    def __init__(self) -> None:
+        self.version = "13.0"
+        self.compiled: list[int] = []
+
+    def image_for(self, capability: int) -> bytes:
+        self.compiled.append(capability)
+        return f"for {capability}".encode()
+
+
+def kernels_on(driver: PretendedDriver, compiler: PretendedCompiler | None = None) -> CudaKernels:
+    bindings = cast(Any, driver)
+    return CudaKernels(cast(nvrtc.Compiler, compiler or PretendedCompiler()), Driver(bindings, lambda _: STREAM))
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return compile_kernels(tmp_path_factory.mktemp("cuda_on_host"))
+
+
+@pytest.fixture(autouse=True)
+def _first_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of the CPU stands for one of the device 0."""
+    monkeypatch.setattr(Tensor, "get_device", lambda self: max(self.device.index or 0, 0))
+
+
+def arguments_of(operation: str, table: Tensor, wire_bytes: int, dtype: torch.dtype = torch.float32) -> list[Any]:
+    """Good arguments of an operation, in the order of schema.py, the tensors that it writes last."""
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(num_elements(table), generator=generator).to(dtype) for _ in range(2))
+    rows = torch.zeros(3, wire_bytes, dtype=torch.uint8)
+    for row in rows:
+        reference.minmax_uint8_encode(torch.randn(len(x), generator=generator), table, row)
+    return {
+        "encode": [x, table, torch.full((wire_bytes,), 7, dtype=torch.uint8)],
+        "decode": [rows[0].clone(), table, torch.full_like(x, 7.0)],
+        "decode_mean": [rows, table, 3.0, torch.full_like(x, 7.0)],
+        "decode_mean_encode": [rows, table, 3.0, torch.full((wire_bytes,), 7, dtype=torch.uint8)],
+        "encode_feedback": [x, residual, table, torch.full((wire_bytes,), 7, dtype=torch.uint8), torch.zeros_like(x)],
+    }[operation]
+
+
+def copies(arguments: list[Any]) -> list[Any]:
+    return [one.clone() if isinstance(one, Tensor) else one for one in arguments]
+
+
+CASES = [(operation, torch.float32) for operation in OPERATIONS]
+CASES += [(operation, dtype) for operation in ("encode", "decode") for dtype in DTYPES[1:]]
+
+
+@pytest.mark.parametrize(("operation", "dtype"), CASES)
+@pytest.mark.parametrize("lengths", [[130, 1, 16, 7, 64, 2000, 3], [3 * launcher.TILE, 5000]])
+def test_launches_give_the_bytes_of_the_reference(
+    host: HostKernels, operation: str, dtype: torch.dtype, lengths: list[int]
+) -> None:
+    table, wire_bytes = lay_out(MINMAX_UINT8, lengths, seed=1)
+    mine = arguments_of(operation, table, wire_bytes, dtype)
+    theirs = copies(mine)
+    driver = PretendedDriver(host)
+
+    getattr(kernels_on(driver), f"minmax_uint8_{operation}")(*mine)
+
+    getattr(reference, f"minmax_uint8_{operation}")(*theirs)
+    for own, other in zip(mine, theirs, strict=True):
+        if isinstance(own, Tensor) and own.is_floating_point():
+            assert_same_values(own, other)
+        elif isinstance(own, Tensor):
+            assert torch.equal(own, other)
+    name, kernel, shape, *rest = driver.calls[-2]
+    suffix = f"_{str(dtype).split('.')[1]}" if operation in ("encode", "decode") else ""
+    assert (name, kernel) == ("cuLaunchKernel", f"torchbagua_minmax_uint8_{operation}{suffix}")
+    grid = launcher.num_thread_blocks(len(lengths), wire_bytes)
+    assert (shape, rest) == ((grid, 1, 1, launcher.THREADS, 1, 1), [0, STREAM, 0])
+
+
+def test_kernels_are_compiled_and_loaded_once() -> None:
+    driver, compiler = PretendedDriver(), PretendedCompiler()
+    kernels = kernels_on(driver, compiler)
+    kernels.prepare(90)
+    table, wire_bytes = lay_out(MINMAX_UINT8, [5])
+    for _ in range(3):
+        kernels.minmax_uint8_encode(*arguments_of("encode", table, wire_bytes))
+    kernels._on(1)
+
+    assert compiler.compiled == [90]
+    assert [call for call in driver.calls if call[0] == "cuModuleLoadData"] == [("cuModuleLoadData", b"for 90")] * 2
+    assert [call[0] for call in driver.calls].count("cuModuleGetFunction") == 1
+    # The context of the device is current while it loads or launches, and no longer.
+    names = [call[0] for call in driver.calls]
+    assert names.count("cuCtxPushCurrent") == names.count("cuCtxPopCurrent") == 3 + 2
+    assert ("cuCtxPushCurrent", "context 1") in driver.calls
+
+
+def test_nothing_to_do_launches_nothing() -> None:
+    driver = PretendedDriver()
+    table = torch.zeros(0, 4, dtype=torch.int64)
+    kernels_on(driver).minmax_uint8_encode(torch.zeros(0), table, torch.zeros(0, dtype=torch.uint8))
+    assert driver.calls == []
+
+
+def test_arguments_are_refused_before_anything_is_called() -> None:
+    driver = PretendedDriver()
+    kernels = kernels_on(driver)
+    table, wire_bytes = lay_out(MINMAX_UINT8, [5])
+    for operation in OPERATIONS:
+        good = arguments_of(operation, table, wire_bytes)
+        elsewhere = [one.to("meta") if one is good[-1] else one for one in good]
+        message = rf"^torchbagua::minmax_uint8_{operation}: \w+ must be on (cpu|meta), got .* on (cpu|meta)$"
+        with pytest.raises(ValueError, match=message):
+            getattr(kernels, f"minmax_uint8_{operation}")(*elsewhere)
+        strided = [torch.stack((one, one), -1)[..., 0] if one is good[-1] else one for one in good]
+        with pytest.raises(ValueError, match=r"must be contiguous .*, got non-contiguous torch\."):
+            getattr(kernels, f"minmax_uint8_{operation}")(*strided)
+    assert driver.calls == []
+
+
+def test_old_driver_is_named() -> None:
+    table, wire_bytes = lay_out(MINMAX_UINT8, [5])
+    kernels = kernels_on(PretendedDriver(version=12080))
+    with pytest.raises(RuntimeError, match=r"driver is too old: it is for CUDA 12\.8, NVRTC is of CUDA 13\.0.*=ref"):
+        kernels.minmax_uint8_encode(*arguments_of("encode", table, wire_bytes))
+
+
+def test_failing_launch_is_an_error_and_leaves_the_context() -> None:
+    table, wire_bytes = lay_out(MINMAX_UINT8, [5])
+    driver = PretendedDriver(failing="cuLaunchKernel")
+    with pytest.raises(RuntimeError, match="cuLaunchKernel of the CUDA driver failed: CUDA_ERROR_LAUNCH_FAILED"):
+        kernels_on(driver).minmax_uint8_encode(*arguments_of("encode", table, wire_bytes))
+    assert driver.calls[-1] == ("cuCtxPopCurrent",)
+
+
+def test_grid_is_that_of_the_library(tmp_path: Path) -> None:
+    """The rule and the constants of the C++ side, compiled for the host."""
+    (tmp_path / "main.cpp").write_text(f"""
+#include "{Path(__file__).with_name("cuda_on_host.h")}"
+#include "kernels/blocks.cuh"
+#include "cuda/grid.h"
+#include <cstdio>
+int main() {{
+  using namespace torchbagua::cuda;
+  std::printf("%d %d %d\\n", kThreads, kWarps, kTile);
+  for (long long num_blocks : {{1LL, 2LL, 31LL, 1000LL, 1LL << 31, 1LL << 40}})
+    for (long long bytes : {{1LL, 2LL * kTile, 2LL * kTile + 1, 4000000LL, 1LL << 33, 1LL << 45, 1LL << 60}})
+      std::printf("%lld %lld %lld\\n", num_blocks, bytes, num_thread_blocks(num_blocks, bytes, kTile, kWarps));
+}}
+""")
+    command = [*COMPILER, "-std=c++17", f"-I{CSRC}", "main.cpp", "-o", "grid"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=200)
+    first, *rows = subprocess.check_output([tmp_path / "grid"], text=True).splitlines()
+    assert [int(word) for word in first.split()] == [launcher.THREADS, launcher.WARPS, launcher.TILE]
+    grids = set()
+    for row in rows:
+        num_blocks, wire_bytes, grid = map(int, row.split())
+        assert launcher.num_thread_blocks(num_blocks, wire_bytes) == grid
+        grids.add(grid)
+    assert {1, 31, 2**31 - 1} <= grids

@@ -1,0 +1,151 @@
+"""The library of CUDA kernels without a GPU: it compiles, links, loads and refuses; nothing is launched."""
+
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+from torch.utils.cpp_extension import include_paths
+
+from host_kernels import COMPILER, CSRC
+from pretended_cuda import pretend_cuda
+from source_tree import REPOSITORY, copy_sources, finish, start_python
+from torchbagua.native import cuda_toolkit, recipe
+
+TOOLKIT = cuda_toolkit.usable_toolkit("13.0")
+pytestmark = [
+    pytest.mark.skipif(isinstance(TOOLKIT, str), reason=f"no CUDA toolkit to compile with: {TOOLKIT}"),
+    pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason=f"{COMPILER[0]} is not on PATH"),
+]
+
+# Prints how the CUDA kernels were loaded, then what is refused: here nothing has a CUDA tensor.
+LOAD_AND_CALL = """
+import torch
+from torchbagua import native
+native.load()
+print({row.path for row in native.status() if row.device == "cuda" and row.operation.startswith("minmax_uint8")})
+print({row.path for row in native.status() if row.device == "cuda" and row.operation.startswith("sign_1bit")})
+print(native.loader.loaded_library(native.devices.CUDA))
+
+def call(operation, *arguments):
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    try:
+        getattr(torch.ops.torchbagua, "minmax_uint8_" + operation).default.redispatch(keys, *arguments)
+    except ValueError as error:
+        print(error)
+
+x, table, wire = torch.zeros(16), torch.zeros(1, 4, dtype=torch.int64), torch.zeros(32, dtype=torch.uint8)
+rows = torch.zeros(2, 32, dtype=torch.uint8)
+call("encode", x, table, wire)
+call("encode", x, table, wire.to("meta"))
+call("encode", x, table, torch.zeros(64, dtype=torch.uint8)[::2])
+call("decode", wire, table, x.double())
+call("decode_mean", rows, table, 0.0, x)
+call("decode_mean", rows, table, 2.0, x.to("meta"))
+call("decode_mean_encode", rows, table, 2.0, wire[1:])
+call("encode_feedback", x, x[1:], table, wire, x)
+"""
+
+REFUSED = """\
+torchbagua::minmax_uint8_encode: x must be on cuda, got Float [16] on cpu
+torchbagua::minmax_uint8_encode: wire must be on cpu, got Byte [32] on another device
+torchbagua::minmax_uint8_encode: wire must be contiguous uint8 [W], got non-contiguous Byte [32] on cpu
+torchbagua::minmax_uint8_decode: x must be contiguous float32, bfloat16 or float16 [N], got Double [16] on cpu
+torchbagua::minmax_uint8_decode_mean: divisor must be a positive finite float32, got 0
+torchbagua::minmax_uint8_decode_mean: rows must be on cuda, got Byte [2, 32] on cpu
+torchbagua::minmax_uint8_decode_mean_encode: rows must be on cuda, got Byte [2, 32] on cpu
+torchbagua::minmax_uint8_encode_feedback: residual must be contiguous float32 [16], got Float [15] on cpu
+"""
+
+
+# Asks for what the real one does, and compiles in no time.
+SMALL_BINDING = """
+extern "C" int aoti_torch_get_current_cuda_stream(int, void**);
+int torchbagua_probe(void* place) { return aoti_torch_get_current_cuda_stream(0, &place) + cudaFree(place); }
+"""
+
+
+def needed_libraries(library: Path) -> set[str]:
+    """The shared libraries that one asks for, without their versions."""
+    assert shutil.which("readelf"), "readelf comes with the linker"
+    printed = subprocess.check_output(["readelf", "-d", library], text=True)
+    return {line.split("[")[1].split(".so")[0] for line in printed.splitlines() if "(NEEDED)" in line}
+
+
+def test_bindings_compile_without_a_warning(tmp_path: Path) -> None:
+    includes = [f"-I{CSRC}", *(f"-isystem={path}" for path in include_paths())]
+    command = ["nvcc", "-c", *recipe.CUDA.nvcc_flags, *recipe.gencode_flags([90]), *includes]
+    command += ["-Xcompiler=-fPIC,-Wall", "-Werror", "all-warnings", str(CSRC / recipe.CUDA.source), "-o", "bind.o"]
+    compiled = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert compiled.returncode == 0, compiled.stdout + compiled.stderr
+
+
+def test_compiled_at_first_use_it_loads_and_refuses_in_the_words_of_the_schema(tmp_path: Path) -> None:
+    environment = pretend_cuda(tmp_path / "cuda", REPOSITORY)
+    environment["TORCHBAGUA_CACHE"] = str(tmp_path / "cache")
+    status, out, err = finish(start_python(LOAD_AND_CALL, tmp_path, **environment))
+    assert status == 0, err
+    path, others, library, *refused = out.splitlines()
+    assert (path, others) == ("{'jit'}", "{'reference'}")
+    assert Path(library).is_relative_to(tmp_path / "cache")
+    assert [line + "\n" for line in refused] == REFUSED.splitlines(keepends=True)
+    assert not needed_libraries(Path(library)) & {"libcudart", "libc10_cuda"}, "they would tie it to one CUDA version"
+    assert "libtorch_cuda" in needed_libraries(Path(library))
+
+
+def test_wheel_built_beside_a_torch_with_cuda_holds_both_libraries(tmp_path: Path) -> None:
+    checkout = copy_sources(tmp_path / "checkout")
+    for binary, source in {recipe.CPU: "// no kernels\n", recipe.CUDA: SMALL_BINDING}.items():
+        (checkout / "csrc_cuda" / binary.source).write_text(source)
+    # An nvcc that knows fewer architectures, as older ones do.
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    known = "case $* in --list-gpu-arch) printf 'compute_75\\ncompute_90\\n'; exit;; esac"
+    nvcc.write_text(f'#!/bin/sh\n{known}\nexec {cuda_toolkit.find_nvcc()} "$@"\n')
+    nvcc.chmod(0o755)
+    environment = {**pretend_cuda(tmp_path / "cuda", checkout), "CUDA_HOME": str(tmp_path)}
+
+    build = "import setuptools.build_meta as backend; backend.build_wheel('wheels')"
+    status, out, err = finish(start_python(build, checkout, **environment))
+
+    assert status == 0, out + err
+    assert (
+        "arch=compute_75,code=sm_75 -gencode=arch=compute_90,code=sm_90 -gencode=arch=compute_90,code=compute_90" in out
+    )
+    assert "compute_80" not in out
+    (wheel,) = (checkout / "wheels").glob("*-cp310-abi3-*.whl")
+    stems = [recipe.stem(binary, checkout / "csrc_cuda") for binary in (recipe.CPU, recipe.CUDA)]
+    with zipfile.ZipFile(wheel) as archive:
+        libraries = [name for name in archive.namelist() if name.endswith(".so")]
+        assert sorted(libraries) == sorted(f"torchbagua/native/{stem}.abi3.so" for stem in stems)
+        archive.extractall(tmp_path / "installed")
+    library = tmp_path / "installed" / "torchbagua" / "native" / f"{stems[1]}.abi3.so"
+    assert "libtorch_cuda" in needed_libraries(library)
+    assert "libcudart" not in needed_libraries(library)
+
+
+class TestToolkit:
+    """`usable_toolkit`, which says in words why there is none."""
+
+    def test_it_is_found_behind_a_script(self) -> None:
+        assert isinstance(TOOLKIT, cuda_toolkit.Toolkit)
+        assert [folder for folder in TOOLKIT.library_folders() if (folder / "libcudart_static.a").exists()]
+        assert {80, 90, 100} <= set(TOOLKIT.architectures)
+
+    def test_another_major_version_is_not_used(self) -> None:
+        assert str(cuda_toolkit.usable_toolkit("12.8")).endswith(f"CUDA {TOOLKIT.version}, and torch of CUDA 12.8")
+
+    def test_without_cuda_there_is_no_use_for_one(self) -> None:
+        assert cuda_toolkit.usable_toolkit(None) == "this torch is built without CUDA"
+
+    def test_folder_without_nvcc(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+        assert "there is no nvcc" in str(cuda_toolkit.usable_toolkit("13.0"))
+
+    def test_something_else_called_nvcc(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\necho no\n")
+        (tmp_path / "bin" / "nvcc").chmod(0o755)
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+        assert "does not answer as nvcc does" in str(cuda_toolkit.usable_toolkit("13.0"))
