@@ -40,6 +40,16 @@ def parameters_of(kernel: str) -> list[str]:
     return [re.sub(r"\s*\w+$", "", one.strip()) for one in declared.split(",")]
 
 
+def run_on_host(host: HostKernels, kernel: str, num_blocks: int, num_threads: int, parameters: int) -> None:
+    """Run a kernel whose arguments' addresses stand at the address `parameters`, as a launch hands them over."""
+    types = {"long long": ctypes.c_longlong, "float": ctypes.c_float}
+    kinds = [ctypes.c_void_p if "*" in kind else types[kind] for kind in parameters_of(kernel)]
+    places = (ctypes.c_void_p * len(kinds)).from_address(parameters)
+    values = [kind.from_address(place) for kind, place in zip(kinds, places, strict=True)]
+    ended = host.run(kernel, *values, blocks=range(num_blocks), num_blocks=num_blocks, num_threads=num_threads)
+    assert ended == "done"
+
+
 @dataclass
 class PretendedDriver:
     """`cuda.bindings.driver` over the host: a module is its device's index, a function its kernel's name.
@@ -88,14 +98,7 @@ class PretendedDriver:
         *shape, shared_bytes, stream, parameters, extra = rest
         self.calls.append(("cuLaunchKernel", kernel, tuple(shape), shared_bytes, stream, extra))
         if self.host is not None:
-            kinds = [
-                ctypes.c_void_p if "*" in kind else {"long long": ctypes.c_longlong, "float": ctypes.c_float}[kind]
-                for kind in parameters_of(kernel)
-            ]
-            places = (ctypes.c_void_p * len(kinds)).from_address(parameters)
-            values = [kind.from_address(place) for kind, place in zip(kinds, places, strict=True)]
-            ended = self.host.run(kernel, *values, blocks=range(shape[0]), num_blocks=shape[0], num_threads=shape[3])
-            assert ended == "done"
+            run_on_host(self.host, kernel, shape[0], shape[3], parameters)
         return ()
 
 

@@ -2,13 +2,14 @@
 
 import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-from torch.utils.cpp_extension import include_paths
+from torch.utils.cpp_extension import include_paths, library_paths
 
-from host_kernels import COMPILER, CSRC
+from host_kernels import COMPILER, CSRC, compile_kernels
 from pretended_cuda import pretend_cuda
 from source_tree import REPOSITORY, copy_sources, finish, start_python
 from torchbagua.native import cuda_toolkit, recipe
@@ -73,12 +74,35 @@ def needed_libraries(library: Path) -> set[str]:
     return {line.split("[")[1].split(".so")[0] for line in printed.splitlines() if "(NEEDED)" in line}
 
 
-def test_bindings_compile_without_a_warning(tmp_path: Path) -> None:
+def test_bindings_compile_without_a_warning_and_launch_what_gives_the_bytes_of_the_reference(tmp_path: Path) -> None:
+    """Linked with a pretended runtime, which runs the kernels on the host."""
     includes = [f"-I{CSRC}", *(f"-isystem={path}" for path in include_paths())]
     command = ["nvcc", "-c", *recipe.CUDA.nvcc_flags, *recipe.gencode_flags([90]), *includes]
     command += ["-Xcompiler=-fPIC,-Wall", "-Werror", "all-warnings", str(CSRC / recipe.CUDA.source), "-o", "bind.o"]
     compiled = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert compiled.returncode == 0, compiled.stdout + compiled.stderr
+
+    assert isinstance(TOOLKIT, cuda_toolkit.Toolkit)
+    runtime = Path(__file__).with_name("pretended_cuda_runtime.cpp")
+    command = [*COMPILER, "-shared", "-fPIC", "-Wl,-Bsymbolic", f"-I{TOOLKIT.folder}/include", "bind.o", str(runtime)]
+    command += [*(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10", "-o", "bind.so"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=100)
+    compile_kernels(tmp_path)
+    script = Path(__file__).with_name("cuda_library_on_host.py")
+    command = [sys.executable, str(script), str(tmp_path / "bind.so"), str(tmp_path / "kernels.so")]
+    called = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert called.returncode == 0, called.stderr
+    *calls, old_gpu, other_gpu, old_driver, other = called.stdout.splitlines()
+    assert len(calls) == 2 * 9
+    assert old_gpu == (
+        "torchbagua::minmax_uint8_encode: cuda:3 has compute capability 7.0, the kernels need 7.5 or newer; "
+        "TORCHBAGUA_NATIVE=reference runs without them"
+    )
+    assert "cuda:3 has compute capability 10.3, for which this library was not built" in other_gpu
+    assert f"driver is too old: it is for CUDA 11.8, this library was built with CUDA {TOOLKIT.version}" in old_driver
+    assert "TORCHBAGUA_NATIVE=nvrtc" in old_driver
+    assert "=reference" in old_driver
+    assert other == "torchbagua::minmax_uint8_encode: some error of CUDA"
 
 
 def test_compiled_at_first_use_it_loads_and_refuses_in_the_words_of_the_schema(tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""Calls the operations of a library of bind_cuda.cu and pretended_cuda_runtime.cpp, with the kernels on the host.
+
+python cuda_library_on_host.py LIBRARY KERNELS: prints one line for every call that gave the bytes of the reference, then
+what launches that fail say. In a process of its own: what is registered with torch stays.
+"""
+
+import ctypes
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import torchbagua  # noqa: F401  the schemas
+from host_kernels import HostKernels
+from native_codecs import MINMAX_UINT8, assert_same_values, lay_out
+from test_cuda_launcher import CASES, arguments_of, copies, run_on_host
+from torchbagua.native import launcher, reference
+
+LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p)
+NO_KERNEL_IMAGE, INSUFFICIENT_DRIVER, LAUNCH_FAILURE = 209, 35, 719
+
+
+def call(operation: str, arguments: list[object]) -> None:
+    """By the key that CUDA tensors have."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    getattr(torch.ops.torchbagua, f"minmax_uint8_{operation}").default.redispatch(keys, *arguments)
+
+
+def main(library: Path, kernels: Path) -> None:
+    torch.ops.load_library(library)
+    runtime, host = ctypes.CDLL(str(library)), HostKernels(kernels)
+    device = ctypes.c_int.in_dll(runtime, "pretended_device")
+    launches = []
+
+    def launch(name: bytes, grid: int, threads: int, parameters: int, stream: int) -> None:
+        launches.append((name.decode(), grid, threads, stream, device.value))
+        run_on_host(host, name.decode(), grid, threads, parameters)
+
+    callback = LAUNCH(launch)
+    ctypes.c_void_p.in_dll(runtime, "pretended_launch").value = ctypes.cast(callback, ctypes.c_void_p).value
+
+    for lengths in ([130, 1, 16, 7, 64, 2000, 3], [3 * launcher.TILE, 5000]):
+        table, wire_bytes = lay_out(MINMAX_UINT8, lengths, seed=1)
+        for operation, dtype in CASES:
+            mine = arguments_of(operation, table, wire_bytes, dtype)
+            theirs = copies(mine)
+            call(operation, mine)
+            getattr(reference, f"minmax_uint8_{operation}")(*theirs)
+            for own, other in zip(mine, theirs, strict=True):
+                if isinstance(own, Tensor) and own.is_floating_point():
+                    assert_same_values(own, other)
+                elif isinstance(own, Tensor):
+                    assert torch.equal(own, other)
+            (launched,) = launches
+            grid = launcher.num_thread_blocks(len(lengths), wire_bytes)
+            suffix = f"_{str(dtype).split('.')[1]}" if operation in ("encode", "decode") else ""
+            expected = (f"torchbagua_minmax_uint8_{operation}{suffix}", grid, launcher.THREADS, 1003, 3)
+            assert launched == expected, (launched, expected)
+            launches.clear()
+            print(operation, str(dtype))
+
+    assert device.value == -1, "the guard has let go"
+    nothing = torch.zeros(0, 4, dtype=torch.int64)
+    call("encode", [torch.zeros(0), nothing, torch.zeros(0, dtype=torch.uint8)])
+    assert not launches
+    table, wire_bytes = lay_out(MINMAX_UINT8, [5])
+    for error, capability in (
+        (NO_KERNEL_IMAGE, 70),
+        (NO_KERNEL_IMAGE, 103),
+        (INSUFFICIENT_DRIVER, 90),
+        (LAUNCH_FAILURE, 90),
+    ):
+        ctypes.c_int.in_dll(runtime, "pretended_error").value = error
+        ctypes.c_int.in_dll(runtime, "pretended_capability").value = capability
+        try:
+            call("encode", arguments_of("encode", table, wire_bytes))
+        except RuntimeError as caught:
+            print(caught)
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
