@@ -1,7 +1,7 @@
 """Calls the operations of a library of bind_cuda.cu and pretended_cuda_runtime.cpp, with the kernels on the host.
 
-python cuda_library_on_host.py LIBRARY KERNELS: prints one line for every call that gave the bytes of the reference, then
-what launches that fail say. In a process of its own: what is registered with torch stays.
+python cuda_library_on_host.py LIBRARY KERNELS: prints one line for every call that gave the bytes of the reference,
+then what launches that fail say. In a process of its own: what is registered with torch stays.
 """
 
 import ctypes
@@ -19,6 +19,8 @@ from torchbagua.native import launcher, reference
 
 LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p)
 NO_KERNEL_IMAGE, INSUFFICIENT_DRIVER, LAUNCH_FAILURE = 209, 35, 719
+# With the compute capability of the GPU.
+FAILURES = ((NO_KERNEL_IMAGE, 70), (NO_KERNEL_IMAGE, 103), (INSUFFICIENT_DRIVER, 90), (LAUNCH_FAILURE, 90))
 
 
 def call(operation: str, arguments: list[object]) -> None:
@@ -65,12 +67,7 @@ def main(library: Path, kernels: Path) -> None:
     call("encode", [torch.zeros(0), nothing, torch.zeros(0, dtype=torch.uint8)])
     assert not launches
     table, wire_bytes = lay_out(MINMAX_UINT8, [5])
-    for error, capability in (
-        (NO_KERNEL_IMAGE, 70),
-        (NO_KERNEL_IMAGE, 103),
-        (INSUFFICIENT_DRIVER, 90),
-        (LAUNCH_FAILURE, 90),
-    ):
+    for error, capability in FAILURES:
         ctypes.c_int.in_dll(runtime, "pretended_error").value = error
         ctypes.c_int.in_dll(runtime, "pretended_capability").value = capability
         try:

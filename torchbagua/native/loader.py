@@ -70,7 +70,9 @@ def load() -> None:
 
 
 def choose(kernels: DeviceKernels) -> Choice:
-    """Which path `load` takes for `kernels`, and why. Reads the environment and the file system and changes nothing.
+    """Which path `load` takes for `kernels`, and why. Changes nothing.
+
+    Reads the environment and the file system, and for CUDA asks torch which GPUs there are.
 
     Raises:
         ValueError: TORCHBAGUA_NATIVE has a value that is not allowed.

@@ -98,9 +98,9 @@ class Compiler:
             self._call("nvrtcDestroyProgram", program)
 
     def _text(self, what: str, program: object) -> bytes:
-        """What NVRTC has of a program; it fills a buffer of the caller's."""
+        """What NVRTC has of a program."""
         (size,) = self._call(f"nvrtcGet{what}Size", program)
-        text = bytes(size)
+        text = bytes(size)  # cuda.bindings wants bytes to write into, although Python takes them for constant
         self._call(f"nvrtcGet{what}", program, text)
         return text
 
