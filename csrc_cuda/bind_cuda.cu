@@ -55,8 +55,8 @@ void encode(const Tensor& x, const Tensor& table, const Tensor& wire) {
   check_codec(kOp, kPlace, x, table, wire);
   with_element_of(x, [&](auto element) {
     using T = decltype(element);
-    cuda::run(Launch{kOp, x, table.size(0), wire.numel()}, kEncode<T>, read<T>(x), x.numel(), read<cuda::Block>(table),
-              table.size(0), write<unsigned char>(wire), wire.numel());
+    cuda::run(Launch{kOp, x, table.size(0)}, kEncode<T>, read<T>(x), x.numel(), read<cuda::Block>(table), table.size(0),
+              write<unsigned char>(wire), wire.numel());
   });
 }
 
@@ -65,7 +65,7 @@ void decode(const Tensor& wire, const Tensor& table, const Tensor& x) {
   check_codec(kOp, kPlace, x, table, wire);
   with_element_of(x, [&](auto element) {
     using T = decltype(element);
-    cuda::run(Launch{kOp, x, table.size(0), wire.numel()}, kDecode<T>, read<unsigned char>(wire), wire.numel(),
+    cuda::run(Launch{kOp, x, table.size(0)}, kDecode<T>, read<unsigned char>(wire), wire.numel(),
               read<cuda::Block>(table), table.size(0), write<T>(x), x.numel());
   });
 }
@@ -73,15 +73,14 @@ void decode(const Tensor& wire, const Tensor& table, const Tensor& x) {
 void decode_mean(const Tensor& rows, const Tensor& table, double divisor, const Tensor& x) {
   constexpr const char* kOp = "minmax_uint8_decode_mean";
   const float rounded = check_mean(kOp, kPlace, rows, table, divisor, x);
-  cuda::run(Launch{kOp, rows, table.size(0), rows.size(1)}, cuda::torchbagua_minmax_uint8_decode_mean,
-            read<unsigned char>(rows), rows.size(0), rows.size(1), rounded, read<cuda::Block>(table), table.size(0),
-            write<float>(x), x.numel());
+  cuda::run(Launch{kOp, rows, table.size(0)}, cuda::torchbagua_minmax_uint8_decode_mean, read<unsigned char>(rows),
+            rows.size(0), rows.size(1), rounded, read<cuda::Block>(table), table.size(0), write<float>(x), x.numel());
 }
 
 void decode_mean_encode(const Tensor& rows, const Tensor& table, double divisor, const Tensor& wire) {
   constexpr const char* kOp = "minmax_uint8_decode_mean_encode";
   const float rounded = check_mean_encode(kOp, kPlace, rows, table, divisor, wire);
-  cuda::run(Launch{kOp, rows, table.size(0), rows.size(1)}, cuda::torchbagua_minmax_uint8_decode_mean_encode,
+  cuda::run(Launch{kOp, rows, table.size(0)}, cuda::torchbagua_minmax_uint8_decode_mean_encode,
             read<unsigned char>(rows), rows.size(0), rows.size(1), rounded, read<cuda::Block>(table), table.size(0),
             write<unsigned char>(wire));
 }
@@ -90,7 +89,7 @@ void encode_feedback(const Tensor& x, const Tensor& residual, const Tensor& tabl
                      const Tensor& left_out) {
   constexpr const char* kOp = "minmax_uint8_encode_feedback";
   check_feedback(kOp, kPlace, x, residual, table, wire, left_out);
-  cuda::run(Launch{kOp, x, table.size(0), wire.numel()}, cuda::torchbagua_minmax_uint8_encode_feedback, read<float>(x),
+  cuda::run(Launch{kOp, x, table.size(0)}, cuda::torchbagua_minmax_uint8_encode_feedback, read<float>(x),
             read<float>(residual), x.numel(), read<cuda::Block>(table), table.size(0), write<unsigned char>(wire),
             wire.numel(), write<float>(left_out));
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 import torchbagua  # noqa: F401  the schemas
 from host_kernels import HostKernels
 from native_codecs import MINMAX_UINT8, assert_same_values, lay_out
-from test_cuda_launcher import CASES, arguments_of, copies, run_on_host
+from test_cuda_launcher import CASES, TILE, arguments_of, copies, run_on_host
 from torchbagua.native import launcher, reference
 
 LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p)
@@ -42,7 +42,7 @@ def main(library: Path, kernels: Path) -> None:
     callback = LAUNCH(launch)
     ctypes.c_void_p.in_dll(runtime, "pretended_launch").value = ctypes.cast(callback, ctypes.c_void_p).value
 
-    for lengths in ([130, 1, 16, 7, 64, 2000, 3], [3 * launcher.TILE, 5000]):
+    for lengths in ([130, 1, 16, 7, 64, 2000, 3], [3 * TILE, 5000]):
         table, wire_bytes = lay_out(MINMAX_UINT8, lengths, seed=1)
         for operation, dtype in CASES:
             mine = arguments_of(operation, table, wire_bytes, dtype)
@@ -55,9 +55,8 @@ def main(library: Path, kernels: Path) -> None:
                 elif isinstance(own, Tensor):
                     assert torch.equal(own, other)
             (launched,) = launches
-            grid = launcher.num_thread_blocks(len(lengths), wire_bytes)
             suffix = f"_{str(dtype).split('.')[1]}" if operation in ("encode", "decode") else ""
-            expected = (f"torchbagua_minmax_uint8_{operation}{suffix}", grid, launcher.THREADS, 1003, 3)
+            expected = (f"torchbagua_minmax_uint8_{operation}{suffix}", len(lengths), launcher.THREADS, 1003, 3)
             assert launched == expected, (launched, expected)
             launches.clear()
             print(operation, str(dtype))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from host_kernels import COMPILER, CSRC, HostKernels, compile_kernels
+from host_kernels import CSRC, HostKernels, compile_kernels
 from native_codecs import DTYPES, MINMAX_UINT8, assert_same_values, lay_out, num_elements
 from torchbagua.native import launcher, nvrtc, reference
 from torchbagua.native.cuda_driver import Driver
@@ -25,6 +23,7 @@ from torchbagua.native.launcher import CudaKernels
 SOURCE = (CSRC / "kernels" / "minmax_uint8.cuh").read_text()
 OPERATIONS = ("encode", "decode", "decode_mean", "decode_mean_encode", "encode_feedback")
 STREAM = 77
+TILE = 2048  # elements that a thread block holds
 
 
 class CUresult(Enum):
@@ -155,7 +154,7 @@ CASES += [(operation, dtype) for operation in ("encode", "decode") for dtype in 
 
 
 @pytest.mark.parametrize(("operation", "dtype"), CASES)
-@pytest.mark.parametrize("lengths", [[130, 1, 16, 7, 64, 2000, 3], [3 * launcher.TILE, 5000]])
+@pytest.mark.parametrize("lengths", [[130, 1, 16, 7, 64, 2000, 3], [3 * TILE, 5000]])
 def test_launches_give_the_bytes_of_the_reference(
     host: HostKernels, operation: str, dtype: torch.dtype, lengths: list[int]
 ) -> None:
@@ -175,8 +174,7 @@ def test_launches_give_the_bytes_of_the_reference(
     name, kernel, shape, *rest = driver.calls[-2]
     suffix = f"_{str(dtype).split('.')[1]}" if operation in ("encode", "decode") else ""
     assert (name, kernel) == ("cuLaunchKernel", f"torchbagua_minmax_uint8_{operation}{suffix}")
-    grid = launcher.num_thread_blocks(len(lengths), wire_bytes)
-    assert (shape, rest) == ((grid, 1, 1, launcher.THREADS, 1, 1), [0, STREAM, 0])
+    assert (shape, rest) == ((len(lengths), 1, 1, launcher.THREADS, 1, 1), [0, STREAM, 0])
 
 
 def test_kernels_are_compiled_and_loaded_once() -> None:
@@ -235,28 +233,14 @@ def test_failing_launch_is_an_error_and_leaves_the_context() -> None:
     assert driver.calls[-1] == ("cuCtxPopCurrent",)
 
 
-def test_grid_is_that_of_the_library(tmp_path: Path) -> None:
-    """The rule and the constants of the C++ side, compiled for the host."""
-    (tmp_path / "main.cpp").write_text(f"""
-#include "{Path(__file__).with_name("cuda_on_host.h")}"
-#include "kernels/blocks.cuh"
-#include "cuda/grid.h"
-#include <cstdio>
-int main() {{
-  using namespace torchbagua::cuda;
-  std::printf("%d %d %d\\n", kThreads, kWarps, kTile);
-  for (long long num_blocks : {{1LL, 2LL, 31LL, 1000LL, 1LL << 31, 1LL << 40}})
-    for (long long bytes : {{1LL, 2LL * kTile, 2LL * kTile + 1, 4000000LL, 1LL << 33, 1LL << 45, 1LL << 60}})
-      std::printf("%lld %lld %lld\\n", num_blocks, bytes, num_thread_blocks(num_blocks, bytes, kTile, kWarps));
-}}
-""")
-    command = [*COMPILER, "-std=c++17", f"-I{CSRC}", "main.cpp", "-o", "grid"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=200)
-    first, *rows = subprocess.check_output([tmp_path / "grid"], text=True).splitlines()
-    assert [int(word) for word in first.split()] == [launcher.THREADS, launcher.WARPS, launcher.TILE]
-    grids = set()
-    for row in rows:
-        num_blocks, wire_bytes, grid = map(int, row.split())
-        assert launcher.num_thread_blocks(num_blocks, wire_bytes) == grid
-        grids.add(grid)
-    assert {1, 31, 2**31 - 1} <= grids
+def test_as_many_threads_as_the_kernels_are_written_for() -> None:
+    text = (CSRC / "kernels" / "blocks.cuh").read_text()
+    assert re.findall(r"constexpr int kThreads = (\d+);", text) == [str(launcher.THREADS)]
+
+
+def test_a_table_of_more_rows_than_a_grid_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = PretendedDriver()
+    table, wire_bytes = lay_out(MINMAX_UINT8, [5] * 4)
+    monkeypatch.setattr(launcher, "LARGEST_GRID", 3)
+    kernels_on(driver).minmax_uint8_encode(*arguments_of("encode", table, wire_bytes))
+    assert driver.calls[-2][2][0] == 3

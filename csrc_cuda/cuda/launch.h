@@ -5,11 +5,11 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
 #include "arguments.h"
-#include "cuda/grid.h"
 #include "kernels/blocks.cuh"
 
 namespace torchbagua::cuda {
@@ -59,8 +59,10 @@ struct Launch {
   const char* op;
   const binding::Tensor& first;  // its device is the current one meanwhile, and its current stream is used
   int64_t num_blocks;
-  int64_t wire_bytes;  // of one row where there are several
 };
+
+// A thread block for each row of the table; the kernels go on to further rows than these.
+constexpr int64_t kLargestGrid = (int64_t{1} << 31) - 1;
 
 // Launches `kernel`; nothing for a table without rows.
 template <typename... Parameters, typename... Arguments>
@@ -72,7 +74,7 @@ void run(const Launch& launch, void (*kernel)(Parameters...), Arguments... argum
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  const auto grid = static_cast<unsigned int>(num_thread_blocks(launch.num_blocks, launch.wire_bytes, kTile, kWarps));
+  const auto grid = static_cast<unsigned int>(std::min(launch.num_blocks, kLargestGrid));
   kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
   check_launch(launch.op);
 }

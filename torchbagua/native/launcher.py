@@ -13,20 +13,11 @@ from torchbagua.native.cuda_driver import Argument, Driver, LoadedKernels
 from torchbagua.native.nvrtc import Compiler
 from torchbagua.native.schema import check_codec, check_feedback, check_mean, check_mean_encode
 
-# As in csrc_cuda/kernels/blocks.cuh.
+# As in csrc_cuda/kernels/blocks.cuh and cuda/launch.h: a thread block for each row of the table, up to so many.
 THREADS = 128
-WARPS = 4
-TILE = 2048
-
-_LARGEST_GRID = 2**31 - 1
+LARGEST_GRID = 2**31 - 1
 
 _TYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-def num_thread_blocks(num_blocks: int, wire_bytes: int) -> int:
-    """The thread blocks for a table of `num_blocks` rows over a wire of `wire_bytes`; cuda/grid.h says why."""
-    are_long = wire_bytes > 2 * TILE * num_blocks
-    return min(num_blocks if are_long else -(-num_blocks // WARPS), _LARGEST_GRID)
 
 
 class CudaKernels:
@@ -66,28 +57,28 @@ class CudaKernels:
         operation = "minmax_uint8_encode"
         check_codec(operation, x, table, wire)
         kernel = f"{operation}_{_TYPE_NAMES[x.dtype]}"
-        self._launch(kernel, table, wire.numel(), x, x.numel(), table, len(table), wire, wire.numel())
+        self._launch(kernel, table, x, x.numel(), table, len(table), wire, wire.numel())
 
     def minmax_uint8_decode(self, wire: Tensor, table: Tensor, x: Tensor) -> None:
         """`torchbagua::minmax_uint8_decode`, see schema.py."""
         operation = "minmax_uint8_decode"
         check_codec(operation, x, table, wire)
         kernel = f"{operation}_{_TYPE_NAMES[x.dtype]}"
-        self._launch(kernel, table, wire.numel(), wire, wire.numel(), table, len(table), x, x.numel())
+        self._launch(kernel, table, wire, wire.numel(), table, len(table), x, x.numel())
 
     def minmax_uint8_decode_mean(self, rows: Tensor, table: Tensor, divisor: float, x: Tensor) -> None:
         """`torchbagua::minmax_uint8_decode_mean`, see schema.py."""
         operation = "minmax_uint8_decode_mean"
         check_mean(operation, rows, table, divisor, x)
         senders = (rows, *rows.shape, float(divisor))
-        self._launch(operation, table, rows.shape[1], *senders, table, len(table), x, x.numel())
+        self._launch(operation, table, *senders, table, len(table), x, x.numel())
 
     def minmax_uint8_decode_mean_encode(self, rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
         """`torchbagua::minmax_uint8_decode_mean_encode`, see schema.py."""
         operation = "minmax_uint8_decode_mean_encode"
         check_mean_encode(operation, rows, table, divisor, wire)
         senders = (rows, *rows.shape, float(divisor))
-        self._launch(operation, table, rows.shape[1], *senders, table, len(table), wire)
+        self._launch(operation, table, *senders, table, len(table), wire)
 
     def minmax_uint8_encode_feedback(
         self, x: Tensor, residual: Tensor, table: Tensor, wire: Tensor, left_out: Tensor
@@ -96,14 +87,14 @@ class CudaKernels:
         operation = "minmax_uint8_encode_feedback"
         check_feedback(operation, x, residual, table, wire, left_out)
         sums = (x, residual, x.numel())
-        self._launch(operation, table, wire.numel(), *sums, table, len(table), wire, wire.numel(), left_out)
+        self._launch(operation, table, *sums, table, len(table), wire, wire.numel(), left_out)
 
-    def _launch(self, kernel: str, table: Tensor, wire_bytes: int, *arguments: Tensor | int | float) -> None:
+    def _launch(self, kernel: str, table: Tensor, *arguments: Tensor | int | float) -> None:
         """Launches over the rows of `table`, where that is; a table without rows is nothing to do."""
         num_blocks = len(table)
         if num_blocks == 0:
             return
-        grid = num_thread_blocks(num_blocks, wire_bytes)
+        grid = min(num_blocks, LARGEST_GRID)
         kernels = self._on(table.get_device())
         self._driver.launch(kernels, f"torchbagua_{kernel}", grid, THREADS, [_argument(one) for one in arguments])
 
