@@ -191,6 +191,8 @@ def test_a_job_that_fails_tells_its_waiter(played: tuple[Lane, list[str], Callab
 
     with pytest.raises(ValueError, match="no"):
         lane.start(fail).result()
+    with pytest.raises(ValueError, match="no"):
+        lane.enqueue(lambda: pytest.fail("it runs behind a failure"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

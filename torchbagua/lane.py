@@ -64,10 +64,13 @@ class Lane:
 
         Raises:
             RuntimeError: the lane is closed.
+            BaseException: what a job has raised before.
         """
         assert self._side is not None, "use_gpu comes first"
         if not self._stop.alive:
             raise RuntimeError(f"torchbagua: {self._name} is closed")
+        if self._worker.failure is not None:
+            raise self._worker.failure
         future = self._side.new_future()
         with self._side.after(self._side.mark()):
             future.set_result(run())
@@ -184,22 +187,26 @@ class Job(Generic[T]):
 
 
 class _Worker:
-    """What the thread holds: the queue and the error that ended it."""
+    """What the thread holds: the queue and the error that ended it.
+
+    Attributes:
+        failure: that error, None before.
+    """
 
     def __init__(self, on_failure: Callable[[], None], waiting: Callable[[], AbstractContextManager[None]]) -> None:
         self._on_failure = on_failure
         self._waiting = waiting
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # between a job that is queued and the failure after which none runs
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
 
     def submit(self, run: Callable[[], T], side: SideStream | None) -> Job[T]:
         job = Job(run, self._waiting, side)
         with self._lock:
-            if self._failure is None:
+            if self.failure is None:
                 self._jobs.put(job)
             else:
-                job.fail(self._failure)
+                job.fail(self.failure)
         return job
 
     def stop(self) -> None:
@@ -218,7 +225,7 @@ class _Worker:
             job.run()
         except BaseException as error:  # whatever it is, the training thread must not wait for ever
             with self._lock:
-                self._failure = error
+                self.failure = error
             try:
                 _clear_frames(error)
                 self._on_failure()
