@@ -11,7 +11,7 @@ from native_codecs import DTYPES, KINDS, MINMAX_UINT8, assert_same_values, hosti
 from torchbagua.native import reference
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-NUM_THREADS = 128
+NUM_THREADS = 64
 TILE = 2048  # elements that a thread block holds
 GRID = 3  # fewer than the blocks of most tables: a thread block takes several
 LENGTHS = [1, 7, 16, 130, TILE - 8, TILE, TILE, TILE + 1, 2 * TILE + 24]

@@ -1,7 +1,7 @@
 // What the CUDA kernels of block-wise codecs share: who works on which block, and how threads hold a part of one.
 //
 // A thread block takes one block of the table after the other. It holds a tile of it in registers: a block that is no
-// longer than a tile is read once and written once. Nothing here needs a header but those of csrc_cuda/element: nvcc
+// longer than a tile is read from memory once. Nothing here needs a header but those of csrc_cuda/element: nvcc
 // and NVRTC compile it as it is, with --fmad=false.
 #pragma once
 
@@ -10,11 +10,17 @@
 
 namespace torchbagua::cuda {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 64;
 constexpr int kWarpThreads = 32;
 constexpr int kWarps = kThreads / kWarpThreads;
-constexpr int kThreadElements = 16;
-constexpr int kTile = kThreads * kThreadElements;
+
+// Elements of a tile that one thread holds, where it loads kWidth of them at a time. Few where that is one: a register
+// for the address and the bounds of each would leave room for fewer thread blocks, and what is read again is in the L1
+// cache.
+template <int kWidth>
+constexpr int kThreadElements = kWidth == 1 ? 4 : 32;
+template <int kWidth>
+constexpr int kTile = kThreads * kThreadElements<kWidth>;
 
 // A row of the block table; torchbagua/native/schema.py has the meaning of its fields.
 struct Block {
@@ -42,7 +48,7 @@ __device__ __forceinline__ void require_inside(const Block& block, int header_by
   }
 }
 
-// Up to kTile elements of a block, as vectors of kWidth: thread t has the vectors t, t + kThreads, and so on.
+// Up to kTile<kWidth> elements of a block, as vectors of kWidth: thread t has the vectors t, t + kThreads, and so on.
 template <int kWidth>
 struct Tile {
   long long first;  // element of the block
@@ -52,7 +58,7 @@ struct Tile {
   template <typename Body>
   __device__ __forceinline__ void for_each_vector(const Body& body) const {
 #pragma unroll  // indices known to the compiler keep arrays in registers
-    for (int j = 0; j < kThreadElements / kWidth; ++j) {
+    for (int j = 0; j < kThreadElements<kWidth> / kWidth; ++j) {
       const int v = j * kThreads + static_cast<int>(threadIdx.x);
       if (v < num_vectors) {
         body(j * kWidth, v);
@@ -65,11 +71,12 @@ struct Tile {
 template <int kWidth>
 __device__ __forceinline__ Tile<kWidth> tile_at(long long first, long long length) {
   const long long rest = length - first;
-  return Tile<kWidth>{first, static_cast<int>(rest < kTile ? rest : kTile) / kWidth};
+  return Tile<kWidth>{first, static_cast<int>(rest < kTile<kWidth> ? rest : kTile<kWidth>) / kWidth};
 }
 
 // A thread's elements of a tile.
-using Values = float[kThreadElements];
+template <int kWidth>
+using Values = float[kThreadElements<kWidth>];
 
 // Calls `use(i, value)` for a thread's elements of a tile.
 template <int kWidth, typename Element, typename Use>
@@ -85,7 +92,7 @@ __device__ __forceinline__ void for_each_loaded(const Tile<kWidth>& tile, const 
 }
 
 template <int kWidth, typename Element>
-__device__ __forceinline__ void store_values(const Tile<kWidth>& tile, const Values& values, Element* block) {
+__device__ __forceinline__ void store_values(const Tile<kWidth>& tile, const Values<kWidth>& values, Element* block) {
   auto* vectors = reinterpret_cast<Vector<Element, kWidth>*>(block + tile.first);
   tile.for_each_vector([&](int i, int v) {
     Vector<Element, kWidth> vector;
@@ -106,17 +113,18 @@ __device__ __forceinline__ void fill(Value (&array)[kSize], Value value) {
 }
 
 // The quotient by a power of two is the product with its reciprocal, to the bit: both round the same number.
-__device__ __forceinline__ void divide(Values& values, float divisor) {
+template <int kSize>
+__device__ __forceinline__ void divide(float (&values)[kSize], float divisor) {
   const unsigned int exponent = bits_of(divisor) >> 23;
   if ((bits_of(divisor) & 0x007fffffu) == 0 && 0 < exponent && exponent < 254) {
     const float reciprocal = 1.0f / divisor;
 #pragma unroll
-    for (int i = 0; i < kThreadElements; ++i) {
+    for (int i = 0; i < kSize; ++i) {
       values[i] *= reciprocal;
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kThreadElements; ++i) {
+    for (int i = 0; i < kSize; ++i) {
       values[i] /= divisor;
     }
   }

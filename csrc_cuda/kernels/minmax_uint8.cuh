@@ -24,13 +24,14 @@ struct Plain {
   __device__ __forceinline__ bool fits(const Block& block) const { return is_aligned<kWidest>(x + block.start); }
 
   template <int kWidth>
-  __device__ __forceinline__ void load(const Tile<kWidth>& tile, const Block& block, Values& values) const {
+  __device__ __forceinline__ void load(const Tile<kWidth>& tile, const Block& block, Values<kWidth>& values) const {
     for_each_loaded(tile, x + block.start, [&](int i, float value) { values[i] = value; });
   }
 
   // Told of the codes of what has been loaded.
   template <int kWidth>
-  __device__ __forceinline__ void keep(const Tile<kWidth>&, const Block&, const Coder&, const Codes&, Values&) const {}
+  __device__ __forceinline__ void keep(const Tile<kWidth>&, const Block&, const Coder&, const Codes<kWidth>&,
+                                       Values<kWidth>&) const {}
 };
 
 // Values with a residual added; keeps what their codes leave out.
@@ -46,14 +47,14 @@ struct WithResidual {
   }
 
   template <int kWidth>
-  __device__ __forceinline__ void load(const Tile<kWidth>& tile, const Block& block, Values& values) const {
+  __device__ __forceinline__ void load(const Tile<kWidth>& tile, const Block& block, Values<kWidth>& values) const {
     for_each_loaded(tile, x + block.start, [&](int i, float value) { values[i] = value; });
     for_each_loaded(tile, residual + block.start, [&](int i, float value) { values[i] += value; });
   }
 
   template <int kWidth>
   __device__ __forceinline__ void keep(const Tile<kWidth>& tile, const Block& block, const Coder& coder,
-                                       const Codes& codes, Values& values) const {
+                                       const Codes<kWidth>& codes, Values<kWidth>& values) const {
     for_each_decoded(tile, codes, coder, [&](int i, float value) { values[i] -= value; });
     store_values(tile, values, left_out + block.start);
   }
@@ -68,8 +69,8 @@ struct OneRow {
   __device__ __forceinline__ bool fits(const Block& block) const { return is_aligned<kWidest>(wire + block.payload); }
 
   template <int kWidth>
-  __device__ __forceinline__ void load(const Tile<kWidth>& tile, const Block& block, Values& values) const {
-    Codes codes;
+  __device__ __forceinline__ void load(const Tile<kWidth>& tile, const Block& block, Values<kWidth>& values) const {
+    Codes<kWidth> codes;
     load_codes(tile, wire + block.payload, codes);
     const Header header = read_header(wire + block.header);
     if (is_usable(header)) {
@@ -92,7 +93,7 @@ struct Mean {
   }
 
   template <int kWidth>
-  __device__ __forceinline__ void load(const Tile<kWidth>& tile, const Block& block, Values& mean) const {
+  __device__ __forceinline__ void load(const Tile<kWidth>& tile, const Block& block, Values<kWidth>& mean) const {
     __shared__ Coder coders[kRowsAtOnce];  // each unpacked by one thread
     fill(mean, 0.0f);                      // no value is -0, so the first sum is the value
     bool are_usable = true;
@@ -107,7 +108,7 @@ struct Mean {
       __syncthreads();
 #pragma unroll(kWidth == 1 ? 1 : 4)  // so many rows are on their way at once
       for (int row = 0; row < num_rows; ++row) {
-        Codes codes;
+        Codes<kWidth> codes;
         load_codes(tile, rows + row * senders.row_bytes + block.payload, codes);
         const Coder coder = coders[row];
         are_usable = are_usable && coder.lowest == coder.lowest;  // which is NaN where the header is not usable
@@ -122,16 +123,17 @@ struct Mean {
   }
 
   template <int kWidth>
-  __device__ __forceinline__ void keep(const Tile<kWidth>&, const Block&, const Coder&, const Codes&, Values&) const {}
+  __device__ __forceinline__ void keep(const Tile<kWidth>&, const Block&, const Coder&, const Codes<kWidth>&,
+                                       Values<kWidth>&) const {}
 };
 
 // --- Encoding and decoding of one block, by all threads ---
 
 template <int kWidth, typename Source>
 __device__ __forceinline__ void write_tile(const Source& source, const Tile<kWidth>& tile, const Block& block,
-                                           const Header& header, Values& values, unsigned char* wire) {
+                                           const Header& header, Values<kWidth>& values, unsigned char* wire) {
   const Coder coder = make_coder(header);
-  Codes codes;
+  Codes<kWidth> codes;
   if (is_usable(header)) {
     quantize_tile(tile, values, coder, codes);
   } else {
@@ -143,18 +145,18 @@ __device__ __forceinline__ void write_tile(const Source& source, const Tile<kWid
 
 template <int kWidth, typename Source>
 __device__ __forceinline__ void encode_block(const Source& source, const Block& block, unsigned char* wire) {
-  Values values;
+  Values<kWidth> values;
   Extremes extremes;
-  for (long long first = 0; first < block.length; first += kTile) {
+  for (long long first = 0; first < block.length; first += kTile<kWidth>) {
     const auto tile = tile_at<kWidth>(first, block.length);
     source.load(tile, block, values);
     join_tile(extremes, tile, values);
   }
   const Header header = make_header(extremes);
   write_header(header, wire + block.header);
-  for (long long first = 0; first < block.length; first += kTile) {
+  for (long long first = 0; first < block.length; first += kTile<kWidth>) {
     const auto tile = tile_at<kWidth>(first, block.length);
-    if (block.length > kTile) {  // else they are still there
+    if (block.length > kTile<kWidth>) {  // else they are still there
       source.load(tile, block, values);
     }
     write_tile(source, tile, block, header, values, wire);
@@ -163,9 +165,9 @@ __device__ __forceinline__ void encode_block(const Source& source, const Block& 
 
 template <int kWidth, typename Source, typename Element>
 __device__ __forceinline__ void decode_block(const Source& source, const Block& block, Element* x) {
-  for (long long first = 0; first < block.length; first += kTile) {
+  for (long long first = 0; first < block.length; first += kTile<kWidth>) {
     const auto tile = tile_at<kWidth>(first, block.length);
-    Values values;
+    Values<kWidth> values;
     source.load(tile, block, values);
     store_values(tile, values, x + block.start);
   }
@@ -205,7 +207,7 @@ __device__ __forceinline__ void decode(const Source& source, long long row_bytes
 
 // --- Kernels: "C" and no templates, for NVRTC's callers find a kernel by its plain name ---
 
-#define TORCHBAGUA_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, 4)
+#define TORCHBAGUA_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, 8)
 
 TORCHBAGUA_KERNEL torchbagua_minmax_uint8_encode_float32(const float* x, long long num_elements, const Block* blocks,
                                                          long long num_blocks, unsigned char* wire,

@@ -20,7 +20,7 @@ __device__ __forceinline__ void join(Extremes& extremes, float min, float max, i
 }
 
 template <int kWidth>
-__device__ __forceinline__ void join_tile(Extremes& extremes, const Tile<kWidth>& tile, const Values& values) {
+__device__ __forceinline__ void join_tile(Extremes& extremes, const Tile<kWidth>& tile, const Values<kWidth>& values) {
   tile.for_each_vector([&](int i, int) {
 #pragma unroll
     for (int k = i; k < i + kWidth; ++k) {
@@ -74,10 +74,12 @@ __device__ __forceinline__ void write_header(const Header& header, unsigned char
 }
 
 // A thread's codes of a tile: that of element i is byte i % 4 of word i / 4.
-using Codes = unsigned int[kThreadElements / 4];
+template <int kWidth>
+using Codes = unsigned int[kThreadElements<kWidth> / 4];
 
 template <int kWidth>
-__device__ __forceinline__ void load_codes(const Tile<kWidth>& tile, const unsigned char* payload, Codes& codes) {
+__device__ __forceinline__ void load_codes(const Tile<kWidth>& tile, const unsigned char* payload,
+                                           Codes<kWidth>& codes) {
   if constexpr (kWidth == 1) {
     fill(codes, 0u);
     tile.for_each_vector(
@@ -96,7 +98,8 @@ __device__ __forceinline__ void load_codes(const Tile<kWidth>& tile, const unsig
 }
 
 template <int kWidth>
-__device__ __forceinline__ void store_codes(const Tile<kWidth>& tile, const Codes& codes, unsigned char* payload) {
+__device__ __forceinline__ void store_codes(const Tile<kWidth>& tile, const Codes<kWidth>& codes,
+                                            unsigned char* payload) {
   if constexpr (kWidth == 1) {
     tile.for_each_vector(
         [&](int i, int v) { payload[tile.first + v] = static_cast<unsigned char>(codes[i / 4] >> (8 * (i % 4))); });
@@ -116,8 +119,8 @@ __device__ __forceinline__ void store_codes(const Tile<kWidth>& tile, const Code
 
 // The header must be usable.
 template <int kWidth>
-__device__ __forceinline__ void quantize_tile(const Tile<kWidth>& tile, const Values& values, const Coder& coder,
-                                              Codes& codes) {
+__device__ __forceinline__ void quantize_tile(const Tile<kWidth>& tile, const Values<kWidth>& values,
+                                              const Coder& coder, Codes<kWidth>& codes) {
   fill(codes, 0u);
   tile.for_each_vector([&](int i, int) {
 #pragma unroll
@@ -138,8 +141,8 @@ __device__ __forceinline__ float shifted_code(unsigned int word, int byte) {
 
 // Calls `use(i, value)` with the values of a tile's codes; NaN of some bits where the header is not usable.
 template <int kWidth, typename Use>
-__device__ __forceinline__ void for_each_decoded(const Tile<kWidth>& tile, const Codes& codes, const Coder& coder,
-                                                 const Use& use) {
+__device__ __forceinline__ void for_each_decoded(const Tile<kWidth>& tile, const Codes<kWidth>& codes,
+                                                 const Coder& coder, const Use& use) {
   const float shift = 8388608.0f - coder.lowest;
   tile.for_each_vector([&](int i, int) {
 #pragma unroll

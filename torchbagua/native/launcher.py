@@ -14,7 +14,7 @@ from torchbagua.native.nvrtc import Compiler
 from torchbagua.native.schema import check_codec, check_feedback, check_mean, check_mean_encode
 
 # As in csrc_cuda/kernels/blocks.cuh and cuda/launch.h: a thread block for each row of the table, up to so many.
-THREADS = 128
+THREADS = 64
 LARGEST_GRID = 2**31 - 1
 
 _TYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
