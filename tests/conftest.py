@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from devices import CPU, require_gpu
+from host_kernels import HostKernels, compile_kernels
 
 # A deadline measures how busy the machine is; the blob lets a failure that CI found be repeated.
 hypothesis.settings.register_profile("torchbagua", deadline=None, print_blob=True)
@@ -24,3 +25,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def gpu() -> torch.device:
     """The first GPU, for tests that are marked `gpu` and have no like on the CPU."""
     return require_gpu()
+
+
+@pytest.fixture(scope="session")
+def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    """The CUDA kernels, compiled for the CPU; skips where there is no compiler."""
+    return compile_kernels(tmp_path_factory.mktemp("cuda_on_host"))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from host_kernels import CSRC, HostKernels, compile_kernels
+from host_kernels import CSRC, HostKernels
 from native_codecs import DTYPES, MINMAX_UINT8, assert_same_values, lay_out, num_elements
 from torchbagua.native import launcher, nvrtc, reference
 from torchbagua.native.cuda_driver import Driver
@@ -118,11 +118,6 @@ def kernels_on(driver: PretendedDriver, compiler: PretendedCompiler | None = Non
     return CudaKernels(cast(nvrtc.Compiler, compiler or PretendedCompiler()), Driver(bindings, lambda _: STREAM))
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    return compile_kernels(tmp_path_factory.mktemp("cuda_on_host"))
-
-
 @pytest.fixture(autouse=True)
 def _first_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of the CPU stands for one of the device 0."""
@@ -156,12 +151,12 @@ CASES += [(operation, dtype) for operation in ("encode", "decode") for dtype in 
 @pytest.mark.parametrize(("operation", "dtype"), CASES)
 @pytest.mark.parametrize("lengths", [[130, 1, 16, 7, 64, 2000, 3], [3 * TILE, 5000]])
 def test_launches_give_the_bytes_of_the_reference(
-    host: HostKernels, operation: str, dtype: torch.dtype, lengths: list[int]
+    host_kernels: HostKernels, operation: str, dtype: torch.dtype, lengths: list[int]
 ) -> None:
     table, wire_bytes = lay_out(MINMAX_UINT8, lengths, seed=1)
     mine = arguments_of(operation, table, wire_bytes, dtype)
     theirs = copies(mine)
-    driver = PretendedDriver(host)
+    driver = PretendedDriver(host_kernels)
 
     getattr(kernels_on(driver), f"minmax_uint8_{operation}")(*mine)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from host_kernels import HostKernels, compile_kernels
+from host_kernels import HostKernels
 from native_codecs import DTYPES, KINDS, MINMAX_UINT8, assert_same_values, hostile_values, lay_out, num_elements
 from torchbagua.native import reference
 
@@ -16,11 +16,6 @@ TILE = 2048  # elements that a thread block holds
 GRID = 3  # fewer than the blocks of most tables: a thread block takes several
 LENGTHS = [1, 7, 16, 130, TILE - 8, TILE, TILE, TILE + 1, 2 * TILE + 24]
 GUARD = 64  # bytes before and after what a kernel may touch
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    return compile_kernels(tmp_path_factory.mktemp("cuda_on_host"))
 
 
 class Guarded:
@@ -41,8 +36,8 @@ class Guarded:
         return bool((outside == 7).all())
 
 
-def run(kernels: HostKernels, name: str, *arguments: object) -> str:
-    return kernels.run(
+def run(host_kernels: HostKernels, name: str, *arguments: object) -> str:
+    return host_kernels.run(
         f"torchbagua_minmax_uint8_{name}", *arguments, blocks=range(GRID), num_blocks=GRID, num_threads=NUM_THREADS
     )
 
@@ -74,21 +69,21 @@ SHIFTS = [(0, 0), (1, 0), (0, 1), (0, 4), (3, 8)]  # elements of x, bytes of the
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_encode(kernels: HostKernels, dtype: torch.dtype, kind: str) -> None:
+def test_encode(host_kernels: HostKernels, dtype: torch.dtype, kind: str) -> None:
     for (table, wire_bytes), (x_shift, wire_shift) in product(tables(), SHIFTS):
         x = Guarded(values_of(kind, table).to(dtype), x_shift)
         wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), wire_shift)
         expected = torch.full_like(wire.tensor, 9)
         reference.minmax_uint8_encode(x.tensor, table, expected)
         name = f"encode_{NAMES[dtype]}"
-        assert run(kernels, name, x.tensor, len(x.tensor), table, len(table), wire.tensor, wire_bytes) == "done"
+        assert run(host_kernels, name, x.tensor, len(x.tensor), table, len(table), wire.tensor, wire_bytes) == "done"
         assert torch.equal(wire.tensor, expected)
         assert wire.is_intact()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*KINDS, "any wire"])
-def test_decode(kernels: HostKernels, dtype: torch.dtype, kind: str) -> None:
+def test_decode(host_kernels: HostKernels, dtype: torch.dtype, kind: str) -> None:
     for (table, wire_bytes), (x_shift, wire_shift) in product(tables(), SHIFTS):
         row = wires((kind,), table, wire_bytes)[0] if kind in KINDS else wires((), table, wire_bytes)[0]
         wire = Guarded(row, wire_shift)
@@ -96,7 +91,7 @@ def test_decode(kernels: HostKernels, dtype: torch.dtype, kind: str) -> None:
         expected = torch.full_like(x.tensor, 9.0)
         reference.minmax_uint8_decode(wire.tensor, table, expected)
         name = f"decode_{NAMES[dtype]}"
-        assert run(kernels, name, wire.tensor, wire_bytes, table, len(table), x.tensor, len(x.tensor)) == "done"
+        assert run(host_kernels, name, wire.tensor, wire_bytes, table, len(table), x.tensor, len(x.tensor)) == "done"
         assert_same_values(x.tensor, expected)
         assert x.is_intact()
 
@@ -113,7 +108,7 @@ DIVISORS = [1.0, 8.0, 3.0, 2.0**-126, 1e38]
 @pytest.mark.parametrize(
     ("senders", "divisor"), [*(("eight", divisor) for divisor in DIVISORS), *((name, 40.0) for name in SENDERS)]
 )
-def test_means(kernels: HostKernels, senders: str, divisor: float) -> None:
+def test_means(host_kernels: HostKernels, senders: str, divisor: float) -> None:
     for (table, wire_bytes), shift in product(tables(), (0, 1)):
         rows = Guarded(wires(SENDERS[senders], table, wire_bytes)[:-1], shift)
         shape = (*rows.tensor.shape, divisor, table, len(table))
@@ -121,20 +116,20 @@ def test_means(kernels: HostKernels, senders: str, divisor: float) -> None:
         wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), shift)
         expected = torch.full_like(wire.tensor, 9)
         reference.minmax_uint8_decode_mean_encode(rows.tensor, table, divisor, expected)
-        assert run(kernels, "decode_mean_encode", rows.tensor, *shape, wire.tensor) == "done"
+        assert run(host_kernels, "decode_mean_encode", rows.tensor, *shape, wire.tensor) == "done"
         assert torch.equal(wire.tensor, expected)
         assert wire.is_intact()
 
         x = Guarded(torch.full((num_elements(table),), 9.0), shift)
         expected = torch.full_like(x.tensor, 9.0)
         reference.minmax_uint8_decode_mean(rows.tensor, table, divisor, expected)
-        assert run(kernels, "decode_mean", rows.tensor, *shape, x.tensor, len(x.tensor)) == "done"
+        assert run(host_kernels, "decode_mean", rows.tensor, *shape, x.tensor, len(x.tensor)) == "done"
         assert_same_values(x.tensor, expected)
         assert x.is_intact()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_encode_feedback(kernels: HostKernels, kind: str) -> None:
+def test_encode_feedback(host_kernels: HostKernels, kind: str) -> None:
     for (table, wire_bytes), shifts in product(tables(), [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 4)]):
         values = values_of(kind, table)
         x, residual = Guarded(values, shifts[0]), Guarded(values.flip(0) / 256, shifts[1])
@@ -143,7 +138,7 @@ def test_encode_feedback(kernels: HostKernels, kind: str) -> None:
         expected = torch.full_like(wire.tensor, 9), torch.full_like(values, 9.0)
         reference.minmax_uint8_encode_feedback(x.tensor, residual.tensor, table, *expected)
         places = (len(values), table, len(table), wire.tensor, wire_bytes, left_out.tensor)
-        assert run(kernels, "encode_feedback", x.tensor, residual.tensor, *places) == "done"
+        assert run(host_kernels, "encode_feedback", x.tensor, residual.tensor, *places) == "done"
         assert torch.equal(wire.tensor, expected[0])
         assert_same_values(left_out.tensor, expected[1])
         assert wire.is_intact()
@@ -156,20 +151,20 @@ NO_LENGTH = [(0, 0, 0, 8), (0, -1, 0, 8), (0, 2**62, 0, 8)]
 
 
 @pytest.mark.parametrize("row", [*OUTSIDE_X, *OUTSIDE_WIRE, *NO_LENGTH])
-def test_a_block_outside_its_tensors_traps(kernels: HostKernels, row: tuple[int, ...]) -> None:
+def test_a_block_outside_its_tensors_traps(host_kernels: HostKernels, row: tuple[int, ...]) -> None:
     x, wire = torch.zeros(100), torch.zeros(108, dtype=torch.uint8)
     for table, outcome in ((torch.tensor([[0, 100, 0, 8]]), "done"), (torch.tensor([row]), "trapped")):
-        assert run(kernels, "encode_float32", x, 100, table, 1, wire, 108) == outcome
-        assert run(kernels, "decode_float32", wire, 108, table, 1, x, 100) == outcome
+        assert run(host_kernels, "encode_float32", x, 100, table, 1, wire, 108) == outcome
+        assert run(host_kernels, "decode_float32", wire, 108, table, 1, x, 100) == outcome
         if row not in OUTSIDE_X:
-            assert run(kernels, "decode_mean_encode", wire, 1, 108, 1.0, table, 1, wire.clone()) == outcome
+            assert run(host_kernels, "decode_mean_encode", wire, 1, 108, 1.0, table, 1, wire.clone()) == outcome
 
 
-def test_an_empty_table_does_nothing(kernels: HostKernels) -> None:
-    assert run(kernels, "encode_float32", torch.zeros(1), 1, torch.zeros(0, 4), 0, torch.zeros(1), 1) == "done"
+def test_an_empty_table_does_nothing(host_kernels: HostKernels) -> None:
+    assert run(host_kernels, "encode_float32", torch.zeros(1), 1, torch.zeros(0, 4), 0, torch.zeros(1), 1) == "done"
 
 
-def test_blocks_beyond_32_bits(kernels: HostKernels) -> None:
+def test_blocks_beyond_32_bits(host_kernels: HostKernels) -> None:
     """The last block of 2^33 elements, of which only that block is in memory."""
     before = 2**33
     x, wire = torch.randn(TILE), torch.zeros(8 + TILE, dtype=torch.uint8)
@@ -178,9 +173,9 @@ def test_blocks_beyond_32_bits(kernels: HostKernels) -> None:
     sizes = (before + TILE, before + 8 + TILE)
     expected = torch.zeros_like(wire)
     reference.minmax_uint8_encode(x, torch.tensor([[0, TILE, 0, 8]]), expected)
-    assert run(kernels, "encode_float32", x_address, sizes[0], table, 1, wire_address, sizes[1]) == "done"
+    assert run(host_kernels, "encode_float32", x_address, sizes[0], table, 1, wire_address, sizes[1]) == "done"
     assert torch.equal(wire, expected)
-    assert run(kernels, "decode_float32", wire_address, sizes[1], table, 1, x_address, sizes[0]) == "done"
+    assert run(host_kernels, "decode_float32", wire_address, sizes[1], table, 1, x_address, sizes[0]) == "done"
     decoded = torch.zeros(TILE)
     reference.minmax_uint8_decode(expected, torch.tensor([[0, TILE, 0, 8]]), decoded)
     assert torch.equal(x, decoded)
