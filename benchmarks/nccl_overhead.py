@@ -3,8 +3,8 @@
     python benchmarks/nccl_overhead.py [--rounds 15] [--json PATH]
 
 The group has one rank, so nothing crosses a network, and ByteGrad's impl, which has nothing to average, returns at
-once: its row is what the hook itself costs. The last row runs all of encode, all-to-all, reduce, all-gather and decode
-with the only rank as its own peer (whole_mean.py). All take turns in one run; a time is a median over rounds of some
+once: its row is what the hook itself costs. The last row runs all that a rank does itself, encode, reduce and decode
+(whole_mean.py). All take turns in one run; a time is a median over rounds of some
 steps each, by the GPU's clock.
 
 `--device cpu --small` tries the program out, over gloo.
@@ -37,7 +37,7 @@ BASELINE = "plain DDP"
 ALGORITHMS: dict[str, tb.Algorithm | None] = {
     BASELINE: None,
     "DDP, ByteGrad's hook": tb.ByteGradAlgorithm(),
-    "DDP, all of ByteGrad with itself": WholeByteGradAlgorithm(),
+    "DDP, ByteGrad but for messages": WholeByteGradAlgorithm(),
 }
 
 

@@ -1,7 +1,7 @@
 """The two-phase mean as several ranks run it, for a group of one, which is otherwise spared it.
 
-A group of one communicates nothing, and its impl returns at once. To see on one GPU what encoding, the exchanges, the
-reduction and decoding cost beside backward, this algorithm runs all of them with the only rank as its own peer.
+A group of one communicates nothing, and its impl returns at once. To see on one GPU what encoding, the reduction and
+decoding cost beside backward, this algorithm runs them all the same; of messages to other ranks there are none.
 """
 
 from dataclasses import dataclass

@@ -137,6 +137,9 @@ class PlayedSideStream:
         self._log.append(f"marked on {threading.current_thread().name}")
         return f"mark {len(self._log)}"
 
+    def join(self) -> None:
+        self._log.append("joined")
+
     @contextmanager
     def after(self, mark: str) -> Iterator[None]:
         self._log.append(f"begins after {mark}")
@@ -165,8 +168,11 @@ def test_a_job_runs_on_the_side_stream_after_what_its_submitter_did(
     own = threading.current_thread().name
     job = lane.start(run)
     assert job.result().sum() == 3
-    assert log == [f"marked on {own}", "begins after mark 1", "runs on lane", "ends"]
     assert torch.equal(lane.submit(run).wait(), torch.ones(3))
+    lane.close()
+    assert log[:3] == [f"marked on {own}", "begins after mark 1", "runs on lane"]
+    assert log.count("runs on lane") == log.count("ends") == 2
+    assert log[-1] == "joined", "what the lane writes to may be let go"
 
 
 def test_what_is_enqueued_runs_at_once_on_the_callers_thread(
@@ -181,6 +187,27 @@ def test_what_is_enqueued_runs_at_once_on_the_callers_thread(
     lane.close()
     with pytest.raises(RuntimeError, match="lane is closed"):
         lane.enqueue(run)
+
+
+def test_what_fails_when_it_is_enqueued_ends_the_lane(
+    played: tuple[Lane, list[str], Callable[[], torch.Tensor]],
+) -> None:
+    lane, _, run = played
+
+    def fail() -> torch.Tensor:
+        raise ValueError("no")
+
+    for enqueued in (fail, run):
+        with pytest.raises(ValueError, match="no"):
+            lane.enqueue(enqueued)
+
+
+def test_tensors_of_two_gpus_are_refused(played: tuple[Lane, list[str], Callable[[], torch.Tensor]]) -> None:
+    lane, _, _ = played
+    lane._side.device = torch.device("cuda:0")  # type: ignore[union-attr]
+    lane.use_gpu(torch.device("cuda:0"))
+    with pytest.raises(ValueError, match="must be on one GPU, got some on cuda:1, others on cuda:0"):
+        lane.use_gpu(torch.device("cuda:1"))
 
 
 def test_a_job_that_fails_tells_its_waiter(played: tuple[Lane, list[str], Callable[[], torch.Tensor]]) -> None:

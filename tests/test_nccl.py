@@ -20,6 +20,8 @@ from test_ddp import ALGORITHMS, check_runs
 from training import Tower, build, train
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from torchbagua.collectives.all_reduce_mean import AllReduceMean
+from torchbagua.collectives.exchange import Exchange
 from whole_mean import WholeByteGradAlgorithm
 
 pytestmark = pytest.mark.gpu
@@ -109,7 +111,7 @@ def make_step(
         ddp(x).square().mean().backward()
         optimizer.step()
 
-    for _ in range(5):
+    for _ in range(12):  # in its first ten DDP waits for events of its own, to log times
         step()
     torch.cuda.synchronize()
     return step, impl.close if impl is not None else lambda: None
@@ -158,3 +160,22 @@ def test_no_step_waits_by_the_profilers_account(
     assert sum(count for name, count in calls.items() if "LaunchKernel" in name) > 5, calls
     assert not waiting(calls), calls
     assert waiting(calls_within(profile, "control", tmp_path)), "a wait is not seen"
+
+
+def test_nccl_moves_what_an_exchange_and_a_mean_send(group: dist.ProcessGroup, gpu: torch.device) -> None:
+    """One rank has no peers: here it is told to send to itself, and to average with itself."""
+    own = tb.BaguaProcessGroup(group)
+    x = torch.arange(1000, dtype=torch.float32, device=gpu)
+    for _ in range(2):
+        received = torch.zeros_like(x)
+        exchange = Exchange(own.world, "all_to_all", [received], "bucket 0", [(0, 0)])
+        exchange.expect()
+        exchange.run(lambda target: x)
+        assert torch.equal(received, x)
+        mean = torch.empty_like(x)
+        AllReduceMean(own.world, x.dtype, gpu, 2.0, "bucket 0")(x, mean)
+        assert torch.equal(mean, x / 2)
+        own.use_private_nccl()  # and once more, over a group of its own
+    assert own.world.nccl is not group
+    own.shut_down_nccl()
+    own.close()

@@ -39,21 +39,20 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
     check_elements("comm_hook: a bucket's gradients", flat)
     if any(parameter.is_complex() for parameter in bucket.parameters()):
         raise ValueError("comm_hook: parameters must be real, got complex ones, whose gradients DDP flattens as real")
+    if flat.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "comm_hook: a CUDA graph is being captured; capture parts of the model alone "
+            "(torch.cuda.make_graphed_callables), without DDP's communication"
+        )
     own_bucket = state.gradient_bucket(bucket.parameters(), flat, index=bucket.index())
     run = own_bucket.run
     if bucket.is_last() and state.tracer.is_on:
         run = _told_of_wait(own_bucket, state.tracer)
     # On this thread too, since the profiler does not follow the lane's unless it is told to.
     with state.tracer.range(own_bucket.name):
-        if flat.is_cuda:
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "comm_hook: a CUDA graph is being captured; capture parts of the model alone "
-                    "(torch.cuda.make_graphed_callables), without DDP's communication"
-                )
-            state.use_device(flat.device)
-            if state.process_group.has_nccl:
-                return state.lane.enqueue(run)
+        state.use_device(flat.device)
+        if flat.is_cuda and state.process_group.has_nccl:
+            return state.lane.enqueue(run)
         return state.lane.submit(run)
 
 

@@ -52,9 +52,13 @@ class Lane:
         self._interrupt: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def use_gpu(self, device: torch.device) -> None:
-        """Make known that jobs from now on work on tensors of this GPU, the same each time."""
+        """Make known that jobs from now on work on tensors of this GPU, the same each time; else ValueError."""
         if self._side is None:
             self._side = SideStream(device)
+        if self._side.device != device:
+            raise ValueError(
+                f"{self._name}: all tensors must be on one GPU, got some on {device}, others on {self._side.device}"
+            )
 
     def enqueue(self, run: Callable[[], torch.Tensor]) -> "torch.futures.Future[torch.Tensor]":
         """Run `run` at once, on this thread and the lane's stream: it only launches kernels and NCCL's collectives.
@@ -73,7 +77,11 @@ class Lane:
             raise self._worker.failure
         future = self._side.new_future()
         with self._side.after(self._side.mark()):
-            future.set_result(run())
+            try:
+                future.set_result(run())
+            except BaseException as error:
+                self._worker.failure = error
+                raise
         return future
 
     def submit(self, run: Callable[[], T]) -> "torch.futures.Future[T]":
@@ -82,7 +90,7 @@ class Lane:
         Raises:
             RuntimeError: the lane is closed.
         """
-        return self.start(run).future
+        return self.start(run).future()
 
     def start(self, run: Callable[[], T], *, interrupt: Callable[[], None] | None = None) -> "Job[T]":
         """Queue `run`; the job gives what it returns, or raises its very error.
@@ -114,6 +122,8 @@ class Lane:
             interrupt()
         if self._thread is not None:
             self._thread.join()
+        if self._side is not None:
+            self._side.join()  # what it still writes to may be let go now, and used again
         atexit.unregister(self._close_at_exit)
 
 
@@ -135,11 +145,7 @@ def _clear_frames(error: BaseException) -> None:
 
 
 class Job(Generic[T]):
-    """A function that a lane runs.
-
-    Attributes:
-        future: the same for torch, which makes a RuntimeError of whatever is raised.
-    """
+    """A function that a lane runs."""
 
     def __init__(
         self, run: Callable[[], T], waiting: Callable[[], AbstractContextManager[None]], side: SideStream | None
@@ -150,8 +156,11 @@ class Job(Generic[T]):
         self._ready = None if side is None else side.mark()
         self._failure: BaseException | None = None
         self._done: torch.futures.Future[Any] = torch.futures.Future() if side is None else side.new_future()
+
+    def future(self) -> "torch.futures.Future[T]":
+        """Return the same for torch, which makes a RuntimeError of whatever is raised."""
         # Not Future.set_exception, which casts its value to a tensor and garbles the message.
-        self.future: torch.futures.Future[T] = self._done.then(self._result)
+        return self._done.then(self._result)
 
     def is_done(self) -> bool:
         """Return whether it has returned or raised."""

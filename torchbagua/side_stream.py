@@ -31,6 +31,10 @@ class SideStream:
         mark: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
         return mark
 
+    def join(self) -> None:
+        """Have the calling thread's stream wait for all that is to be done on this one."""
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
     @contextmanager
     def after(self, mark: torch.cuda.Event) -> Iterator[None]:
         """Have what is done within this context, on any thread, done on this stream when `mark` has been reached."""

@@ -73,7 +73,7 @@ void run(const Launch& launch, void (*kernel)(Parameters...), Arguments... argum
   const int32_t device = launch.first.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   const auto grid = static_cast<unsigned int>(std::min(launch.num_blocks, kLargestGrid));
   kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
   check_launch(launch.op);

@@ -176,6 +176,7 @@ class BackgroundRounds:
                 return None
             self._baton.take()
             copies = [[one.clone() for one in ones] for ones in (self._differences, self._buffer_snapshots)]
+            self._baton.pass_on()
             return copies[0], copies[1]
 
     def _serve(self) -> None:

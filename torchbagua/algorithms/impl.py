@@ -124,6 +124,7 @@ class AlgorithmImpl:
     def close(self) -> None:
         """Finish what is queued, end the lane's thread, the private groups and traces. May be called again."""
         self.lane.close()
+        self.process_group.shut_down_nccl()
         self.process_group.close()  # before the traces, which may have much to write: peers hear of it at once
         self.tracer.end()
 

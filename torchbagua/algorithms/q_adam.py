@@ -131,14 +131,19 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self.compressor: Compressor = _COMPRESSORS[compression](block)
         self.residuals = ResidualsByParameter() if error_feedback else None
         self._num_past_warmup = 0
+        self._loss_scale = 1.0
         q_adam_optimizer.serve(self)
 
     def need_reset(self) -> bool:
         """Return True where parameters have come to the end of their warm-up since the last backward."""
+        # Once a backward: on a GPU it waits for what has been computed so far.
+        self._loss_scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
         before, self._num_past_warmup = self._num_past_warmup, self.optimizer.num_past_warmup
         if before < len(self.optimizer.parameters):  # what is sent may change its form, and ranks must do so together
             facts = {"parameters past their warm-up": self._num_past_warmup}
-            self.lane.start(lambda: check_in_step(self.process_group.world, facts, "the gradients"))
+            in_step = self.lane.start(lambda: check_in_step(self.process_group.world, facts, "the gradients"))
+            if self.process_group.has_nccl:  # its collectives do not wait for their turn in the lane
+                in_step.result()
         return before != self._num_past_warmup
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
@@ -235,7 +240,6 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
         The share is (1 - beta1) / loss scale: gradients carry the scale, momenta do not.
         """
-        scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
         alike: dict[float, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for tensor, part in bucket.parts(bucket.flat):
             momentum = self.optimizer.state[tensor.parameter]["exp_avg"]
@@ -243,7 +247,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             alike.setdefault(beta1, []).append((part, flatten_like(tensor.parameter, momentum)))
         for beta1, pairs in alike.items():
             parts, momenta = map(list, zip(*pairs, strict=True))
-            yield parts, momenta, beta1, (1.0 - beta1) / scale
+            yield parts, momenta, beta1, (1.0 - beta1) / self._loss_scale
 
 
 def _has_gradient(parameter: torch.Tensor) -> bool:

@@ -74,6 +74,7 @@ class Communicator:
         self.link_bytes_per_s = [0.0] * len(ranks)
         self.tracer = tracer
         self.nccl = nccl
+        self._private_nccl: dist.ProcessGroup | None = None
         self._staging = Staging()
         # A work holds the connections open, so what is posted and not waited for is kept where `close` ends it.
         self._pending: dict[tuple[int, Direction, int], _Pending] = {}
@@ -97,6 +98,10 @@ class Communicator:
     def process_group(self) -> dist.ProcessGroup:
         """The torch group, for operations of one's own. Raises CommunicationError once it is closed."""
         return self._open_group("an operation")
+
+    def use_private_nccl(self, nccl: dist.ProcessGroup) -> None:
+        """Have NCCL move tensors of GPUs over this group, which is closed with the communicator."""
+        self.nccl = self._private_nccl = nccl
 
     def rank_before(self, distance: int) -> int:
         """Return the rank `distance` places before own, around the ring."""
@@ -197,13 +202,23 @@ class Communicator:
         details["peers"], details["message"] = (self.ranks[peer],), message
         return self.tracer.span(phase, details, on_host=not on_nccl)
 
+    def shut_down_nccl(self) -> None:
+        """Let a private NCCL group finish what is under way, and close it."""
+        nccl, self._private_nccl = self._private_nccl, None
+        if nccl is not None:
+            nccl.shutdown()
+
     def close(self) -> None:
         """Close the connections; peers that still wait for this rank get an error at once.
 
-        A wait that is under way on another thread keeps them open until it ends.
+        A wait that is under way on another thread keeps them open until it ends. What NCCL has under way over a private
+        group is broken off.
         """
         self._process_group = None
         self._pending.clear()
+        nccl, self._private_nccl = self._private_nccl, None
+        if nccl is not None:
+            nccl.abort()
 
     def _open_group(self, purpose: str) -> dist.ProcessGroup:
         if self._process_group is None:

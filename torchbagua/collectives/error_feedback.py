@@ -96,6 +96,9 @@ class ErrorFeedback:
         """Start from the residuals of the whole bucket, of which the own slices are taken."""
         self.sent.values.copy_(whole.sent[self.sent.place])
         self.mean.values.copy_(whole.mean[self.mean.place])
+        for tensor in self.held or ():
+            if tensor.is_cuda:  # made on the training thread's stream, and read until now on this one
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         self.held = None
 
     def spread(self, part: slice) -> Held:

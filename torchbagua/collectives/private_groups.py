@@ -31,4 +31,5 @@ def has_nccl(process_group: dist.ProcessGroup) -> bool:
     if torch.device("cuda") not in process_group._device_types:
         return False
     backend = process_group._get_backend(torch.device("cuda"))
+    backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
     return dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)

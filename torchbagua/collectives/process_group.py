@@ -119,14 +119,15 @@ class BaguaProcessGroup:
         shard = self.node_ranks[node].index(self.rank)
 
         def communicator(scope: str, key: str, ranks: list[int]) -> Communicator:
-            rank = ranks.index(self.rank)
-            nccl = None
-            if self.has_nccl:
-                own_store = dist.PrefixStore(f"{key}/nccl", store)
-                is_world = scope == "world"
-                nccl = process_group if is_world else nccl_group(own_store, rank, len(ranks), self.timeout)
             return Communicator(
-                store, key, rank=rank, ranks=ranks, scope=scope, timeout=self.timeout, tracer=self.tracer, nccl=nccl
+                store,
+                key,
+                rank=ranks.index(self.rank),
+                ranks=ranks,
+                scope=scope,
+                timeout=self.timeout,
+                tracer=self.tracer,
+                nccl=process_group if self.has_nccl and scope == "world" else None,
             )
 
         self.intra_node: Communicator | None = None
@@ -135,9 +136,11 @@ class BaguaProcessGroup:
         try:
             if 1 < len(self.node_ranks) < self.size:
                 self.intra_node = communicator("intra_node", f"node{node}", self.node_ranks[node])
+                self._open_nccl(self.intra_node, f"node{node}")
                 if shard < self.num_shards:
                     owners = [ranks[shard] for ranks in self.node_ranks]
                     self.inter_node = communicator("inter_node", f"shard{shard}", owners)
+                    self._open_nccl(self.inter_node, f"shard{shard}")
         except BaseException:
             self.close()
             raise
@@ -147,10 +150,12 @@ class BaguaProcessGroup:
 
         On `process_group` it would come between what the training thread does, in another place on each rank.
         """
+        self._open_nccl(self.world, "world")
+
+    def _open_nccl(self, communicator: Communicator, key: str) -> None:
         if self.has_nccl:
-            self.world.nccl = nccl_group(
-                dist.PrefixStore("world/nccl", self._store), self.rank, self.size, self.timeout
-            )
+            store = dist.PrefixStore(f"{key}/nccl", self._store)
+            communicator.use_private_nccl(nccl_group(store, communicator.rank, communicator.size, self.timeout))
 
     def compare_clocks(self) -> None:
         """Add to `clock_offsets`, where `compares_clocks`. Collective.
@@ -177,11 +182,20 @@ class BaguaProcessGroup:
             facts=facts,
         )
 
+    def shut_down_nccl(self) -> None:
+        """Let private NCCL groups finish what is under way, and close them."""
+        for communicator in self._communicators:
+            communicator.shut_down_nccl()
+
     def close(self) -> None:
-        """Close the private groups."""
-        for communicator in (self.world, self.intra_node, self.inter_node):
-            if communicator is not None:
-                communicator.close()
+        """Close the private groups, whatever is under way."""
+        for communicator in self._communicators:
+            communicator.close()
+
+    @property
+    def _communicators(self) -> list[Communicator]:
+        every = (self.world, self.intra_node, self.inter_node)
+        return [communicator for communicator in every if communicator is not None]
 
 
 def _timeout_of(process_group: dist.ProcessGroup) -> timedelta:
