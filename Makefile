@@ -71,6 +71,7 @@ bench-tracing: $(STAMPS)/package ## time training steps with and without observe
 # With the Python of the machine and what it has, since a CUDA torch is a matter of its own; builds the libraries in place.
 .PHONY: gpu
 gpu: ## build, tests, sanitizers and benchmarks on an NVIDIA GPU, with the torch of PYTHON; ten minutes
+	@$(PYTHON) -c 'import torch, pytest, hypothesis, numpy, tqdm, tensorboard' || { echo 'make gpu: PYTHON=... names a Python that has torch with CUDA and what its tests need'; exit 1; }
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
 .PHONY: soak

@@ -129,3 +129,14 @@ def test_a_lazy_module() -> None:
             tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
 
     run_ranks(1, body)
+
+
+def test_a_module_with_a_buffer_without_values() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(2, 1)
+        module.register_buffer("mask", torch.ones(2, device="meta"))
+        optimizer = torch.optim.SGD(module.parameters())
+        with pytest.raises(ValueError, match="attach: mask must have values, got one on the meta device"):
+            tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
+
+    run_ranks(1, body)

@@ -155,4 +155,4 @@ print(nvrtc.find_compiler("13.0", Path({str(CSRC)!r})))
 """
         printed = subprocess.check_output([sys.executable, "-c", code], text=True)
         assert "cuda-python finds no NVRTC" in printed
-        assert "its version must be that of torch's CUDA, 13" in printed
+        assert "and a cuda-python of torch's CUDA, 13" in printed

@@ -95,6 +95,8 @@ def check_module(module: torch.nn.Module) -> None:
     for name, tensor in chain(inner.named_parameters(), inner.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"attach: {name} has no shape yet; run a forward of the module first")
+        if tensor.is_meta:
+            raise ValueError(f"attach: {name} must have values, got one on the meta device")
     for name, parameter in inner.named_parameters():
         if parameter.requires_grad and name not in ignored_names:
             check_elements(f"attach: parameter {name}", parameter)

@@ -72,7 +72,7 @@ class Lane:
         """
         assert self._side is not None, "use_gpu comes first"
         if not self._stop.alive:
-            raise RuntimeError(f"torchbagua: {self._name} is closed")
+            raise RuntimeError(f"{self._name} is closed")
         if self._worker.failure is not None:
             raise self._worker.failure
         future = self._side.new_future()
@@ -105,7 +105,7 @@ class Lane:
         """
         with self._lock:
             if not self._stop.alive:
-                raise RuntimeError(f"torchbagua: {self._name} is closed")
+                raise RuntimeError(f"{self._name} is closed")
             if self._thread is None:
                 self._thread = threading.Thread(target=self._worker.work, name=self._name, daemon=True)
                 self._thread.start()

@@ -18,10 +18,10 @@ def main(arguments: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(prog="torchbagua doctor", description=__doc__)
     parser.parse_args(arguments)
 
-    print(_table([("finding", "value"), *_findings()]))
-    print()
     problems = []
     try:
+        print(_table([("finding", "value"), *_findings()]))
+        print()
         with warnings.catch_warnings():
             # The table below says what the warning would, in the column `why`.
             warnings.simplefilter("ignore", RuntimeWarning)
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         print()
         for kernels in devices.here():
             print(f"{kernels.device} kernels: {_origin(kernels)}")
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         problems.append(f"the native kernels: {error}")
     if not (_has_gloo() or _has_nccl()):
         problems.append("torch.distributed: this torch was built with neither gloo nor NCCL")
@@ -65,8 +65,14 @@ def _findings() -> list[tuple[str, str]]:
         ("ninja", str(first_use.ninja_folder() or "none")),
         ("native sources", str(loader.sources())),
         ("cache", str(first_use.cache_folder())),
-        (loader.VARIABLE, os.environ.get(loader.VARIABLE) or "not set: the best there is"),
+        (loader.VARIABLE, _forced()),
     ]
+
+
+def _forced() -> str:
+    forced = os.environ.get(loader.VARIABLE) or "not set: the best there is"
+    has_gpu = devices.CUDA in devices.here()
+    return f"{forced}, which is for GPUs, and there is none" if forced == "nvrtc" and not has_gpu else forced
 
 
 def _origin(kernels: devices.DeviceKernels) -> str:

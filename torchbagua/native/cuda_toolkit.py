@@ -34,10 +34,14 @@ class Toolkit(NamedTuple):
 
 def find_nvcc() -> str | None:
     """The nvcc of $CUDA_HOME, or $CUDA_PATH, else of PATH, else of the usual place; None where there is none."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    home = _home()
     if home:
         return shutil.which("nvcc", path=str(Path(home) / "bin"))
     return shutil.which("nvcc") or shutil.which("nvcc", path=f"{_USUAL_FOLDER}/bin")
+
+
+def _home() -> str | None:
+    return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
 
 
 def usable_toolkit(torch_cuda: str | None) -> Toolkit | str:
@@ -46,7 +50,11 @@ def usable_toolkit(torch_cuda: str | None) -> Toolkit | str:
         return "this torch is built without CUDA"
     nvcc = find_nvcc()
     if nvcc is None:
-        return "there is no nvcc (on PATH, or in $CUDA_HOME/bin)"
+        home = _home()
+        searched = (
+            f"on PATH, or in {_USUAL_FOLDER}" if home is None else f"in {home}, which CUDA_HOME or CUDA_PATH names"
+        )
+        return f"there is no nvcc ({searched})"
     try:
         toolkit = _ask(nvcc)
     except (OSError, subprocess.SubprocessError, ValueError) as error:

@@ -52,8 +52,12 @@ def cache_folder() -> Path:
 
 
 def compiler_command() -> list[str]:
-    """The words of the C++ compiler that torch uses: $CXX, else c++."""
-    return shlex.split(os.environ.get("CXX") or "c++")
+    """The words of the C++ compiler that torch uses: $CXX, else c++. Raises ValueError for words that do not end."""
+    command = os.environ.get("CXX", "").strip() or "c++"
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"CXX must be a command, got {command!r}: {error}") from error
 
 
 def find_compiler() -> str | None:

@@ -124,7 +124,11 @@ def find_compiler(torch_cuda: str | None, csrc: Path) -> Compiler | str:
         return Compiler(nvrtc, csrc)
     except RuntimeError as error:
         major = torch_cuda.split(".")[0]
-        return f"cuda-python finds no NVRTC ({error}): its version must be that of torch's CUDA, {major}"
+        cause = str(error).splitlines()[0]
+        return (
+            f"cuda-python finds no NVRTC ({cause}): pip install 'nvidia-cuda-nvrtc=={major}.*', and a cuda-python of "
+            f"torch's CUDA, {major}"
+        )
 
 
 def _dotted(capability: int) -> str:
