@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import torchbagua  # noqa: F401  the schemas
 from host_kernels import HostKernels
-from native_codecs import MINMAX_UINT8, assert_same_values, lay_out
-from test_cuda_launcher import CASES, TILE, arguments_of, copies, run_on_host
+from native_codecs import MINMAX_UINT8, lay_out
+from test_cuda_launcher import CASES, TILE, arguments_of, check_same, copies, kernel_of, run_on_host
 from torchbagua.native import launcher, reference
 
 LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p)
@@ -49,14 +48,9 @@ def main(library: Path, kernels: Path) -> None:
             theirs = copies(mine)
             call(operation, mine)
             getattr(reference, f"minmax_uint8_{operation}")(*theirs)
-            for own, other in zip(mine, theirs, strict=True):
-                if isinstance(own, Tensor) and own.is_floating_point():
-                    assert_same_values(own, other)
-                elif isinstance(own, Tensor):
-                    assert torch.equal(own, other)
+            check_same(mine, theirs)
             (launched,) = launches
-            suffix = f"_{str(dtype).split('.')[1]}" if operation in ("encode", "decode") else ""
-            expected = (f"torchbagua_minmax_uint8_{operation}{suffix}", len(lengths), launcher.THREADS, 1003, 3)
+            expected = (kernel_of(operation, dtype), len(lengths), launcher.THREADS, 1003, 3)
             assert launched == expected, (launched, expected)
             launches.clear()
             print(operation, str(dtype))

@@ -144,6 +144,21 @@ def copies(arguments: list[Any]) -> list[Any]:
     return [one.clone() if isinstance(one, Tensor) else one for one in arguments]
 
 
+def check_same(mine: list[Any], theirs: list[Any]) -> None:
+    """Check that an operation has left the same in its arguments as another that was given copies."""
+    for own, other in zip(mine, theirs, strict=True):
+        if isinstance(own, Tensor) and own.is_floating_point():
+            assert_same_values(own, other)
+        elif isinstance(own, Tensor):
+            assert torch.equal(own, other)
+
+
+def kernel_of(operation: str, dtype: torch.dtype) -> str:
+    """The name of the kernel that is launched."""
+    suffix = f"_{str(dtype).split('.')[1]}" if operation in ("encode", "decode") else ""
+    return f"torchbagua_minmax_uint8_{operation}{suffix}"
+
+
 CASES = [(operation, torch.float32) for operation in OPERATIONS]
 CASES += [(operation, dtype) for operation in ("encode", "decode") for dtype in DTYPES[1:]]
 
@@ -161,14 +176,9 @@ def test_launches_give_the_bytes_of_the_reference(
     getattr(kernels_on(driver), f"minmax_uint8_{operation}")(*mine)
 
     getattr(reference, f"minmax_uint8_{operation}")(*theirs)
-    for own, other in zip(mine, theirs, strict=True):
-        if isinstance(own, Tensor) and own.is_floating_point():
-            assert_same_values(own, other)
-        elif isinstance(own, Tensor):
-            assert torch.equal(own, other)
+    check_same(mine, theirs)
     name, kernel, shape, *rest = driver.calls[-2]
-    suffix = f"_{str(dtype).split('.')[1]}" if operation in ("encode", "decode") else ""
-    assert (name, kernel) == ("cuLaunchKernel", f"torchbagua_minmax_uint8_{operation}{suffix}")
+    assert (name, kernel) == ("cuLaunchKernel", kernel_of(operation, dtype))
     assert (shape, rest) == ((len(lengths), 1, 1, launcher.THREADS, 1, 1), [0, STREAM, 0])
 
 

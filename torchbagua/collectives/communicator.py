@@ -188,19 +188,17 @@ class Communicator:
         del pending
         self._fail(direction, peer, purpose, failure)
 
-    def span(self, phase: Phase, bucket: str, **details: Any) -> Span:
+    def span(self, phase: Phase, bucket: str, *, on_host: bool = False, **details: Any) -> Span:
         """Return a phase of what is done for `bucket` over this group, see `Tracer.span`."""
         details["bucket"], details["scope"], details["ranks"] = bucket, self.scope, self.ranks
-        return self.tracer.span(phase, details)
+        return self.tracer.span(phase, details, on_host=on_host)
 
     def message_span(
         self, phase: Literal["send", "receive"], peer: int, bucket: str, *, on_nccl: bool, **details: Any
     ) -> Span:
         """Return a phase for one message to or from `peer`, of which the two sides must make equally many."""
         self._num_messages[phase, peer] = message = self._num_messages[phase, peer] + 1
-        details["bucket"], details["scope"], details["ranks"] = bucket, self.scope, self.ranks
-        details["peers"], details["message"] = (self.ranks[peer],), message
-        return self.tracer.span(phase, details, on_host=not on_nccl)
+        return self.span(phase, bucket, on_host=not on_nccl, peers=(self.ranks[peer],), message=message, **details)
 
     def shut_down_nccl(self) -> None:
         """Let a private NCCL group finish what is under way, and close it."""

@@ -124,8 +124,10 @@ class PairMean:
         peer = shift_one_peer(communicator.rank, communicator.size, num_before)
         theirs_N = communicator.scratch("rows", x_N.nbytes, x_N.device).view(x_N.dtype)
         Exchange(communicator, "peer_exchange", {peer: theirs_N}, self._bucket, [(peer, peer)]).run(lambda _: x_N)
-        details = {"operation": "peer_exchange", "peers": (communicator.ranks[peer],), "num_elements": x_N.numel()}
-        with communicator.span("reduce", self._bucket, **details):
+        whose = (communicator.ranks[peer],)
+        with communicator.span(
+            "reduce", self._bucket, operation="peer_exchange", peers=whose, num_elements=x_N.numel()
+        ):
             if x_N.dtype == torch.float32:
                 torch.add(x_N, theirs_N, out=out_N).div_(2)
             else:
