@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -12,20 +13,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua.algorithms.base import Algorithm, init_for
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.wrapped_optimizer import unwrap
 from torchbagua.attach_checks import (
+    Surroundings,
     check_detached,
+    check_kind,
     check_module,
     check_optimizers,
     check_same_ranks,
-    check_unsharded,
     facts_of,
     mark_attached,
     settings_of,
+    warn_of_closures,
 )
 from torchbagua.collectives import BaguaProcessGroup, broadcast_state, broadcast_tensors
-from torchbagua.ddp import silenced, trampoline_of
+from torchbagua.comm_hook import comm_hook
+from torchbagua.ddp import ddp_sync_disabled, ddps_around, hooked
 from torchbagua.events import Observer, check_observers
-from torchbagua.step_hooks import agree_on_overflow, install_step_hooks
+from torchbagua.step_hooks import install_step_hooks
 from torchbagua.traces import Summary
 
 
@@ -46,9 +51,10 @@ def attach(
 
     Args:
         module: wrapped in DistributedDataParallel, with no communication hook of its own. An algorithm that averages
-            weights takes any module, which the loop then calls itself, and first gives all ranks rank 0's parameters,
-            buffers and optimizer state, as DDP did for weights and buffers when it wrapped the module.
-        optimizer: the optimizer of its parameters, or several; the steps of the first are the clock.
+            weights takes any module, and first gives all ranks rank 0's parameters, buffers and optimizer state, as DDP
+            did for weights and buffers when it wrapped the module. Where there is a DDP around it, that one is silent.
+        optimizer: the optimizer of its parameters, or several; what accelerate or Lightning have wrapped too. A step
+            ends when all of them have stepped, or were skipped by a GradScaler, since the last one ended.
         algorithm: an Algorithm, or a registered name.
         process_group: the ranks and their nodes, where nodes are given explicitly; default: the module's group, or the
             world where there is no DDP, with nodes told by host names.
@@ -69,7 +75,7 @@ def attach(
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"attach: module must be a torch.nn.Module, got {type(module).__name__}")
-    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers = [unwrap(one) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     check_module(module)
     check_optimizers(optimizers, module)
     if isinstance(algorithm, str):
@@ -84,17 +90,21 @@ def attach(
     if process_group is not None and isinstance(module, DistributedDataParallel):
         check_same_ranks(module.process_group, process_group.process_group)
     check_detached(module)
+    ddps = [module] if isinstance(module, DistributedDataParallel) else ddps_around(module)
+    if algorithm.averages_weights is not None:
+        check_kind(algorithm, module, ddps, optimizers, averages_weights=algorithm.averages_weights)
+    warn_of_closures(optimizers)
     check_observers("attach", observers)
     is_observed = bool(observers) or (process_group is not None and process_group.tracer.is_on)
     summary = next((one for one in observers if isinstance(one, Summary)), Summary() if is_observed else None)
     impl = algorithm.reify(
-        process_group or _group_of(module),
+        process_group or _group_of(ddps),
         observers=[*observers, *([] if summary is None else [summary])],  # the same one twice hears once
         timeout=timeout,
         facts=facts_of(module, optimizers, with_scaler=grad_scaler is not None),
         settings=settings_of(module, optimizers),
     )
-    return Attachment(module, optimizers, algorithm, impl, grad_scaler, summary)
+    return Attachment(module, ddps, optimizers, algorithm, impl, grad_scaler, summary)
 
 
 class Attachment:
@@ -108,6 +118,7 @@ class Attachment:
     def __init__(
         self,
         module: torch.nn.Module,
+        ddps: Sequence[DistributedDataParallel],
         optimizers: Sequence[torch.optim.Optimizer],
         algorithm: Algorithm,
         impl: AlgorithmImpl,
@@ -126,14 +137,9 @@ class Attachment:
             inner = module if ddp is None else ddp.module
             undo.callback(mark_attached(inner, type(impl).__name__).close)
             ignored_names = frozenset(() if ddp is None else ddp.parameters_to_ignore)
-            if impl.owns_buckets:
-                check_unsharded(optimizers)
+            if algorithm.averages_weights is None:  # only the impl knows
+                check_kind(algorithm, module, ddps, optimizers, averages_weights=impl.owns_buckets)
             if ddp is None:
-                if not impl.owns_buckets:
-                    raise TypeError(
-                        f"attach: module must be a torch.nn.parallel.DistributedDataParallel, got "
-                        f"{type(module).__name__}: {type(algorithm).__name__} averages gradients"
-                    )
                 broadcast_tensors(impl.process_group.world, [*module.parameters(), *module.buffers()], "the module")
                 self._broadcast_state()
             impl.grad_scaler = grad_scaler
@@ -143,17 +149,16 @@ class Attachment:
                 for name, parameter in inner.named_parameters()
                 if parameter.requires_grad and name not in ignored_names
             }
-            undo.enter_context(install_step_hooks(module, inner, trained, optimizers[0], impl))
+            surroundings = Surroundings(module, ddps, optimizers)
+            undo.enter_context(
+                install_step_hooks(module, inner, trained, optimizers, impl, grad_scaler, surroundings.check)
+            )
             if impl.owns_buckets:
-                if ddp is not None:
-                    undo.enter_context(silenced(ddp, optimizers[0]))
-                if grad_scaler is not None:
-                    undo.enter_context(agree_on_overflow(grad_scaler, optimizers, impl))
+                for one in ddps:
+                    undo.enter_context(ddp_sync_disabled(one))
             else:
                 assert ddp is not None
-                trampoline = trampoline_of(ddp)
-                undo.callback(setattr, trampoline, "impl", None)
-                trampoline.impl = impl
+                undo.enter_context(hooked(ddp, partial(comm_hook, impl)))
             self._undo = undo.pop_all()
 
     def detach(self) -> None:
@@ -240,9 +245,9 @@ class Attachment:
         self._end(failed=exception_type is not None)
 
 
-def _group_of(module: torch.nn.Module) -> dist.ProcessGroup:
-    if isinstance(module, DistributedDataParallel):
-        return module.process_group
+def _group_of(ddps: Sequence[DistributedDataParallel]) -> dist.ProcessGroup:
+    if ddps:
+        return ddps[-1].process_group
     if not dist.is_initialized():
         raise ValueError(
             "attach: without DistributedDataParallel, process_group must be given or "

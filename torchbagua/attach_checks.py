@@ -1,6 +1,7 @@
 """What `attach` checks: that the module and its optimizers fit, on this rank and beside the others'."""
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import chain
@@ -11,8 +12,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from torchbagua.algorithms.base import Algorithm
+from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.wrapped_optimizer import step_hooks_of
 from torchbagua.bucket import check_elements
-from torchbagua.ddp import check_no_foreign_hook
+from torchbagua.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, ddps_around, is_joining
+from torchbagua.grad_scaler import is_stepped_by_scaler
 
 # On a module with an algorithm attached, inside of its wrapper: its id, which a copy has not, and the impl's name.
 _MARK = "_torchbagua_attached"
@@ -110,6 +115,11 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"attach: optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+        if step_hooks_of(optimizer) is None:
+            raise ValueError(
+                f"attach: optimizer must have torch's step hooks, got a {type(optimizer).__name__} without: its "
+                "__init__ does not call that of torch.optim.Optimizer; hand over the optimizer that it wraps"
+            )
         foreign = [
             tuple(parameter.shape)
             for group in optimizer.param_groups
@@ -123,14 +133,96 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.
             )
 
 
-def check_unsharded(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ValueError where an optimizer does not step all weights, which algorithms that average them need."""
+def check_kind(
+    algorithm: Algorithm,
+    module: torch.nn.Module,
+    ddps: Sequence[DistributedDataParallel],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    averages_weights: bool,
+) -> None:
+    """Raise TypeError or ValueError where the algorithm, which averages weights or gradients, does not fit the rest.
+
+    Args:
+        algorithm: named in errors.
+        module: what is attached.
+        ddps: itself, or those around it.
+        optimizers: of its parameters.
+        averages_weights: or gradients.
+    """
+    if not averages_weights:
+        if not isinstance(module, DistributedDataParallel):
+            raise TypeError(
+                f"attach: module must be a torch.nn.parallel.DistributedDataParallel, got {type(module).__name__}: "
+                f"{type(algorithm).__name__} averages gradients. Hugging Face's Trainer keeps it as "
+                "trainer.model_wrapped, accelerate's prepare returns it, Lightning keeps it as trainer.strategy.model"
+            )
+        return
     for optimizer in optimizers:
         # By name: to import torch.distributed.optim means dozens of warnings of torch.jit (torch 2.13).
         if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
             raise ValueError(
                 "attach: an algorithm that averages weights needs an optimizer that steps all weights on every rank, "
                 "got ZeroRedundancyOptimizer, in which a rank steps its own share and sends it to the others"
+            )
+    for ddp in ddps:
+        if ddp is not module:
+            check_around(module, ddp)
+        if is_joining(ddp):
+            raise ValueError(f"attach: {JOIN_REFUSAL}. The module has been handed to it: wrap the model again")
+
+
+def warn_of_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Warn of optimizers that call backward as often as the rank's own loss demands."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            warnings.warn(
+                "torchbagua: LBFGS calls its closure as often as the loss that it returns demands, and ranks must call "
+                "backward equally often: have the closure return the mean of the loss over the ranks, or training ends "
+                'in an error such as "Connection reset by peer" when a rank is done before the others',
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+class Surroundings:
+    """What is seen of the loop at the end of its first step.
+
+    Args:
+        module: what is attached.
+        ddps: those that were known around it, or itself.
+        optimizers: of its parameters.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        ddps: Sequence[DistributedDataParallel],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self._module = module
+        self._known_ids = {id(ddp) for ddp in ddps}
+        self._optimizers = optimizers
+
+    def check(self, impl: AlgorithmImpl) -> None:
+        """Say what of the loop an attached algorithm should have been told.
+
+        Raises:
+            RuntimeError: a DDP that nobody knew of has averaged gradients meanwhile.
+        """
+        if impl.grad_scaler is None and impl.needs_grad_scaler and any(map(is_stepped_by_scaler, self._optimizers)):
+            warnings.warn(
+                f"torchbagua: a GradScaler steps {type(self._optimizers[0]).__name__}, and {type(impl).__name__} does "
+                "not know it: ranks would skip different steps; attach(..., grad_scaler=scaler)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        if isinstance(self._module, DistributedDataParallel):
+            return
+        if any(id(ddp) not in self._known_ids for ddp in ddps_around(self._module)):
+            raise RuntimeError(
+                f"torchbagua: {type(self._module).__name__} was wrapped in DistributedDataParallel after attach, which "
+                "averages gradients beside the algorithm: wrap it before attach"
             )
 
 

@@ -1,46 +1,105 @@
 """What attach does to a DistributedDataParallel module: its one communication hook, or its silence."""
 
+import gc
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.comm_hook import comm_hook
+T = TypeVar("T")
+
+JOIN_REFUSAL = (
+    "an algorithm that averages weights does not take torch.distributed.algorithms.Join, in which ranks that have run "
+    "out of data go on sending zeros for gradients; AsyncModelAverageAlgorithm lets ranks take different numbers of "
+    "steps without it"
+)
+
+Hook = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
-def silenced(module: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> ExitStack:
-    """Keep DDP from sending gradients and buffers until what is returned is closed."""
+def living(cls: type[T]) -> list[T]:
+    """Return the instances of a class that there are in this process, also those that nobody uses any more."""
+    # Not isinstance, which asks proxies for their class, and takes five times as long of an abstract one.
+    return [one for one in gc.get_objects() if cls in type(one).__mro__]
 
-    def silence() -> None:
-        # What no_sync sets, and what it leads to a forward later.
+
+def ddps_around(module: torch.nn.Module) -> list[DistributedDataParallel]:
+    """Return those that wrap `module`, or something that holds it; none where it is one itself."""
+    return [
+        ddp
+        for ddp in living(DistributedDataParallel)
+        if ddp is not module and any(part is module for part in ddp.modules())
+    ]
+
+
+def check_around(module: torch.nn.Module, ddp: DistributedDataParallel) -> None:
+    """Raise ValueError where an algorithm cannot take the place of `ddp` around `module`: it trains more than that."""
+    own = {id(parameter) for parameter in module.parameters()}
+    others = [
+        name
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore and id(parameter) not in own
+    ]
+    if others:
+        raise ValueError(
+            f"attach: module must be the DistributedDataParallel around {type(module).__name__}, which averages "
+            f"gradients of {len(others)} other parameters too, the first {others[0]}; or wrap {type(module).__name__} "
+            "alone"
+        )
+
+
+def is_joining(ddp: DistributedDataParallel) -> bool:
+    """Return whether `ddp` is in a Join context, or has been in one, which torch (2.13) takes for the same."""
+    return bool(ddp._join_config.enable)
+
+
+def ddp_sync_disabled(ddp: DistributedDataParallel) -> ExitStack:
+    """Keep `ddp` from sending gradients and buffers until what is returned is closed, whatever the loop sets."""
+
+    def disable(module: torch.nn.Module, inputs: Any) -> None:
+        if module is not ddp:  # a copy has this hook too
+            return
+        if is_joining(ddp):
+            raise RuntimeError(f"torchbagua: {JOIN_REFUSAL}")
+        # What no_sync sets, and what that leads to a forward later. Loops that accumulate gradients set the first one
+        # themselves before each forward, and DDP reads it in forward only.
+        ddp.require_backward_grad_sync = not _has_learnt_graph(ddp)
+        ddp.require_forward_param_sync = False
+
+    with ExitStack() as undo:  # closed here only where one of these steps raises
         for attribute in ("require_backward_grad_sync", "require_forward_param_sync"):
-            restore.callback(setattr, module, attribute, getattr(module, attribute))
-            setattr(module, attribute, False)
+            undo.callback(setattr, ddp, attribute, getattr(ddp, attribute))
+            setattr(ddp, attribute, False)
+        undo.callback(ddp.register_forward_pre_hook(disable).remove)
+        if not _has_learnt_graph(ddp):
+            # Where that backward sends nothing DDP fails (torch 2.13), so it sends what parameters were used, and a
+            # hook leaves the gradients as they are.
+            undo.enter_context(hooked(ddp, _keep_gradients))
+        return undo.pop_all()
 
-    def silence_after_step(*_: Any) -> None:
-        first_step.remove()
-        silence()
 
-    restore = ExitStack()
-    # With static_graph DDP learns the graph in its first backward, and fails (torch 2.13) where that one sends nothing.
-    if module.static_graph and not module._static_graph_delay_allreduce_enqueued:
-        first_step = optimizer.register_step_post_hook(silence_after_step)
-        restore.callback(first_step.remove)
-    else:
-        silence()
-    return restore
+def _has_learnt_graph(ddp: DistributedDataParallel) -> bool:
+    """Return False until the first backward of a DDP with static_graph, in which it notes which parameters are used."""
+    return not ddp.static_graph or ddp._static_graph_delay_allreduce_enqueued
+
+
+def _keep_gradients(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    flat = bucket.buffer()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
+    future.set_result(flat)
+    return future
 
 
 class Trampoline:
-    """What DDP holds as its one hook's state for ever: the algorithm that is attached now, or none."""
+    """What DDP holds as its one hook's state for ever: the hook that is attached now, or none."""
 
     module_id: int | None = None
     process_group: dist.ProcessGroup | None = None
-    impl: AlgorithmImpl | None = None
+    hook: Hook | None = None
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self.module_id = id(module)
@@ -52,10 +111,10 @@ class Trampoline:
 
 
 def _trampoline_hook(state: Trampoline, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    if state.impl is None:
+    if state.hook is None:
         assert state.process_group is not None  # only a copy has none, and no reducer calls that
         return allreduce_hook(state.process_group, bucket)
-    return comm_hook(state.impl, bucket)
+    return state.hook(bucket)
 
 
 def check_no_foreign_hook(module: DistributedDataParallel) -> None:
@@ -69,11 +128,20 @@ def check_no_foreign_hook(module: DistributedDataParallel) -> None:
             )
 
 
-def trampoline_of(module: DistributedDataParallel) -> Trampoline:
-    """Return the module's trampoline, which the first attach registers."""
+def hooked(module: DistributedDataParallel, hook: Hook) -> ExitStack:
+    """Have DDP call `hook` with its gradient buckets until what is returned is closed; then it takes the plain mean."""
+    trampoline = _trampoline_of(module)
+    trampoline.hook = hook
+    undo = ExitStack()
+    undo.callback(setattr, trampoline, "hook", None)
+    return undo
+
+
+def _trampoline_of(module: DistributedDataParallel) -> Trampoline:
+    """Return the module's trampoline, which is registered when it is first needed."""
+    check_no_foreign_hook(module)
     for _, state in module._comm_hooks:
-        assert isinstance(state, Trampoline)  # check_no_foreign_hook has refused any other
-        if state.module_id == id(module):
+        if isinstance(state, Trampoline) and state.module_id == id(module):
             return state
     module._comm_hooks.clear()
     trampoline = Trampoline(module)

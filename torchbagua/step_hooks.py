@@ -1,4 +1,4 @@
-"""Where an impl's hooks enter the training step: module, gradients, end of backward, GradScaler, optimizer."""
+"""Where an impl's hooks enter the training step: module, gradients, end of backward, optimizers."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,18 +11,19 @@ from torch.utils._pytree import tree_leaves
 
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.gpu_clock import Moment
+from torchbagua.grad_scaler import agree_on_overflow
+from torchbagua.step_clock import StepClock
 from torchbagua.tracer import Tracer
-
-# On a GradScaler that attachments have been given.
-_IMPLS_OF_SCALER = "_torchbagua_impls"
 
 
 def install_step_hooks(
     wrapper: torch.nn.Module,
     module: torch.nn.Module,
     trained: Mapping[str, torch.Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     impl: AlgorithmImpl,
+    grad_scaler: torch.amp.GradScaler | None,
+    after_first_step: Callable[[AlgorithmImpl], None],
 ) -> ExitStack:
     """Install the hooks that `impl` asks for; closing what is returned removes them.
 
@@ -30,8 +31,10 @@ def install_step_hooks(
         wrapper: whose forward the user calls.
         module: what `impl` knows as its module, inside the wrapper or the wrapper itself.
         trained: the parameters to hear of, by name.
-        optimizer: whose steps are the clock.
+        optimizers: whose steps are the clock.
         impl: asked for its hooks.
+        grad_scaler: whose skips are agreed on, where the impl averages weights.
+        after_first_step: called with the impl, within the step.
     """
     on_forward = impl.init_forward_pre_hook(module)
     on_gradient = impl.init_backward_hook(module)
@@ -43,70 +46,44 @@ def install_step_hooks(
         if on_forward is not None and module is wrapper and wrapper.training and torch.is_grad_enabled():
             on_forward(inputs)
 
-    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    is_first = True
+
+    def end_step(optimizer: torch.optim.Optimizer) -> None:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            after_first_step(impl)
         impl.tracer.end_step()  # what an algorithm does now, beside the next step, is part of that one
         if impl.owns_buckets and impl.need_reset():
             impl.reset()
         if on_step is not None:
             on_step(optimizer)
 
+    averages_weights = impl.owns_buckets and on_step is not None
+    clock = StepClock(optimizers, end_step, needs_steps=averages_weights)
     impl.tracer.has_optimizer = True
     with ExitStack() as handles:  # closed here only where an installation raises
         if on_forward is not None:
             handles.callback(wrapper.register_forward_pre_hook(before_forward).remove)
-        if on_backward_end is not None or impl.tracer.is_on:
-            backward = _Backward(impl.tracer, on_backward_end)
+        if on_backward_end is not None or averages_weights or impl.tracer.is_on:
+            backward = _Backward(impl.tracer, on_backward_end, clock if averages_weights else None)
             handles.callback(backward.close)
 
             def after_forward(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
                 if module is wrapper:
-                    backward.watch(outputs)
+                    backward.watch(outputs, is_training=wrapper.training)
 
             handles.callback(wrapper.register_forward_hook(after_forward).remove)
         if on_gradient is not None:
             for name, parameter in trained.items():
                 handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
-        if on_step is not None or impl.owns_buckets or impl.tracer.is_on:
-            handles.callback(optimizer.register_step_post_hook(after_step).remove)
+        if on_step is not None or impl.owns_buckets or impl.needs_grad_scaler or impl.tracer.is_on:
+            for optimizer in optimizers:
+                handles.callback(optimizer.register_step_pre_hook(clock.before_step).remove)
+                handles.callback(optimizer.register_step_post_hook(clock.after_step).remove)
+        if grad_scaler is not None and impl.owns_buckets:
+            handles.enter_context(agree_on_overflow(grad_scaler, optimizers, impl, clock))
         return handles.pop_all()
-
-
-def agree_on_overflow(
-    scaler: torch.amp.GradScaler, optimizers: Sequence[torch.optim.Optimizer], impl: AlgorithmImpl
-) -> ExitStack:
-    """Let `impl` decide what `scaler` takes for an overflow of `optimizers`, until what is returned is closed.
-
-    Every way on which GradScaler looks for Inf leads through its `_unscale_grads_` (torch 2.11 to 2.13), which has no
-    public hook.
-    """
-    # Several attachments may share a scaler, and end in any order: the impl of each optimizer that is attached.
-    impls: dict[int, AlgorithmImpl] = scaler.__dict__.setdefault(_IMPLS_OF_SCALER, {})
-    if not impls:
-        find_inf = scaler._unscale_grads_
-
-        def find_inf_on_all_ranks(
-            optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
-        ) -> dict[torch.device, torch.Tensor]:
-            found = find_inf(optimizer, *args, **kwargs)
-            if id(optimizer) in impls:
-                overflow = impls[id(optimizer)].agree_on_overflow(any(bool(one) for one in found.values()))
-                for one in found.values():
-                    one.fill_(float(overflow))
-            return found
-
-        scaler._unscale_grads_ = find_inf_on_all_ranks  # type: ignore[method-assign]
-    own = {id(optimizer): impl for optimizer in optimizers}
-    impls.update(own)
-
-    def remove() -> None:
-        for optimizer_id in own:
-            del impls[optimizer_id]
-        if not impls:
-            del scaler._unscale_grads_, scaler.__dict__[_IMPLS_OF_SCALER]
-
-    stack = ExitStack()
-    stack.callback(remove)
-    return stack
 
 
 def _leaves(outputs: Any) -> Iterator[Any]:
@@ -125,15 +102,18 @@ class _Backward:
     backward of its own within, and a callback that is queued there is called at the end of that one.
     """
 
-    def __init__(self, tracer: Tracer, on_end: Callable[[], None] | None) -> None:
+    def __init__(self, tracer: Tracer, on_end: Callable[[], None] | None, clock: StepClock | None) -> None:
         self._tracer = tracer
         self._on_end = on_end
+        self._clock = clock
+        self._is_training = False
         self._start: Moment = 0
         self._is_queued = False
         self._is_closed = False
 
-    def watch(self, outputs: Any) -> None:
+    def watch(self, outputs: Any, *, is_training: bool) -> None:
         """Hear of the backward that will start at these outputs of a forward."""
+        self._is_training = is_training
         self._is_queued = False  # it still is where the last backward raised
         for output in _leaves(outputs):
             # Not a parameter that the module returns, on which hooks would pile up.
@@ -146,6 +126,8 @@ class _Backward:
 
     def _begin(self, _: torch.Tensor) -> None:
         if not self._is_queued and not self._is_closed:
+            if self._clock is not None and self._is_training:
+                self._clock.before_backward()
             self._is_queued = True
             self._start = self._tracer.now()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
@@ -153,5 +135,7 @@ class _Backward:
     def _end(self) -> None:
         self._is_queued = False
         self._tracer.tell("backward", self._start, self._tracer.now())
+        if self._clock is not None and self._is_training:
+            self._clock.after_backward()
         if self._on_end is not None:
             self._on_end()

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,12 @@ class Algorithm:
     """What to communicate, and how: a frozen, printable, picklable description. Subclasses are frozen dataclasses.
 
     A subclass implements `make_impl`. Its dataclass fields are compared between the ranks when it is reified.
+
+    Attributes:
+        averages_weights: whether its impl communicates weights, or gradients; None where only the impl knows.
     """
+
+    averages_weights: ClassVar[bool | None] = None
 
     @staticmethod
     def init(name: str, **kwargs: Any) -> "Algorithm":

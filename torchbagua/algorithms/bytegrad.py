@@ -1,6 +1,7 @@
 """ByteGrad: gradients averaged in eight bits."""
 
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 import torch
 
@@ -26,6 +27,8 @@ class ByteGradAlgorithm(Algorithm):
     Raises:
         TypeError, ValueError: an argument is none of these.
     """
+
+    averages_weights: ClassVar[bool | None] = False
 
     hierarchical: bool = True
     average: bool = True

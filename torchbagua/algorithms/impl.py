@@ -61,6 +61,11 @@ class AlgorithmImpl:
         """Whether this is a weight algorithm, with buckets of its own."""
         return type(self).init_tensors is not AlgorithmImpl.init_tensors
 
+    @property
+    def needs_grad_scaler(self) -> bool:
+        """Whether a loop that has a GradScaler must hand it to `attach`."""
+        return False
+
     def need_reset(self) -> bool:
         """Return True to have buckets initialised again; asked at the first bucket of a backward, or at each step."""
         return False

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -29,6 +29,8 @@ class ModelAveragingAlgorithm(Algorithm):
     Raises:
         TypeError, ValueError: an argument is none of these.
     """
+
+    averages_weights: ClassVar[bool | None] = True
 
     average_buffers: bool = True
     final_average: bool = True

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -11,6 +11,7 @@ from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.q_adam_optimizer import QAdamOptimizer
 from torchbagua.algorithms.rank_state import check_rank_state, place_of
 from torchbagua.algorithms.residuals import ResidualsByParameter
+from torchbagua.algorithms.wrapped_optimizer import unwrap
 from torchbagua.bucket import BaguaBucket, BaguaTensor
 from torchbagua.collectives import BaguaProcessGroup, Held, check_in_step, fingerprint
 from torchbagua.compressors import DEFAULT_BLOCK, Compressor, MinMaxUInt8, Sign1Bit, check_block
@@ -52,6 +53,8 @@ class QAdamAlgorithm(Algorithm):
         TypeError, ValueError: an argument is none of these.
     """
 
+    averages_weights: ClassVar[bool | None] = False
+
     q_adam_optimizer: QAdamOptimizer = field(repr=False)
     hierarchical: bool = True
     _: KW_ONLY
@@ -60,6 +63,7 @@ class QAdamAlgorithm(Algorithm):
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "q_adam_optimizer", unwrap(self.q_adam_optimizer))
         if not isinstance(self.q_adam_optimizer, QAdamOptimizer):
             raise ValueError(
                 f"QAdamAlgorithm: q_adam_optimizer must be a QAdamOptimizer, got {type(self.q_adam_optimizer).__name__}"
@@ -133,6 +137,11 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self._num_past_warmup = 0
         self._loss_scale = 1.0
         q_adam_optimizer.serve(self)
+
+    @property
+    def needs_grad_scaler(self) -> bool:
+        """True: gradients carry the loss scale, and momenta do not."""
+        return True
 
     def need_reset(self) -> bool:
         """Return True where parameters have come to the end of their warm-up since the last backward."""

@@ -35,6 +35,11 @@ class SynchronousAveragingImpl(ModelAveragingImpl):
         """Whether this step communicates."""
         return not self.is_alone and self.step % self.communication_interval == 0
 
+    @property
+    def needs_grad_scaler(self) -> bool:
+        """True: all ranks skip a step, or none."""
+        return not self.is_alone
+
     def after_step(self) -> None:
         """Do what comes after an optimizer step; counts it."""
         raise NotImplementedError
