@@ -286,13 +286,17 @@ def test_a_step_ends_when_all_optimizers_have_stepped(order: list[int]) -> None:
         for optimizer in optimizers:  # before attach's hooks, so without what averaging adds
             optimizer.register_step_post_hook(lambda *_: updated.append(weights_of(ddp.module)))
         data, starts, ends = batches(group.rank()), [weights_of(ddp.module)], []
+        stepped: set[int] = set()
         with tb.attach(ddp, optimizers, tb.DecentralizedAlgorithm()) as attachment:
             for _ in range(3):
                 ddp.zero_grad()
                 ddp(data()).square().sum().backward()
                 for index in order:
                     optimizers[index].step()
-                    if attachment.impl.step == len(starts):
+                    stepped.add(index)
+                    assert (attachment.impl.step == len(starts)) == (stepped == {0, 1})
+                    if stepped == {0, 1}:
+                        stepped.clear()
                         ends.append(updated[-1])
                         starts.append(weights_of(ddp.module))
                     else:
