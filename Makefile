@@ -13,6 +13,9 @@ BIN := .venv/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 NATIVE_SOURCES = $(shell find csrc_cuda -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
+# As many tests at once as there are cores.
+PYTEST_PARALLEL = $(BIN)/pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
+
 # A stamp is written when its step is complete, so a set-up that was interrupted goes on where it stopped.
 STAMPS := .venv/stamps
 # What the installed package is built from; its Python files are used in place.
@@ -31,8 +34,13 @@ demo: $(STAMPS)/package ## train a small GPT over 2 processes, plain DDP beside 
 	$(BIN)/torchbagua demo $(ARGS)
 
 .PHONY: test
-test: lint ## lint and run every test but the soak and GPU ones
-	$(BIN)/pytest $(ARGS)
+test: lint ## lint and run the tests, one a core; some minutes
+	$(PYTEST_PARALLEL) $(ARGS)
+
+.PHONY: test-all
+test-all: test ## then those that take longer, and those that nothing may run beside: faults, tutorials, networks
+	$(PYTEST_PARALLEL) -m 'slow and not gpu' $(ARGS)
+	$(BIN)/pytest -m alone $(ARGS)
 
 .PHONY: lint
 lint: $(STAMPS)/dev ## ruff, mypy, import-linter, clang-format

@@ -1,8 +1,11 @@
 """Settings of all tests, and the devices that the tests of several run on."""
 
+import os
+
 import hypothesis
 import pytest
 import torch
+from filelock import FileLock
 
 from devices import CPU, require_gpu
 from host_kernels import HostKernels, compile_kernels
@@ -12,6 +15,11 @@ hypothesis.settings.register_profile("torchbagua", deadline=None, print_blob=Tru
 # Under compute-sanitizer every launch takes long: `--hypothesis-profile=few`.
 hypothesis.settings.register_profile("few", deadline=None, print_blob=True, max_examples=4)
 hypothesis.settings.load_profile("torchbagua")
+
+# Ranks are threads, and several tests run at once: with a pool of threads for each they would wait for one another.
+# A test of what such a pool computes sets its size itself.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 # Of the module: hypothesis calls a test many times with one fixture.
@@ -29,5 +37,13 @@ def gpu() -> torch.device:
 
 @pytest.fixture(scope="session")
 def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    """The CUDA kernels, compiled for the CPU; skips where there is no compiler."""
-    return compile_kernels(tmp_path_factory.mktemp("cuda_on_host"))
+    """The CUDA kernels, compiled for the CPU, once for all workers; skips where there is no compiler."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with FileLock(folder / "cuda_on_host.lock"):
+        if not (folder / "cuda_on_host").exists():
+            making = tmp_path_factory.mktemp("cuda_on_host")
+            compile_kernels(making)
+            making.rename(folder / "cuda_on_host")
+    return HostKernels(folder / "cuda_on_host" / "kernels.so")

@@ -4,13 +4,13 @@ import ctypes
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
+import programs
 from source_tree import REPOSITORY
 
 CSRC = REPOSITORY / "csrc_cuda"
@@ -27,12 +27,13 @@ def find_kernels(source: str) -> list[str]:
 class HostKernels:
     """A compiled library of kernels.
 
-    Args:
+    Attributes:
         library: made by `compile_kernels`.
     """
 
     def __init__(self, library: Path) -> None:
-        self._library = ctypes.CDLL(str(library))
+        self.library = library
+        self._loaded = ctypes.CDLL(str(library))
 
     def run(self, kernel: str, *arguments: Any, blocks: range, num_blocks: int, num_threads: int) -> str:
         """Run `blocks` of a grid of `num_blocks`; return how that ended, one of OUTCOMES.
@@ -41,7 +42,7 @@ class HostKernels:
             kernel: its name.
             arguments: tensors, whose addresses are handed over; int for long long, float, and ctypes structures.
         """
-        address = ctypes.c_void_p.in_dll(self._library, f"host_{kernel}").value
+        address = ctypes.c_void_p.in_dll(self._loaded, f"host_{kernel}").value
         assert address
         values = [_as_c(argument) for argument in arguments]
         function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint] * 4, *map(type, values))(address)
@@ -56,8 +57,8 @@ def _as_c(argument: Any) -> Any:
     return ctypes.c_float(argument) if isinstance(argument, float) else argument
 
 
-def compile_kernels(folder: Path) -> HostKernels:
-    """Compile all kernels for the host; skips the test where there is no compiler."""
+def compile_kernels(folder: Path) -> None:
+    """Compile all kernels for the host, into `folder`/kernels.so; skips the test where there is no compiler."""
     if shutil.which(COMPILER[0]) is None:
         pytest.skip(f"there is no C++ compiler ({COMPILER[0]} is not on PATH)")
     lines = [f'#include "{Path(__file__).with_name("cuda_on_host.h")}"']
@@ -69,5 +70,4 @@ def compile_kernels(folder: Path) -> HostKernels:
     (folder / "main.cpp").write_text("\n".join(lines) + "\n")
     command = [*COMPILER, "-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC"]
     command += ["-Wall", "-Werror", "-Wno-unknown-pragmas", f"-I{CSRC}", "main.cpp", "-o", "kernels.so"]
-    subprocess.run(command, cwd=folder, check=True, timeout=200)
-    return HostKernels(folder / "kernels.so")
+    programs.run(command, cwd=folder, timeout_s=200)

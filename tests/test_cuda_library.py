@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.utils.cpp_extension import include_paths, library_paths
 
-from host_kernels import COMPILER, CSRC, compile_kernels
+from host_kernels import COMPILER, CSRC, HostKernels
 from pretended_cuda import pretend_cuda
 from source_tree import REPOSITORY, copy_sources, finish, start_python
 from torchbagua.native import cuda_toolkit, recipe
@@ -74,7 +74,9 @@ def needed_libraries(library: Path) -> set[str]:
     return {line.split("[")[1].split(".so")[0] for line in printed.splitlines() if "(NEEDED)" in line}
 
 
-def test_bindings_compile_without_a_warning_and_launch_what_gives_the_bytes_of_the_reference(tmp_path: Path) -> None:
+def test_bindings_compile_without_a_warning_and_launch_what_gives_the_bytes_of_the_reference(
+    host_kernels: HostKernels, tmp_path: Path
+) -> None:
     """Linked with a pretended runtime, which runs the kernels on the host."""
     includes = [f"-I{CSRC}", *(f"-isystem={path}" for path in include_paths())]
     command = ["nvcc", "-c", *recipe.CUDA.nvcc_flags, *recipe.gencode_flags([90]), *includes]
@@ -87,9 +89,8 @@ def test_bindings_compile_without_a_warning_and_launch_what_gives_the_bytes_of_t
     command = [*COMPILER, "-shared", "-fPIC", "-Wl,-Bsymbolic", f"-I{TOOLKIT.folder}/include", "bind.o", str(runtime)]
     command += [*(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10", "-o", "bind.so"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=100)
-    compile_kernels(tmp_path)
     script = Path(__file__).with_name("cuda_library_on_host.py")
-    command = [sys.executable, str(script), str(tmp_path / "bind.so"), str(tmp_path / "kernels.so")]
+    command = [sys.executable, str(script), str(tmp_path / "bind.so"), str(host_kernels.library)]
     called = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert called.returncode == 0, called.stderr
     *calls, old_gpu, other_gpu, old_driver, other = called.stdout.splitlines()

@@ -1,0 +1,111 @@
+"""Programs that tests start: each in a session of its own, and nothing of it is left when its block, or pytest, ends.
+
+Run as a program, it waits until the pytest that started it is gone, however that ended, and ends what it has left.
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Command = Sequence[str | os.PathLike[str]]
+
+# In the environment of every process that is started, and so in that of all that it starts in turn, whatever sessions
+# those make for themselves (torchrun's ranks do). One that runs tests again hands its own mark on in front.
+_MARK = "TORCHBAGUA_TEST_PROCESSES"
+_OURS = f"{os.environ.get(_MARK, '')}/{os.getpid()}"
+_NUMBERS = itertools.count()
+
+
+def torchrun(script: Path, *arguments: str, ranks: int = 2) -> list[str]:
+    """The command that starts `script` in as many processes as `ranks` says."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*command, str(script), *arguments]
+
+
+@contextlib.contextmanager
+def started(
+    command: Command, *, env: Mapping[str, str] | None = None, **options: Any
+) -> Iterator["subprocess.Popen[str]"]:
+    """A process that SIGINT ends, also where pytest ignores it; killed in the end with all that it has started.
+
+    Args:
+        command: the program and its arguments.
+        env: in place of this process's environment.
+        options: of Popen.
+    """
+    _start_reaper()
+    mark = f"{_OURS}/{next(_NUMBERS)}/"
+    environment = {**(os.environ if env is None else env), _MARK: mark}
+    with _default_interrupt():
+        process = subprocess.Popen(command, env=environment, start_new_session=True, text=True, **options)
+    with process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            kill_marked(mark)
+
+
+def run(
+    command: Command, *, timeout_s: float = 120, check: bool = True, **options: Any
+) -> "subprocess.CompletedProcess[str]":
+    """Runs `command` to its end; what it printed is in the result, and in the failure where it fails or takes too long.
+
+    Args:
+        command: the program and its arguments.
+        timeout_s: what it may take.
+        check: whether another exit status than 0 is a failure.
+        options: of `started`.
+    """
+    with started(command, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as late:
+            shown = [(stream or b"").decode(errors="replace") for stream in (late.stdout, late.stderr)]
+            raise AssertionError("\n".join([f"not done after {timeout_s} s: {command}", *shown])) from None
+    assert process.returncode == 0 or not check, f"ended with {process.returncode}: {command}\n{out}\n{err}"
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def kill_marked(mark: str) -> None:
+    """Kills every process whose mark begins with `mark`, and those that they start meanwhile."""
+    wanted = f"{_MARK}={mark}".encode()
+    found = True
+    while found and sys.platform == "linux":
+        found = False
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                if any(variable.startswith(wanted) for variable in variables):
+                    os.kill(int(folder.name), signal.SIGKILL)
+                    found = True
+
+
+@contextlib.contextmanager
+def _default_interrupt() -> Iterator[None]:
+    """Has processes start with SIGINT's default: exec keeps that a signal is ignored, and not that it is handled."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@functools.cache
+def _start_reaper() -> "subprocess.Popen[bytes]":
+    """Starts this file as a program, once; its stdin ends with this process."""
+    command = [sys.executable, "-S", __file__, f"{_OURS}/"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+
+if __name__ == "__main__":
+    sys.stdin.read()
+    kill_marked(sys.argv[1])
