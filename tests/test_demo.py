@@ -1,16 +1,19 @@
 """`torchbagua demo` as its user meets it: a short run with all that it writes, and every way it can fail."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import programs
 from torchbagua.cli import demo
 from torchbagua.cli.demo.model import GPT
 from torchbagua.cli.demo.report import compare, table
@@ -27,9 +30,8 @@ TIMEOUT_S = 150
 def test_demo_trains_and_reports(tmp_path: Path) -> None:
     command = [*COMMAND, "--nproc", "2", "--steps", str(STEPS), "--seed", "7", "--output", str(tmp_path / "a" / "b")]
 
-    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    run = programs.run(command, timeout_s=TIMEOUT_S)
 
-    assert run.returncode == 0, run.stderr
     results = json.loads((tmp_path / "a" / "b" / "results.json").read_text(encoding="utf-8"))
     plain, bytegrad = results["runs"]
     (traces,) = (tmp_path / "a" / "b" / "traces").iterdir()
@@ -144,14 +146,8 @@ def test_missing_extra_is_named(
 def test_a_rank_that_raises_is_reported(tmp_path: Path) -> None:
     environment = os.environ | {"TORCHBAGUA_NATIVE": "no such path"}
 
-    run = subprocess.run(
-        [*COMMAND, "--steps", "1", "--output", str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    command = [*COMMAND, "--steps", "1", "--output", str(tmp_path)]
+    run = programs.run(command, env=environment, timeout_s=TIMEOUT_S, check=False)
 
     assert run.returncode == 1
     assert "a rank failed" in run.stderr
@@ -160,21 +156,20 @@ def test_a_rank_that_raises_is_reported(tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def _start_training(folder: Path) -> "subprocess.Popen[bytes]":
-    """Starts a long demo in a session of its own and waits until it trains; its stderr goes to folder/stderr."""
-    with (folder / "stderr").open("wb") as stderr:
-        process = subprocess.Popen(
-            [*COMMAND, "--steps", "100000", "--output", str(folder)],
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            start_new_session=True,
-        )
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while b"loss" not in (folder / "stderr").read_bytes():
-        assert process.poll() is None, (folder / "stderr").read_text()
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
-    return process
+@contextlib.contextmanager
+def _training(folder: Path) -> "Iterator[subprocess.Popen[str]]":
+    """A demo that trains, under nohup, for a minute at least; its stderr goes to folder/stderr."""
+    command = ["nohup", *COMMAND, "--steps", "1000", "--output", str(folder)]
+    with (
+        (folder / "stderr").open("wb") as stderr,
+        programs.started(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr) as process,
+    ):
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while b"loss" not in (folder / "stderr").read_bytes():
+            assert process.poll() is None, (folder / "stderr").read_text()
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        yield process
 
 
 def _children(process_id: int) -> list[int]:
@@ -184,17 +179,16 @@ def _children(process_id: int) -> list[int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks' processes in /proc")
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_a_signal_ends_all_processes(victim: str, tmp_path: Path) -> None:
-    process = _start_training(tmp_path)
-    try:
+    with _training(tmp_path) as process:
         ranks = _children(process.pid)
         assert len(ranks) == 2
+        process.send_signal(signal.SIGHUP)  # which nohup has it ignore
         if victim == "launcher":
             os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does
         else:
             os.kill(ranks[1], signal.SIGKILL)
         status = process.wait(timeout=60)
-    finally:
-        process.kill()
+        left = [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
 
     stderr = (tmp_path / "stderr").read_text()
     if victim == "launcher":
@@ -204,4 +198,4 @@ def test_a_signal_ends_all_processes(victim: str, tmp_path: Path) -> None:
     else:
         assert status == 1
         assert f"Signal 9 (SIGKILL) received by PID {ranks[1]}" in stderr
-    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+    assert not left

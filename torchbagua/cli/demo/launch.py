@@ -2,6 +2,7 @@
 
 import json
 import logging
+import signal
 import sys
 import tempfile
 import uuid
@@ -40,9 +41,15 @@ def launch(settings: Settings) -> list[dict[str, Run]]:
             max_restarts=0,
             # Not SIGINT: the launcher would hand it on to the ranks, which would each print where it met them. Left to
             # Python, it ends the launcher, which ends the ranks by SIGTERM.
-            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+            signals_to_handle=",".join(_signals_to_handle()),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         command = ["-m", train.__name__, json.dumps(asdict(settings)), folder]
         elastic_launch(config, sys.executable)(*command)
         return [train.read_runs(Path(folder), rank) for rank in range(settings.nproc)]
+
+
+def _signals_to_handle() -> list[str]:
+    """All but those that this process was started to ignore, as nohup has it ignore SIGHUP."""
+    ending = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    return [one.name for one in ending if signal.getsignal(one) is not signal.SIG_IGN]
