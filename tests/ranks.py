@@ -1,7 +1,8 @@
-"""Ranks as threads of one process: each with a gloo group made by hand, no init_process_group."""
+"""Ranks as threads of one process: each with a gloo group made by hand, beside a default group, as users have one."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
@@ -27,6 +28,24 @@ def gloo_group(
     return group
 
 
+def init_default_group() -> None:
+    """Make sure that torch has a default group, over gloo and of one rank; it stays for whatever comes after."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@contextmanager
+def without_default_group() -> Iterator[None]:
+    """Take torch's default group away, and whatever is made of it meanwhile."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 def run_ranks(
     size: int, body: Callable[[dist.ProcessGroup], T], timeout: timedelta = TIMEOUT, device: torch.device = CPU
 ) -> list[T]:
@@ -36,6 +55,7 @@ def run_ranks(
 
     Raises what the lowest rank raised that raised; the others' errors follow from it, or are its like.
     """
+    init_default_group()
     store = dist.HashStore()
     # Kept until all ranks are done: gloo can deadlock where a group's last reference is let go, under Python's global
     # lock, just after an all-reduce that backward had started (torch 2.13: its worker needs the lock to free the work).

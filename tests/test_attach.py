@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 import torchbagua.native
-from ranks import gloo_group, run_ranks
+from ranks import gloo_group, init_default_group, run_ranks
 
 Body = Callable[[dist.ProcessGroup], None]
 
@@ -75,12 +75,8 @@ def attach_around_an_attached_module(group: dist.ProcessGroup) -> None:
 
 def attach_sharded_optimizer(group: dist.ProcessGroup) -> None:
     ddp, _ = wrapped(group)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # ZeRO asks the default group
-    try:
-        sharded = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
-        tb.attach(ddp, sharded, "decentralized")
-    finally:
-        dist.destroy_process_group()
+    sharded = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    tb.attach(ddp, sharded, "decentralized")
 
 
 def attach_class_instead_of_instance(group: dist.ProcessGroup) -> None:
@@ -309,16 +305,13 @@ def test_a_copy_of_an_attached_module_is_a_module_of_its_own() -> None:
         def count(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
             self.num_buckets += 1
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        ddp = DistributedDataParallel(nn.Linear(4, 2))
-        with tb.attach(ddp, torch.optim.SGD(ddp.parameters()), Counting()) as attachment:
-            twin = copy.deepcopy(ddp)
-            with tb.attach(twin, torch.optim.SGD(twin.parameters()), Counting()) as twin_attachment:
-                twin(torch.ones(1, 4)).sum().backward()
-        assert (attachment.impl.num_buckets, twin_attachment.impl.num_buckets) == (0, 1)
-    finally:
-        dist.destroy_process_group()
+    init_default_group()
+    ddp = DistributedDataParallel(nn.Linear(4, 2))
+    with tb.attach(ddp, torch.optim.SGD(ddp.parameters()), Counting()) as attachment:
+        twin = copy.deepcopy(ddp)
+        with tb.attach(twin, torch.optim.SGD(twin.parameters()), Counting()) as twin_attachment:
+            twin(torch.ones(1, 4)).sum().backward()
+    assert (attachment.impl.num_buckets, twin_attachment.impl.num_buckets) == (0, 1)
 
 
 def lanes() -> list[threading.Thread]:

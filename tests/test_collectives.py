@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 import torchbagua as tb
 from oracle import Coded, bytegrad, quantise_block, sign_block
-from ranks import gloo_group, run_ranks
-from torchbagua.collectives import TwoPhaseMean
+from ranks import gloo_group, init_default_group, run_ranks
+from torchbagua.collectives import TwoPhaseMean, broadcast_tensors
 from torchbagua.collectives.agreement import Facts, exchange_facts
+from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.exchange import Exchange
 from torchbagua.compressors import Identity, MinMaxUInt8
 from torchbagua.compressors.blocks import block_bounds
@@ -70,11 +71,8 @@ def test_subgroup_of_ranks() -> None:
 
 
 def test_group_from_init_process_group() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert tb.BaguaProcessGroup(dist.group.WORLD).size == 1
-    finally:
-        dist.destroy_process_group()
+    init_default_group()
+    assert tb.BaguaProcessGroup(dist.group.WORLD).size == 1
 
 
 def test_disagreement_names_rank_field_and_values() -> None:
@@ -250,6 +248,29 @@ def test_timeout_names_operation_bucket_and_peer_and_tells_the_others() -> None:
     assert all("all_to_all of second over the world group failed on rank" in text for text in errors.values())
     assert any("rank 2" in text for text in errors.values())
     assert all(elapsed < 2 * SHORT.total_seconds() + 1 for elapsed in seconds.values())
+
+
+@pytest.mark.parametrize("operation", ["broadcast of a test", "all_reduce of bucket 0", "all_to_all of bucket 0"])
+def test_operations_of_a_group_fail_with_their_own_errors(operation: str) -> None:
+    """Where torch has a default group, its own functions raise that they do not know a private one."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        world = tb.BaguaProcessGroup(group, timeout=SHORT).world
+        if group.rank() == 1:
+            world.close()
+            return
+        world.nccl = world.process_group  # gloo plays it, which knows no all-to-all
+        x = torch.ones(4)
+        if operation.startswith("broadcast"):
+            broadcast_tensors(world, [x], "a test")
+        elif operation.startswith("all_reduce"):
+            AllReduceMean(world, x.dtype, x.device, 2.0, "bucket 0")(x)
+        else:
+            all_to_all = Exchange(world, "all_to_all", [x, x.clone()], "bucket 0")
+            all_to_all._run_on_nccl(lambda target: x, lambda source: None)
+
+    with pytest.raises(tb.CommunicationError, match=f"^torchbagua: {operation} .*failed on rank 0"):
+        run_ranks(2, body)
 
 
 def test_a_rank_that_fails_between_the_phases_tells_the_others_at_once() -> None:

@@ -21,31 +21,36 @@ from torchbagua.side_stream import Baton
 LENGTHS = (3000, 17, 1, 5000)
 
 
-def all_to_all_over_gloo(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup | None = None
-) -> None:
-    """What NCCL does in one operation, of tensors of one type, some of them empty."""
-    assert group is not None
-    assert len({tensor.dtype for tensor in [*outputs, *inputs]}) == 1
-    pairs = list(enumerate(zip(outputs, inputs, strict=True)))
-    works = [dist.irecv(theirs, group=group, group_src=rank) for rank, (theirs, _) in pairs if theirs.numel()]
-    works += [dist.isend(mine, group=group, group_dst=rank) for rank, (_, mine) in pairs if mine.numel()]
-    for work in works:
-        work.wait()
+class PlayedNccl:
+    """A gloo group that does what NCCL can, and writes down which thread asked for an all-to-all."""
+
+    def __init__(self, group: dist.ProcessGroup, calls: list[str]) -> None:
+        self._group = group
+        self._calls = calls
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any) -> None:
+        """What NCCL does in one operation, of tensors of one type, some of them empty."""
+        assert len({tensor.dtype for tensor in [*outputs, *inputs]}) == 1
+        assert not options.asyncOp, "on the current stream"
+        self._calls.append(threading.current_thread().name)
+        works = [self._group.recv([theirs], rank, 0) for rank, theirs in enumerate(outputs) if theirs.numel()]
+        works += [self._group.send([mine], rank, 0) for rank, mine in enumerate(inputs) if mine.numel()]
+        for work in works:
+            work.wait()
 
 
 def is_of_a_gpu(_: Communicator, tensor: torch.Tensor) -> bool:
     return tensor.dtype != torch.int64  # all but what ranks agree on
 
 
-def mean_of_ranks(compressor: Any, nodes: list[int], own_nccl: bool = False) -> list[torch.Tensor]:
-    """The mean that each of four ranks ends with, formed twice with the same memory."""
+def mean_of_ranks(compressor: Any, nodes: list[int], nccl_calls: list[str] | None = None) -> list[torch.Tensor]:
+    """The mean that each of four ranks ends with, formed twice with the same memory; over NCCL where calls are kept."""
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         own = tb.BaguaProcessGroup(group, nodes=nodes)
         for communicator in (own.world, own.intra_node, own.inter_node):
-            if own_nccl and communicator is not None:
-                communicator.nccl = communicator.process_group
+            if nccl_calls is not None and communicator is not None:
+                communicator.nccl = PlayedNccl(communicator.process_group, nccl_calls)  # type: ignore[assignment]
         mean = two_phase_mean.centralized_mean(
             own,
             compressor,
@@ -71,15 +76,9 @@ def test_exchanges_over_nccl_give_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, compressor: Any, nodes: list[int]
 ) -> None:
     expected = mean_of_ranks(compressor, nodes)
-    calls = []
-
-    def counted(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-        calls.append(threading.current_thread().name)
-        all_to_all_over_gloo(outputs, inputs, group)
-
+    calls: list[str] = []
     monkeypatch.setattr(Communicator, "is_on_nccl", is_of_a_gpu)
-    monkeypatch.setattr(dist, "all_to_all", counted)
-    found = mean_of_ranks(compressor, nodes, own_nccl=True)
+    found = mean_of_ranks(compressor, nodes, calls)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert calls.count("rank 0") == 2 * {1: 2, 2: 4}[len(set(nodes))], "an all-to-all for each phase"
 

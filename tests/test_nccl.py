@@ -15,7 +15,7 @@ import averaging
 import q_adam_life
 import torchbagua as tb
 from cuda_calls import calls_within, waiting
-from ranks import run_ranks
+from ranks import run_ranks, without_default_group
 from test_ddp import ALGORITHMS, check_runs
 from training import Tower, build, train
 
@@ -36,10 +36,10 @@ def group(gpu: torch.device) -> Iterator[dist.ProcessGroup]:
         pytest.skip("this torch was built without NCCL")
     torch.cuda.set_device(gpu)
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=gpu)
-    yield dist.group.WORLD
-    gc.collect()
-    dist.destroy_process_group()
+    with without_default_group():
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=gpu)
+        yield dist.group.WORLD
+        gc.collect()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: type(algorithm).__name__)

@@ -1,9 +1,9 @@
 """The mean in full precision of what NCCL moves: its own all-reduce, which knows the machine better than we do."""
 
 import torch
-import torch.distributed as dist
 
 from torchbagua.collectives.communicator import CommunicationError, Communicator
+from torchbagua.collectives.private_groups import all_reduce
 
 
 class AllReduceMean:
@@ -43,12 +43,13 @@ class AllReduceMean:
         num_bytes = 2 * out_N.nbytes * (communicator.size - 1) // communicator.size
         sizes = {"num_elements": out_N.numel(), "raw_bytes": num_bytes, "wire_bytes": num_bytes}
         after, before = communicator.rank_after(1), communicator.rank_before(1)
+        assert communicator.nccl is not None
         with (
             communicator.message_span("send", after, self._bucket, on_nccl=True, operation="all_reduce", **sizes),
             communicator.message_span("receive", before, self._bucket, on_nccl=True, operation="all_reduce", **sizes),
         ):
             try:
-                dist.all_reduce(out_N, group=communicator.nccl)
+                all_reduce(communicator.nccl, out_N)
             except RuntimeError as error:
                 rank = communicator.ranks[communicator.rank]
                 raise CommunicationError(

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torchbagua.collectives.communicator import CommunicationError, Communicator
+from torchbagua.collectives.private_groups import broadcast
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor], purpose: str) -> None:
@@ -22,7 +22,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor
             # As bytes, since gloo does not know every dtype; a copy, since weights need not be contiguous.
             values = tensor.detach().contiguous().to("cpu", copy=True)
             try:
-                dist.broadcast(values.view(-1).view(torch.uint8), group_src=0, group=group)
+                broadcast(group, values.view(-1).view(torch.uint8))
             except RuntimeError as error:
                 rank = communicator.ranks[communicator.rank]
                 raise CommunicationError(

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, CommunicationError, Communicator
+from torchbagua.collectives.private_groups import all_to_all
 from torchbagua.tracer import NO_SPAN, Span
 
 # Exchanges of different operations may be under way at the same time.
@@ -123,16 +123,17 @@ class Exchange:
         sends = {target: send(target) for target, _ in self._rounds}
         receives = {source: self._receives[source] for _, source in self._rounds}
         nothing = next(iter(sends.values())).new_empty(0)
+        assert self._communicator.nccl is not None
         spans = [self._span("send", target, tensor) for target, tensor in sends.items()]
         spans += [self._span("receive", source, tensor) for source, tensor in receives.items()]
         for span in spans:
             span.begin()
         everybody = range(self._communicator.size)
         try:
-            dist.all_to_all(
+            all_to_all(
+                self._communicator.nccl,
                 [receives.get(rank, nothing) for rank in everybody],
                 [sends.get(rank, nothing) for rank in everybody],
-                group=self._communicator.nccl,
             )
         except RuntimeError as error:
             rank = self._communicator.ranks[self._communicator.rank]

@@ -26,6 +26,34 @@ def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
     return group
 
 
+# Torch's own functions (`dist.all_reduce` and its like) look the group up in torch's registry when they fail, and raise
+# what that says of a group it does not know in place of the error.
+
+
+def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+    """Replace `tensor` by that of the group's first rank."""
+    _finish(group.broadcast(tensor, 0))
+
+
+def all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+    """Replace `tensor` by its sum over the ranks; NCCL's is launched on the current stream."""
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    _finish(group.allreduce([tensor], options))
+
+
+def all_to_all(group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    """Send `inputs[r]` to each rank r and receive `outputs[r]` from it; NCCL's is launched on the current stream."""
+    options = dist.AllToAllOptions()
+    options.asyncOp = False
+    _finish(group.alltoall(outputs, inputs, options))
+
+
+def _finish(work: dist.Work | None) -> None:
+    if work is not None:  # NCCL returns none of what is on the current stream
+        work.wait()
+
+
 def has_nccl(process_group: dist.ProcessGroup) -> bool:
     """Return whether NCCL is what moves tensors of GPUs in this group."""
     if torch.device("cuda") not in process_group._device_types:
