@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from source_tree import compiler_that, copy_sources, finish, start_python
 from torchbagua.native import devices, first_use, loader, recipe
+from torchbagua.native.sealed_file import read_sealed, seal
 
 # Loads from two threads at once, then prints the path taken and the bytes of one operation.
 LOAD_AND_ENCODE = """
@@ -109,6 +111,36 @@ def test_interrupted_compilation_ends_the_compiler(empty_checkout: Path, tmp_pat
     assert status != 0
     assert err.endswith("KeyboardInterrupt\n")
     wait_until(lambda: not Path("/proc", (tmp_path / "pid").read_text().strip()).exists())
+
+
+def test_library_that_was_cut_short_in_the_cache_is_compiled_again(
+    empty_checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To load it would end the process, with a bus error."""
+    compiler = compiler_that(tmp_path / "c++", f"touch {tmp_path}/called")
+    monkeypatch.setenv("TORCHBAGUA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler))
+    library = first_use.Build(recipe.CPU, empty_checkout / "csrc_cuda").library_file()
+    library.parent.mkdir(parents=True)
+    any_library = Path(torch.__file__).with_name("lib") / "libc10.so"
+    library.write_bytes(any_library.read_bytes()[:4096])  # the page with the header, which promises more
+
+    assert run(LOAD, empty_checkout, TORCHBAGUA_CACHE=str(tmp_path / "cache"), CXX=str(compiler)) == (0, "jit\n", "")
+
+    assert (tmp_path / "called").exists()
+
+
+def test_what_was_done_to_a_sealed_file_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    assert read_sealed(file) is None
+    file.write_bytes(b"some bytes")
+    assert read_sealed(file) is None
+    seal(file)
+    assert read_sealed(file) == b"some bytes"
+    whole = file.read_bytes()
+    for broken in (b"", whole[:-1], whole[:5], whole + b"\0", b"S" + whole[1:], whole[:-1] + b"\0"):
+        file.write_bytes(broken)
+        assert read_sealed(file) is None
 
 
 def test_cache_folder_that_cannot_be_made_raises(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Compiles a native library when it is first needed, into a cache that all processes of a user share.
 
 Many processes may come at once and any may be killed. The library is compiled in a private folder and renamed into
-place when it is known to load, so a file under its final name is whole. A lock of the operating system, which ends with
-the process that holds it, makes one process compile while the others wait.
+place when it is known to load. What happens to the file later, on a disk that is full or a machine that goes down, its
+digest shows: to load a library that was cut short would end the process. A lock of the operating system, which ends
+with the process that holds it, makes one process compile while the others wait.
 """
 
 import contextlib
@@ -28,6 +29,7 @@ import torch
 
 from torchbagua.native import recipe
 from torchbagua.native.cuda_toolkit import Toolkit
+from torchbagua.native.sealed_file import read_sealed, seal
 
 # Compiling takes some ten seconds, for CUDA half a minute; a machine that needs longer than this for it hangs.
 COMPILE_TIMEOUT_S = 600.0
@@ -122,27 +124,29 @@ class Build:
 
 
 def compile_once(library: Path, build: Build) -> None:
-    """Compiles `build` to `library`, or waits while another process does; nothing where it is there.
+    """Compiles `build` to `library`, or waits while another process does; nothing where it is there and whole.
 
     Raises:
         RuntimeError: the compiler failed, with its output; it, or the process waited for, took longer than
             COMPILE_TIMEOUT_S; or the cache folder cannot be made.
         OSError: the cache folder cannot be written.
     """
-    if library.exists():
+    if read_sealed(library):
         return
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RuntimeError(f"no folder for it: {error}; TORCHBAGUA_CACHE names another cache folder") from None
     with _only_process(library.with_name("lock")):
-        if library.exists():
+        if read_sealed(library):
             return
         # Only a process that was stopped leaves one of these: whoever compiles holds the lock.
         for left_over in library.parent.glob("build-*"):
             shutil.rmtree(left_over, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent, ignore_cleanup_errors=True) as folder:
-            os.replace(_compile(library.stem, build, Path(folder)), library)
+            compiled = _compile(library.stem, build, Path(folder))
+            seal(compiled)
+            os.replace(compiled, library)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 What it makes is kept in the cache of first_use.py, one file for sources, options, architecture and NVRTC's version.
 """
 
-import hashlib
 import os
 import tempfile
 import warnings
@@ -13,13 +12,12 @@ from typing import Any
 
 from torchbagua.native import first_use, recipe
 from torchbagua.native.cuda_toolkit import nearest_architecture
+from torchbagua.native.sealed_file import read_sealed, seal
 
 # The oldest compute capability with kernels: 7.5, which CUDA 13 begins with.
 OLDEST_ARCHITECTURE = recipe.ARCHITECTURES[0]
 
 INSTALL = "`pip install 'torchbagua[cuda]'` brings cuda-python"
-
-_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Compiler:
@@ -67,10 +65,10 @@ class Compiler:
         """
         target = self.target_of(capability)
         file = self.cache_file(target)
-        image = _read(file)
+        image = read_sealed(file)
         if image is None:
             image = self.compile(target)
-            _write(file, image)
+            _keep(file, image)
         return image
 
     def cache_file(self, target: str) -> Path:
@@ -135,24 +133,15 @@ def _dotted(capability: int) -> str:
     return f"{capability // 10}.{capability % 10}"
 
 
-def _read(file: Path) -> bytes | None:
-    """What `_write` has written, None where there is no such file or it is not whole."""
-    try:
-        content = file.read_bytes()
-    except OSError:
-        return None
-    digest, image = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-    return image if image and hashlib.sha256(image).digest() == digest else None
-
-
-def _write(file: Path, image: bytes) -> None:
+def _keep(file: Path, image: bytes) -> None:
     """Keeps `image` for the next start, or warns that it cannot: another process sees the whole file or none."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, prefix="nvrtc-", delete=False) as temporary:
             try:
-                temporary.write(hashlib.sha256(image).digest() + image)
+                temporary.write(image)
                 temporary.flush()
+                seal(Path(temporary.name))
                 os.replace(temporary.name, file)
             except BaseException:
                 os.unlink(temporary.name)
