@@ -4,7 +4,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +14,7 @@ from torch.autograd import profiler
 
 from torchbagua.events import CommEvent, Observer, Phase, Run, Trace, TraceError
 from torchbagua.gpu_clock import Ended, LateValues, Moment, StepsOnGpu
+from torchbagua.user_warning import warn_user
 
 # Where no step ends for long.
 _MOST_PENDING = 5_000
@@ -237,7 +237,7 @@ class Tracer:
                 f"{error if is_told else ''.join(traceback.format_exception(error))}"
             )
             try:
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
+                warn_user(message)
             except RuntimeWarning:  # where warnings are errors: no observer may end training
                 sys.stderr.write(message)
 

@@ -1,6 +1,5 @@
 """Asynchronous model averaging: training waits for nobody, and weights are averaged in the background."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from torchbagua.algorithms.rank_state import check_rank_state, place_of
 from torchbagua.algorithms.warm_up import average_gradients
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup
+from torchbagua.user_warning import warn_user
 
 State = Literal["warm-up", "running", "stopped", "ended"]
 
@@ -283,11 +283,9 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         self._rounds = None
         self._leaver = ending.leaver
         if ending.leaver is not None:
-            warnings.warn(
+            warn_user(
                 f"torchbagua: rank {ending.leaver} has left the training: asynchronous averaging has ended, and this "
-                "rank trains alone from here on",
-                RuntimeWarning,
-                stacklevel=2,
+                "rank trains alone from here on"
             )
 
     def facts(self, *, is_last: bool = False) -> dict[str, int]:

@@ -3,7 +3,6 @@
 import math
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +12,7 @@ import torch
 from torchbagua.algorithms.model_averaging import ModelAveragingImpl
 from torchbagua.collectives import CommunicationError, check_in_step, maximum
 from torchbagua.side_stream import Baton
+from torchbagua.user_warning import warn_user
 
 REASONS = ("abort", "detach", "new buckets", "load_state_dict")
 """Why a rank stops; all must have the same reason."""
@@ -156,11 +156,9 @@ class BackgroundRounds:
         return ending
 
     def _warn_of_waiting(self, reason: str) -> None:
-        warnings.warn(
+        warn_user(
             f"torchbagua: {reason} has waited longer than the timeout of {self._timeout_s:g} s for rank "
-            f"{self._last_to_stop}, which still takes part in averaging: it is training, or stands still",
-            RuntimeWarning,
-            stacklevel=2,
+            f"{self._last_to_stop}, which still takes part in averaging: it is training, or stands still"
         )
 
     def leave(self) -> None:

@@ -7,7 +7,6 @@ that take precedence. What is loaded is asked of torch, never remembered here.
 import functools
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 from torchbagua.native import devices, first_use, recipe
 from torchbagua.native.devices import DeviceKernels
+from torchbagua.user_warning import warn_user
 
 NativePath = Literal["aot", "jit", "nvrtc", "reference"]
 
@@ -191,9 +191,7 @@ def _why_not_built(kernels: DeviceKernels) -> str:
 @functools.cache
 def _warn_of_reference(device: str, why: str, advice: str) -> None:
     """Says once a process that a device takes the slow path."""
-    warnings.warn(
+    warn_user(
         f"torchbagua runs its reference kernels for {device}, which are many times slower: {why}. {advice}; "
-        f"{VARIABLE}=reference accepts the slow ones silently.",
-        RuntimeWarning,
-        stacklevel=4,
+        f"{VARIABLE}=reference accepts the slow ones silently."
     )

@@ -5,7 +5,6 @@ What it makes is kept in the cache of first_use.py, one file for sources, option
 
 import os
 import tempfile
-import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from torchbagua.native import first_use, recipe
 from torchbagua.native.cuda_toolkit import nearest_architecture
 from torchbagua.native.sealed_file import read_sealed, seal
+from torchbagua.user_warning import warn_user
 
 # The oldest compute capability with kernels: 7.5, which CUDA 13 begins with.
 OLDEST_ARCHITECTURE = recipe.ARCHITECTURES[0]
@@ -147,9 +147,7 @@ def _keep(file: Path, image: bytes) -> None:
                 os.unlink(temporary.name)
                 raise
     except OSError as error:
-        warnings.warn(
+        warn_user(
             f"torchbagua compiles its CUDA kernels anew at every start, because they cannot be kept: {error}; "
-            "TORCHBAGUA_CACHE names another cache folder",
-            RuntimeWarning,
-            stacklevel=2,
+            "TORCHBAGUA_CACHE names another cache folder"
         )

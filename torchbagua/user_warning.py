@@ -1,0 +1,41 @@
+"""Warnings that point at the user's line, however deep in the package is what warns."""
+
+import contextlib
+import os
+import sys
+import threading
+import warnings
+
+import torch
+
+# Between the user's line and this package may be torch, whose optimizers call hooks, and what calls a context manager's
+# end or a thread's function.
+_FOLDERS = tuple(os.path.join(os.path.dirname(str(file)), "") for file in (__file__, torch.__file__))
+_FILES = (contextlib.__file__, threading.__file__)
+
+
+def warn_user(message: str) -> None:
+    """Give a RuntimeWarning at the innermost line that is neither torchbagua's nor torch's.
+
+    On a thread of torchbagua's own there is none; the warning is then at the line that calls this.
+    """
+    caller = sys._getframe(1)
+    frame = caller
+    # By hand: warnings.warn has skip_file_prefixes from Python 3.12 on.
+    while not _is_users(frame.f_code.co_filename):
+        if frame.f_back is None:
+            frame = caller
+            break
+        frame = frame.f_back
+    warnings.warn_explicit(
+        message,
+        RuntimeWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__", "<string>"),  # None would say nothing
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith(_FOLDERS) and filename not in _FILES
