@@ -1,0 +1,119 @@
+"""Small runs on two ranks that are saved in their middle and go on: from a file of this release, or of an earlier one.
+
+`python tests/saved_states.py LABEL` writes tests/data/state-LABEL-NAME.pt, one file for each algorithm that has a state.
+A release that changes a state adds files of its own, and keeps the older ones, which later releases load.
+
+All arithmetic after STOP is of single elements, and what is multiplied before it is added is exact, so that a run goes on
+from a file to the same bits on any machine.
+"""
+
+import io
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import run_ranks
+
+FOLDER = Path(__file__).with_name("data")
+STOP, END = 4, 9
+
+
+def _qadam(optimizer: torch.optim.Optimizer) -> tb.Algorithm:
+    return tb.QAdamAlgorithm(optimizer, compression="sign1bit", error_feedback=True)
+
+
+MAKE_ALGORITHM: dict[str, Callable[[torch.optim.Optimizer], tb.Algorithm]] = {
+    "all": lambda optimizer: tb.DecentralizedAlgorithm(),
+    "shift_one": lambda optimizer: tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
+    "low_precision": lambda optimizer: tb.LowPrecisionDecentralizedAlgorithm(),
+    "async": lambda optimizer: tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, warmup_steps=2),
+    "qadam": _qadam,
+}
+
+
+class Scales(nn.Module):
+    """Factors of single elements, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 16.0).view(3, 5) / 4)
+        self.bias = nn.Parameter(torch.ones(5))
+        self.register_buffer("running", torch.zeros(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.running.mul_(0.5).add_(x[3])
+        return torch.cat([self.weight * x[:3], (self.bias * x[3])[None]])
+
+
+class Trainer:
+    """One rank of the run that `name` says; data differ by rank and step."""
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self.rank = group.rank()
+        self.ddp = DistributedDataParallel(Scales(), process_group=group)
+        self.optimizer: torch.optim.Optimizer
+        if name == "qadam":
+            self.optimizer = tb.QAdamOptimizer(self.ddp.parameters(), lr=0.125, warmup_steps=2)
+        else:
+            self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.25, momentum=0.5)
+        self.algorithm = MAKE_ALGORITHM[name](self.optimizer)
+
+    def step(self, number: int) -> None:
+        """Take step `number` of the run."""
+        x = ((torch.arange(20) * 7 + 5 * number + 11 * self.rank) % 13 - 6).view(4, 5) / 8
+        self.optimizer.zero_grad()
+        self.ddp(x).square().sum().backward()
+        self.optimizer.step()
+
+    def save(self, attachment: tb.Attachment) -> dict[str, Any]:
+        """Return what this rank saves."""
+        return {
+            "model": self.ddp.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "attachment": attachment.state_dict(),
+        }
+
+    def load(self, attachment: tb.Attachment, state: dict[str, Any]) -> None:
+        """Go on from what this rank has saved."""
+        self.ddp.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        attachment.load_state_dict(state["attachment"])
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the weights."""
+        return {name: tensor.clone() for name, tensor in self.ddp.module.state_dict().items()}
+
+
+def saved_run(name: str) -> dict[str, Any]:
+    """Train, and return by rank what it saved after STOP steps, and its weights at the end of END steps."""
+
+    def body(group: dist.ProcessGroup) -> dict[str, Any]:
+        trainer = Trainer(group, name)
+        with tb.attach(trainer.ddp, trainer.optimizer, trainer.algorithm) as attachment:
+            for number in range(STOP):
+                trainer.step(number)
+            deadline_s = time.monotonic() + 60
+            while name == "async" and not attachment.state_dict()["impl"]["has_differences"]:  # a round to be applied
+                assert time.monotonic() < deadline_s
+            file = io.BytesIO()
+            torch.save(trainer.save(attachment), file)
+            for number in range(STOP, END):
+                trainer.step(number)
+            file.seek(0)
+            return {**torch.load(file, weights_only=True), "weights_at_end": trainer.weights()}
+
+    return {f"rank{rank}": saved for rank, saved in enumerate(run_ranks(2, body))}
+
+
+if __name__ == "__main__":
+    for name in MAKE_ALGORITHM:
+        with (FOLDER / f"state-{sys.argv[1]}-{name}.pt").open("xb") as file:
+            torch.save(saved_run(name), file)
