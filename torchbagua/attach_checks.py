@@ -1,7 +1,6 @@
 """What `attach` checks: that the module and its optimizers fit, on this rank and beside the others'."""
 
 import hashlib
-import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import chain
@@ -18,6 +17,7 @@ from torchbagua.algorithms.wrapped_optimizer import step_hooks_of
 from torchbagua.bucket import check_elements
 from torchbagua.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, ddps_around, is_joining
 from torchbagua.grad_scaler import is_stepped_by_scaler
+from torchbagua.user_warning import warn_user
 
 # On a module with an algorithm attached, inside of its wrapper: its id, which a copy has not, and the impl's name.
 _MARK = "_torchbagua_attached"
@@ -176,12 +176,10 @@ def warn_of_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Warn of optimizers that call backward as often as the rank's own loss demands."""
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
-            warnings.warn(
+            warn_user(
                 "torchbagua: LBFGS calls its closure as often as the loss that it returns demands, and ranks must call "
                 "backward equally often: have the closure return the mean of the loss over the ranks, or training ends "
                 'in an error such as "Connection reset by peer" when a rank is done before the others',
-                RuntimeWarning,
-                stacklevel=3,
             )
 
 
@@ -211,11 +209,9 @@ class Surroundings:
             RuntimeError: a DDP that nobody knew of has averaged gradients meanwhile.
         """
         if impl.grad_scaler is None and impl.needs_grad_scaler and any(map(is_stepped_by_scaler, self._optimizers)):
-            warnings.warn(
+            warn_user(
                 f"torchbagua: a GradScaler steps {type(self._optimizers[0]).__name__}, and {type(impl).__name__} does "
                 "not know it: ranks would skip different steps; attach(..., grad_scaler=scaler)",
-                RuntimeWarning,
-                stacklevel=2,
             )
         if isinstance(self._module, DistributedDataParallel):
             return

@@ -1,10 +1,11 @@
 """When a training step ends, and what is wrong where none ever does."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from torchbagua.user_warning import warn_user
 
 # So many backward passes in a row may have their gradients cleared before the optimizer steps: a GradScaler that
 # nobody has handed over skips about a dozen steps when it starts.
@@ -55,11 +56,9 @@ class StepClock:
         if self._needs_steps and progress.num_steps >= _MOST_STEPS_ALONE and not self._has_warned:
             self._has_warned = True
             idle = [type(other.optimizer).__name__ for other in self._progress.values() if not other.is_done]
-            warnings.warn(
+            warn_user(
                 f"torchbagua: {type(optimizer).__name__} has stepped {progress.num_steps} times, and {', '.join(idle)} "
                 "not once: nothing is averaged until all optimizers that were attached together have stepped",
-                RuntimeWarning,
-                stacklevel=2,
             )
 
     def after_search_for_inf(self, optimizer: torch.optim.Optimizer, *, overflow: bool) -> None:
