@@ -1,9 +1,9 @@
 """A torch that believes in a GPU which is not there, in processes of its own: for all that comes before a launch."""
 
 import os
-import subprocess
 from pathlib import Path
 
+import programs
 from host_kernels import COMPILER
 
 # Python runs a file of this name when it starts.
@@ -36,7 +36,7 @@ def pretend_cuda(folder: Path, sources: Path) -> dict[str, str]:
     for name, source in _LIBRARIES.items():
         (folder / f"{name}.cpp").write_text(f"{source}\n")
         command = [*COMPILER, "-shared", "-fPIC", f"{name}.cpp", "-o", f"lib{name}.so", f"-Wl,-soname,lib{name}.so"]
-        subprocess.run(command, cwd=folder, check=True, timeout=60)
+        programs.run(command, cwd=folder)
     # Where the linker looks, and where the loader does.
     return {
         "PYTHONPATH": os.pathsep.join((str(sources), str(folder))),

@@ -4,7 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
+
+import programs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -28,20 +31,21 @@ exec c++ "$@"
     return script
 
 
-def start_python(code: str, folder: Path, **variables: str) -> subprocess.Popen[str]:
+def python_started(code: str, folder: Path, **variables: str) -> AbstractContextManager["subprocess.Popen[str]"]:
     """Starts `code` in a Python that imports torchbagua from `folder`; `variables` are added to the environment."""
     environment = {name: value for name, value in os.environ.items() if name not in ("CXX", "TORCHBAGUA_NATIVE")}
-    # One thread each: many such processes at once would otherwise wait for one another's.
-    environment |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", **variables}
+    environment |= {"PYTHONPATH": str(folder), **variables}
     pipe = subprocess.PIPE
-    command = [sys.executable, "-c", code]
-    return subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=pipe, stderr=pipe)
+    return programs.started([sys.executable, "-c", code], cwd=folder, env=environment, stdout=pipe, stderr=pipe)
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
     """Waits for `process`, at most three minutes; returns its exit status and what it wrote to stdout and stderr."""
-    try:
-        out, err = process.communicate(timeout=180)
-    finally:
-        process.kill()
+    out, err = process.communicate(timeout=180)
     return process.returncode, out, err
+
+
+def run_python(code: str, folder: Path, **variables: str) -> tuple[int, str, str]:
+    """Runs `code` as `python_started` starts it; returns its exit status and what it wrote to stdout and stderr."""
+    with python_started(code, folder, **variables) as process:
+        return finish(process)

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+import programs
 import torchbagua as tb
 import torchbagua.native
 from ranks import gloo_group, init_default_group, run_ranks
@@ -344,13 +346,10 @@ def test_no_thread_outlives_attach_or_impl() -> None:
 
 def test_import_opens_nothing() -> None:
     """No thread, no library, no child process: in a fresh interpreter."""
-    import subprocess
-    import sys
-
     code = (
         "import torch, torch.distributed, threading, os;"
         "before = threading.active_count(), set(os.listdir('/proc/self/fd'));"
         "import torchbagua; after = threading.active_count(), set(os.listdir('/proc/self/fd'));"
         "assert before == after, (before, after); assert not torch.ops.loaded_libraries, torch.ops.loaded_libraries"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    programs.run([sys.executable, "-c", code])

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+import programs
+
 pytestmark = pytest.mark.browser
 
 STEPS = int(os.environ.get("TORCHBAGUA_DEMO_STEPS", "60"))
@@ -33,18 +35,15 @@ LEAST_PIXELS = {LINES: 2000, BACKWARD: 1000, MESSAGES: 20}
 def tensorboard(folder: Path) -> Iterator[str]:
     """Serve `folder` on a free port of loopback; gives the address."""
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", "127.0.0.1", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stderr is not None
-            lines = []
-            for line in server.stderr:  # ends where the server does
-                lines.append(line)
-                if address := re.search(r"http://127\.0\.0\.1:\d+/", line):
-                    break
-            assert address, lines
-            yield address[0]
-        finally:
-            server.terminate()
+    with programs.started(command, stderr=subprocess.PIPE) as server:
+        assert server.stderr is not None
+        lines = []
+        for line in server.stderr:  # ends where the server does
+            lines.append(line)
+            if address := re.search(r"http://127\.0\.0\.1:\d+/", line):
+                break
+        assert address, lines
+        yield address[0]
 
 
 def chromium(*arguments: str, folder: Path) -> str:
@@ -59,7 +58,7 @@ def chromium(*arguments: str, folder: Path) -> str:
         "--virtual-time-budget=30000",
     ]
     command = [binary, *options, f"--user-data-dir={folder / 'profile'}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    done = programs.run(command, timeout_s=LIMIT_S)
     return done.stdout
 
 
@@ -86,7 +85,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the demo tells TensorBoard's users to open."""
     output = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-m", "torchbagua.cli", "demo", "--steps", str(STEPS), "--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    done = programs.run(command, timeout_s=LIMIT_S)
     advice = re.search(r"tensorboard --logdir (\S+)", done.stdout)
     assert advice
     return Path(advice[1])

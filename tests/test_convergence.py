@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import programs
 from source_tree import REPOSITORY
 
 TIMEOUT_S = 150  # a busy machine, or one that compiles the kernels meanwhile
@@ -31,14 +32,9 @@ QADAM_LABELS = [
 
 def run_benchmark(folder: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(REPOSITORY / "benchmarks" / "convergence.py"), "--quick", "--ranks", "2"]
-    return subprocess.run(
-        [*command, "--output", str(folder), *arguments],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    command += ["--output", str(folder), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment
+    return programs.run(command, env=environment, timeout_s=TIMEOUT_S, check=False)
 
 
 def test_quick_run_trains_and_reports(tmp_path: Path) -> None:

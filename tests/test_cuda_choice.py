@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pretended_cuda import pretend_cuda
-from source_tree import REPOSITORY, copy_sources, finish, start_python
+from source_tree import REPOSITORY, copy_sources, run_python
 from torchbagua.native import cuda_toolkit, devices, first_use, launcher, loader, nvrtc, recipe
 
 needs_nvrtc = pytest.mark.skipif(
@@ -149,7 +149,7 @@ before = set(sys.modules)  # torch itself imports some of cuda-python
 import torchbagua
 print([name for name in set(sys.modules) - before if name.split(".")[0] == "cuda"])
 """
-    assert finish(start_python(code, REPOSITORY)) == (0, "[]\n", "")
+    assert run_python(code, REPOSITORY) == (0, "[]\n", "")
 
 
 class TestLoad:
@@ -174,7 +174,7 @@ import os
 os.environ["TORCHBAGUA_NATIVE"] = "jit"
 native.load()
 """
-        status, out, err = finish(start_python(code, tmp_path, **environment))
+        status, out, err = run_python(code, tmp_path, **environment)
         assert status == 1, err
         assert "TORCHBAGUA_NATIVE=jit was set after" in err
         path, kernels, *report = out.splitlines()
@@ -192,7 +192,7 @@ native.load()
         self, tmp_path: Path, environment: dict[str, str]
     ) -> None:
         code = f"import sys, warnings; sys.modules['cuda.bindings'] = None; warnings.simplefilter('always')\n{LOAD * 2}"
-        status, out, err = finish(start_python(code, tmp_path, **environment))
+        status, out, err = run_python(code, tmp_path, **environment)
         assert (status, out) == (0, "None\n" * 2), err
         assert err.count("RuntimeWarning") == 1
         for part in ("reference kernels for cuda", "there is no nvcc", "`pip install 'torchbagua[cuda]'`"):
@@ -202,7 +202,7 @@ native.load()
         stem = recipe.stem(recipe.CUDA, tmp_path / "checkout" / "csrc_cuda")
         built = tmp_path / "checkout" / "torchbagua" / "native" / f"{stem}.abi3.so"
         built.write_bytes(b"not a library")
-        status, out, err = finish(start_python(LOAD, tmp_path, **environment))
+        status, out, err = run_python(LOAD, tmp_path, **environment)
         assert (status, out) == (1, "")
         for part in ("RuntimeError", str(built), "TORCHBAGUA_NATIVE=reference"):
             assert part in err
@@ -210,7 +210,7 @@ native.load()
     @needs_nvrtc
     def test_kernels_that_do_not_compile_raise(self, tmp_path: Path, environment: dict[str, str]) -> None:
         (tmp_path / "checkout" / "csrc_cuda" / recipe.NVRTC.source).write_text("no room for jokes\n")
-        status, out, err = finish(start_python(LOAD, tmp_path, **environment))
+        status, out, err = run_python(LOAD, tmp_path, **environment)
         assert (status, out) == (1, "")
         for part in ("NVRTC for cuda is not usable", "no room for jokes", "TORCHBAGUA_NATIVE=reference"):
             assert part in err

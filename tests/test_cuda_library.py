@@ -1,7 +1,6 @@
 """The library of CUDA kernels without a GPU: it compiles, links, loads and refuses; nothing is launched."""
 
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -9,9 +8,10 @@ from pathlib import Path
 import pytest
 from torch.utils.cpp_extension import include_paths, library_paths
 
+import programs
 from host_kernels import COMPILER, CSRC, HostKernels
 from pretended_cuda import pretend_cuda
-from source_tree import REPOSITORY, copy_sources, finish, start_python
+from source_tree import REPOSITORY, copy_sources, run_python
 from torchbagua.native import cuda_toolkit, recipe
 
 TOOLKIT = cuda_toolkit.usable_toolkit("13.0")
@@ -70,7 +70,7 @@ int torchbagua_probe(void* place) { return aoti_torch_get_current_cuda_stream(0,
 def needed_libraries(library: Path) -> set[str]:
     """The shared libraries that one asks for, without their versions."""
     assert shutil.which("readelf"), "readelf comes with the linker"
-    printed = subprocess.check_output(["readelf", "-d", library], text=True)
+    printed = programs.run(["readelf", "-d", library]).stdout
     return {line.split("[")[1].split(".so")[0] for line in printed.splitlines() if "(NEEDED)" in line}
 
 
@@ -81,18 +81,16 @@ def test_bindings_compile_without_a_warning_and_launch_what_gives_the_bytes_of_t
     includes = [f"-I{CSRC}", *(f"-isystem={path}" for path in include_paths())]
     command = ["nvcc", "-c", *recipe.CUDA.nvcc_flags, *recipe.gencode_flags([90]), *includes]
     command += ["-Xcompiler=-fPIC,-Wall", "-Werror", "all-warnings", str(CSRC / recipe.CUDA.source), "-o", "bind.o"]
-    compiled = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
-    assert compiled.returncode == 0, compiled.stdout + compiled.stderr
+    programs.run(command, cwd=tmp_path, timeout_s=200)
 
     assert isinstance(TOOLKIT, cuda_toolkit.Toolkit)
     runtime = Path(__file__).with_name("pretended_cuda_runtime.cpp")
     command = [*COMPILER, "-shared", "-fPIC", "-Wl,-Bsymbolic", f"-I{TOOLKIT.folder}/include", "bind.o", str(runtime)]
     command += [*(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10", "-o", "bind.so"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=100)
+    programs.run(command, cwd=tmp_path)
     script = Path(__file__).with_name("cuda_library_on_host.py")
     command = [sys.executable, str(script), str(tmp_path / "bind.so"), str(host_kernels.library)]
-    called = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-    assert called.returncode == 0, called.stderr
+    called = programs.run(command)
     *calls, old_gpu, other_gpu, old_driver, other = called.stdout.splitlines()
     assert len(calls) == 2 * 9
     assert old_gpu == (
@@ -109,7 +107,7 @@ def test_bindings_compile_without_a_warning_and_launch_what_gives_the_bytes_of_t
 def test_compiled_at_first_use_it_loads_and_refuses_in_the_words_of_the_schema(tmp_path: Path) -> None:
     environment = pretend_cuda(tmp_path / "cuda", REPOSITORY)
     environment["TORCHBAGUA_CACHE"] = str(tmp_path / "cache")
-    status, out, err = finish(start_python(LOAD_AND_CALL, tmp_path, **environment))
+    status, out, err = run_python(LOAD_AND_CALL, tmp_path, **environment)
     assert status == 0, err
     path, others, library, *refused = out.splitlines()
     assert (path, others) == ("{'jit'}", "{'reference'}")
@@ -132,7 +130,7 @@ def test_wheel_built_beside_a_torch_with_cuda_holds_both_libraries(tmp_path: Pat
     environment = {**pretend_cuda(tmp_path / "cuda", checkout), "CUDA_HOME": str(tmp_path)}
 
     build = "import setuptools.build_meta as backend; backend.build_wheel('wheels')"
-    status, out, err = finish(start_python(build, checkout, **environment))
+    status, out, err = run_python(build, checkout, **environment)
 
     assert status == 0, out + err
     assert (

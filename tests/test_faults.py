@@ -1,5 +1,6 @@
 """Ranks that die, stop or raise within a step, in real processes: the others raise, and everybody can exit."""
 
+import contextlib
 import itertools
 import re
 import signal
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import programs
+
 FAULTY_RANK = Path(__file__).parent / "faulty_rank.py"
 SIZE = 3
 TIMEOUT_S = 4.0
@@ -19,16 +22,17 @@ PAUSE_S = 6.0
 
 def run_with_fault(fault: str, algorithm: str, store: Path, size: int = SIZE) -> tuple[list[str], float]:
     """Run processes of which the last goes wrong; return what the others print, and their seconds until exit."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(FAULTY_RANK), str(rank), str(size), str(store), fault, algorithm],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                programs.started(
+                    [sys.executable, str(FAULTY_RANK), str(rank), str(size), str(store), fault, algorithm],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+            for rank in range(size)
+        ]
         faulty = processes[-1].stdout
         assert faulty is not None
         assert any(line.strip() == "fault" for line in faulty)
@@ -39,10 +43,6 @@ def run_with_fault(fault: str, algorithm: str, store: Path, size: int = SIZE) ->
         outputs = [process.communicate(timeout=60)[0] for process in processes[:-1]]
         assert [process.returncode for process in processes[:-1]] == [0] * (size - 1), outputs
         return outputs, time.monotonic() - start
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """Scripts that end without detach: the interpreter ends the lanes first, and the process exits well."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import programs
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
@@ -28,6 +28,4 @@ dist.destroy_process_group()
 def test_exit_without_detach(algorithm: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(algorithm=algorithm))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert result.returncode == 0, result.stderr
+    programs.run(programs.torchrun(script))

@@ -1,15 +1,15 @@
 """Which kernels `torchbagua.native.load` takes: every case in processes of its own, over a copy of the sources."""
 
-import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
-from source_tree import compiler_that, copy_sources, finish, start_python
+from source_tree import compiler_that, copy_sources, finish, python_started, run_python
 from torchbagua.native import devices, first_use, loader, recipe
 from torchbagua.native.sealed_file import read_sealed, seal
 
@@ -47,7 +47,7 @@ def empty_checkout(checkout: Path) -> Path:
 
 
 def run(code: str, folder: Path, **variables: str) -> tuple[int, str, str]:
-    return finish(start_python(code, folder, PYTHONHASHSEED="0", **variables))
+    return run_python(code, folder, PYTHONHASHSEED="0", **variables)
 
 
 def announce(folder: Path) -> str:
@@ -66,8 +66,10 @@ def test_many_processes_at_first_use_compile_once_and_agree(checkout: Path, tmp_
     compiler = compiler_that(tmp_path / "counting-c++", f"echo >>{tmp_path}/calls")
     variables = {"TORCHBAGUA_CACHE": str(tmp_path / "a cache"), "CXX": str(compiler), "PYTHONHASHSEED": "0"}
 
-    processes = [start_python(LOAD_AND_ENCODE, checkout, **variables) for _ in range(8)]
-    results = [finish(process) for process in processes]
+    with ExitStack() as stack:
+        starting = [python_started(LOAD_AND_ENCODE, checkout, **variables) for _ in range(8)]
+        processes = [stack.enter_context(one) for one in starting]
+        results = [finish(process) for process in processes]
 
     assert [(status, err) for status, _, err in results] == [(0, "")] * 8
     _, reference, _ = run(LOAD_AND_ENCODE, checkout, TORCHBAGUA_NATIVE="reference")
@@ -85,32 +87,28 @@ def test_killed_compilation_blocks_nothing(empty_checkout: Path, tmp_path: Path)
     cache = tmp_path / "cache"
     variables = {"TORCHBAGUA_CACHE": str(cache), "CXX": str(compiler)}
 
-    first = start_python(LOAD, empty_checkout, **variables)
-    wait_until((tmp_path / "pid").exists)
-    first.send_signal(signal.SIGKILL)
-    assert finish(first)[0] == -signal.SIGKILL
+    with python_started(LOAD, empty_checkout, **variables) as first:
+        wait_until((tmp_path / "pid").exists)
+        first.send_signal(signal.SIGKILL)
+        assert finish(first)[0] == -signal.SIGKILL
 
-    (tmp_path / "fast").touch()
-    started_s = time.monotonic()
-    try:
+        (tmp_path / "fast").touch()
+        started_s = time.monotonic()
         assert run(LOAD, empty_checkout, **variables) == (0, "jit\n", "")
-    finally:
-        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     assert time.monotonic() - started_s < 120, "it waited for the process that is gone"
     assert not list(cache.glob("*/build-*")), "what the killed process left is removed"
 
 
 def test_interrupted_compilation_ends_the_compiler(empty_checkout: Path, tmp_path: Path) -> None:
     compiler = compiler_that(tmp_path / "slow-c++", f"{announce(tmp_path)}; exec sleep 60")
-    # A shell that runs in the background lets its children ignore Ctrl-C.
-    code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n{LOAD}"
-    process = start_python(code, empty_checkout, CXX=str(compiler), TORCHBAGUA_CACHE=str(tmp_path / "cache"))
-    wait_until((tmp_path / "pid").exists)
-    process.send_signal(signal.SIGINT)
-    status, _, err = finish(process)
-    assert status != 0
-    assert err.endswith("KeyboardInterrupt\n")
-    wait_until(lambda: not Path("/proc", (tmp_path / "pid").read_text().strip()).exists())
+    variables = {"TORCHBAGUA_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
+    with python_started(LOAD, empty_checkout, **variables) as process:
+        wait_until((tmp_path / "pid").exists)
+        process.send_signal(signal.SIGINT)
+        status, _, err = finish(process)
+        assert status != 0
+        assert err.endswith("KeyboardInterrupt\n")
+        wait_until(lambda: not Path("/proc", (tmp_path / "pid").read_text().strip()).exists())
 
 
 def test_library_that_was_cut_short_in_the_cache_is_compiled_again(

@@ -2,8 +2,6 @@
 
 import copy
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import programs
 import torchbagua as tb
 from averaging import ALGORITHMS, EVERY, SYNCHRONOUS, Normed, Trainer, assert_same_weights, train, weights_of
 from ranks import init_default_group, run_ranks, without_default_group
@@ -246,10 +245,7 @@ def test_compiled_module_where_ddp_was_meant() -> None:
 
 def test_compiled_module_is_trained_as_it_is_without() -> None:
     """In real processes: torch.compile is not made for threads that compile the same code at once."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = str(Path(__file__).with_name("compiled_rank.py"))
-    run = subprocess.run([*torchrun, script], capture_output=True, text=True, timeout=100, check=False)
-    assert run.returncode == 0, run.stderr
+    run = programs.run(programs.torchrun(Path(__file__).with_name("compiled_rank.py")))
     digests = re.findall(r"digests ([0-9a-f]{64}) ([0-9a-f]{64})", run.stdout)
     assert [plain for plain, _ in digests] == [compiled for _, compiled in digests]
     assert len({plain for plain, _ in digests}) == 2, "ranks should have weights of their own"

@@ -7,10 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import programs
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 SMALL = [
@@ -32,10 +35,7 @@ LIMIT_S = 60
 
 def run_python(code: str) -> str:
     """What `code` prints in an interpreter that can import the benchmark's modules."""
-    finished = subprocess.run(
-        [sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, check=True, timeout=LIMIT_S
-    )
-    return finished.stdout.strip()
+    return programs.run([sys.executable, "-c", code], cwd=BENCHMARKS).stdout.strip()
 
 
 def namespaces_of(pid: int) -> list[str]:
@@ -44,7 +44,7 @@ def namespaces_of(pid: int) -> list[str]:
 
 
 def pids_inside(namespace: str) -> list[int]:
-    listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+    listed = programs.run(["ip", "netns", "pids", namespace], check=False)
     return [int(pid) for pid in listed.stdout.split()]
 
 
@@ -65,24 +65,20 @@ def _emulation() -> None:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts network.py with the given arguments; what is still running after the test is ended."""
-    started = []
+    """Starts network.py with the given arguments; what is still running after the test is ended, first by SIGTERM."""
+    with ExitStack() as stack:
 
-    def start_benchmark(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, str(BENCHMARKS / "network.py"), *SMALL, "--json", str(tmp_path / "r.json"), *arguments],
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
+        def start_benchmark(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+            command = [sys.executable, str(BENCHMARKS / "network.py"), *SMALL, "--json", str(tmp_path / "r.json")]
+            pipe = subprocess.PIPE
+            process = stack.enter_context(
+                programs.started([*command, *arguments], env=os.environ | environment, stdout=pipe, stderr=pipe)
+            )
+            stack.callback(process.communicate, timeout=LIMIT_S)
+            stack.callback(process.terminate)
+            return process
 
-    yield start_benchmark
-    for process in started:
-        process.terminate()
-        process.communicate(timeout=LIMIT_S)
+        yield start_benchmark
 
 
 def is_alive(pid: int) -> bool:
@@ -191,11 +187,5 @@ def test_unknown_rate_is_refused(start: Callable[..., subprocess.Popen[str]]) ->
 
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("network-*.json")), ids=lambda path: path.stem)
 def test_recorded_results_can_be_shown(path: Path) -> None:
-    shown = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "network.py"), "--show", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=True,
-    )
+    shown = programs.run([sys.executable, str(BENCHMARKS / "network.py"), "--show", str(path)])
     assert shown.stdout.count("| compute only |") == len(json.loads(path.read_text())["networks"])

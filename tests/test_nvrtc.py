@@ -1,13 +1,13 @@
 """NVRTC compiles every kernel, and what it made is kept: nothing here needs a GPU."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import programs
 from host_kernels import CSRC, KERNEL_FILES, find_kernels
 from source_tree import copy_sources
 from torchbagua.native import nvrtc, recipe
@@ -153,6 +153,6 @@ sys.path[:] = []
 import site; site.getsitepackages = lambda: []; site.getusersitepackages = lambda: ""
 print(nvrtc.find_compiler("13.0", Path({str(CSRC)!r})))
 """
-        printed = subprocess.check_output([sys.executable, "-c", code], text=True)
+        printed = programs.run([sys.executable, "-c", code]).stdout
         assert "cuda-python finds no NVRTC" in printed
         assert "and a cuda-python of torch's CUDA, 13" in printed

@@ -2,11 +2,12 @@
 
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import programs
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -24,10 +25,7 @@ def side_of_diff(diff: str, marker: str) -> str:
 
 
 def run_on_two_ranks(script: Path) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=script.parent)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    return programs.run(programs.torchrun(script), cwd=script.parent).stdout
 
 
 def test_python_blocks(tmp_path: Path) -> None:
@@ -45,7 +43,7 @@ def test_python_blocks(tmp_path: Path) -> None:
         program, *arguments = shlex.split(line)
         options = ["--inspect"] if program == "tensorboard" else []  # which does not serve for ever
         command = [str(Path(sys.executable).with_name(program)), *arguments, *options]
-        subprocess.run(command, capture_output=True, timeout=120, check=True, cwd=tmp_path)
+        programs.run(command, cwd=tmp_path)
     assert {"timeline.png", "merged.json.gz"} <= {path.name for path in (tmp_path / "runs" / "train").iterdir()}
 
 
@@ -77,8 +75,7 @@ def test_shell_blocks(line: str) -> None:
     else:
         assert program == "pip"
         command = [sys.executable, "-m", "pip", *arguments, "--dry-run", "--no-deps", "--no-build-isolation", "--quiet"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
-    assert result.returncode == 0, result.stdout + result.stderr
+    programs.run(command, timeout_s=200, cwd=ROOT)
 
 
 def test_links_lead_somewhere() -> None:

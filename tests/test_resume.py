@@ -3,8 +3,6 @@
 import copy
 import io
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import programs
 import torchbagua as tb
 from averaging import Normed, Trainer, assert_same_weights, weights_of
 from ranks import run_ranks
@@ -87,18 +86,10 @@ def test_resume_bit_for_bit(name: str, nodes: list[int] | None) -> None:
 
 def test_resume_from_a_distributed_checkpoint(tmp_path: Path) -> None:
     """Real processes, one checkpoint of all ranks with keys of their own; the ranks' weights differ all the time."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = str(Path(__file__).with_name("checkpoint_rank.py"))
+    script = Path(__file__).with_name("checkpoint_rank.py")
     digests = []
     for mode in ("save", "resume"):
-        run = subprocess.run(
-            [*torchrun, script, mode, str(tmp_path / "checkpoint")],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert run.returncode == 0, run.stderr
+        run = programs.run(programs.torchrun(script, mode, str(tmp_path / "checkpoint")))
         digests.append(sorted(re.findall(r"rank \d digest [0-9a-f]{64}", run.stdout)))
     assert len(digests[0]) == 2
     assert digests[0][0].split()[-1] != digests[0][1].split()[-1]

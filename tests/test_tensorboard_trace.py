@@ -1,7 +1,6 @@
 """TensorBoardTrace: event files, read back by TensorBoard's own reader."""
 
 import itertools
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
+import programs
 import torchbagua as tb
 from torchbagua.events import Run
 from torchbagua.traces.figures import Figures
@@ -252,12 +252,12 @@ try:
 except ImportError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = programs.run([sys.executable, "-c", code])
     assert "TensorBoardTrace: " in done.stdout
     assert "pip install 'torchbagua[traces]'" in done.stdout
 
 
 def test_import_takes_neither_tensorboard_nor_matplotlib() -> None:
     code = "import sys, torchbagua; print([name for name in ('tensorboard', 'matplotlib') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = programs.run([sys.executable, "-c", code])
     assert done.stdout.strip() == "[]"

@@ -1,9 +1,7 @@
 """Traces that end early: processes that are killed or never detach, disks that fill, two traces in one place."""
 
 import gc
-import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import programs
 import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.traces.rank_files import RankFile, find_files
@@ -59,7 +58,7 @@ def test_a_process_that_does_not_detach_loses_next_to_nothing(tmp_path: Path, en
     script = tmp_path / "train.py"
     script.write_text(KILLED.format(end=end))
     command = [sys.executable, str(script), str(tmp_path / "trace"), str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = programs.run(command, check=False)
     assert done.returncode == status, done.stderr
     rows = RankFile(tmp_path / "trace" / "rank0.json.gz").rows()
     assert sum(row.get("cat") == "step" for row in rows) == 51
@@ -141,8 +140,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path, kind: s
     script = tmp_path / "train.py"
     script.write_text(FULL)
     command = [sys.executable, str(script), kind, str(Path(__file__).parent), str(tmp_path / "trace")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env={**os.environ})
-    assert done.returncode == 0, done.stderr
+    done = programs.run(command, timeout_s=200)
     told = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
     assert len(told) == num_warnings, done.stdout
     name = {"perfetto": "PerfettoTrace", "tensorboard": "TensorBoardTrace"}[kind]

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import programs
 from torchbagua.traces.merge import merge
 from torchbagua.traces.rank_files import find_files
 
@@ -26,27 +28,19 @@ MOST_OVERHEAD = 0.03
 def test_bytes_are_those_of_the_interface(tmp_path: Path, name: str) -> None:
     if reason := why_unavailable():
         pytest.skip(f"cannot emulate a network: {reason}")
-    with EmulatedNetwork([0, 0], rank_rate="500mbit") as network:
-        ranks = [
-            subprocess.Popen(
-                [
-                    *("ip", "netns", "exec", network.namespace(rank)),
-                    *(sys.executable, str(TESTS / "traced_rank.py")),
-                    *(str(rank), "2", network.address(0), name, str(tmp_path)),
-                ],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+    with EmulatedNetwork([0, 0], rank_rate="500mbit") as network, ExitStack() as stack:
+        commands = [
+            [
+                *("ip", "netns", "exec", network.namespace(rank)),
+                *(sys.executable, str(TESTS / "traced_rank.py")),
+                *(str(rank), "2", network.address(0), name, str(tmp_path)),
+            ]
             for rank in range(2)
         ]
-        try:
-            for rank in ranks:
-                _, stderr = rank.communicate(timeout=LIMIT_S)
-                assert rank.returncode == 0, stderr
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+        starting = [programs.started(command, stderr=subprocess.PIPE) for command in commands]
+        for rank in [stack.enter_context(one) for one in starting]:
+            _, stderr = rank.communicate(timeout=LIMIT_S)
+            assert rank.returncode == 0, stderr
 
     for rank, folder in enumerate((tmp_path, tmp_path / "rank1")):
         result = json.loads((tmp_path / f"result{rank}.json").read_text())

@@ -4,12 +4,12 @@ import ast
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import programs
 from torchbagua.cli import trace
 
 ROOT = Path(__file__).parent.parent
@@ -179,13 +179,7 @@ def skip_without_namespaces() -> None:
         if shutil.which(tool) is None:
             pytest.skip(f"there is no `{tool}`")
     shaped = "ip link set lo up && tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 100ms"
-    trial = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", shaped],
-        capture_output=True,
-        text=True,
-        timeout=10,
-        check=False,
-    )
+    trial = programs.run(["unshare", "--user", "--map-root-user", "--net", "sh", "-c", shaped], check=False)
     if trial.returncode != 0:
         pytest.skip(f"not permitted to shape a network of one's own: {trial.stderr.strip()}")
 
@@ -199,9 +193,8 @@ def test_tutorial(key: tuple[str, str]) -> None:
         skip_without_namespaces()
     command = COMMANDS[key].replace("torchrun", f"{shlex.quote(sys.executable)} -m torch.distributed.run")
 
-    run = subprocess.run(shlex.split(command), cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    run = programs.run(shlex.split(command), cwd=ROOT, timeout_s=200)
 
-    assert run.returncode == 0, run.stderr
     CHECKS[key](run.stdout)
 
 
