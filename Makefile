@@ -39,7 +39,7 @@ test: lint ## lint and run the tests, one a core; some minutes
 
 .PHONY: test-all
 test-all: test ## then those that take longer, and those that nothing may run beside: faults, tutorials, networks
-	$(PYTEST_PARALLEL) -m 'slow and not gpu' $(ARGS)
+	$(PYTEST_PARALLEL) -m 'slow and not alone and not gpu' $(ARGS)
 	$(BIN)/pytest -m alone $(ARGS)
 
 .PHONY: lint

@@ -12,6 +12,8 @@ import pytest
 import programs
 from source_tree import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 150  # a busy machine, or one that compiles the kernels meanwhile
 LABELS = [
     "GradientAllReduce",

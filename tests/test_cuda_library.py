@@ -104,6 +104,7 @@ def test_bindings_compile_without_a_warning_and_launch_what_gives_the_bytes_of_t
     assert other == "torchbagua::minmax_uint8_encode: some error of CUDA"
 
 
+@pytest.mark.slow
 def test_compiled_at_first_use_it_loads_and_refuses_in_the_words_of_the_schema(tmp_path: Path) -> None:
     environment = pretend_cuda(tmp_path / "cuda", REPOSITORY)
     environment["TORCHBAGUA_CACHE"] = str(tmp_path / "cache")
@@ -117,6 +118,7 @@ def test_compiled_at_first_use_it_loads_and_refuses_in_the_words_of_the_schema(t
     assert "libtorch_cuda" in needed_libraries(Path(library))
 
 
+@pytest.mark.slow
 def test_wheel_built_beside_a_torch_with_cuda_holds_both_libraries(tmp_path: Path) -> None:
     checkout = copy_sources(tmp_path / "checkout")
     for binary, source in {recipe.CPU: "// no kernels\n", recipe.CUDA: SMALL_BINDING}.items():

@@ -143,6 +143,7 @@ def test_missing_extra_is_named(
     assert "matplotlib is not installed: pip install 'torchbagua[demo]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_is_reported(tmp_path: Path) -> None:
     environment = os.environ | {"TORCHBAGUA_NATIVE": "no such path"}
 
@@ -177,7 +178,7 @@ def _children(process_id: int) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks' processes in /proc")
-@pytest.mark.parametrize("victim", ["launcher", "rank"])
+@pytest.mark.parametrize("victim", ["launcher", pytest.param("rank", marks=pytest.mark.slow)])
 def test_a_signal_ends_all_processes(victim: str, tmp_path: Path) -> None:
     with _training(tmp_path) as process:
         ranks = _children(process.pid)

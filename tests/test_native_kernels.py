@@ -168,6 +168,7 @@ def test_same_bytes_at_any_address(codec: Codec, dtype: torch.dtype, x_shift: in
     feedback_by_both(codec, values, values.flip(0), table, wire_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_instruction_set(name: str) -> None:
     best = torch.backends.cpu.get_cpu_capability().lower()

@@ -31,6 +31,7 @@ SMALL = [
     "--link-rates",
 ]
 LIMIT_S = 60
+pytestmark = pytest.mark.slow
 
 
 def run_python(code: str) -> str:
@@ -106,6 +107,7 @@ def assert_nothing_left(benchmark: subprocess.Popen[str], ranks: list[int]) -> N
     assert [pid for pid in ranks if is_alive(pid)] == []
 
 
+@pytest.mark.alone
 @pytest.mark.network
 @pytest.mark.usefixtures("_emulation")
 def test_shaped_network_is_as_slow_as_it_should_be(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
@@ -166,6 +168,7 @@ def test_killed_benchmark_is_cleaned_up_by_the_next(start: Callable[..., subproc
     assert_nothing_left(benchmark, ranks)
 
 
+@pytest.mark.alone
 def test_without_the_tools_it_says_so_and_runs_over_loopback(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ def assert_pure(wheel: zipfile.ZipFile) -> None:
     assert not libraries(wheel)
 
 
+@pytest.mark.slow
 def test_isolated_install_is_pure_complete_and_fetches_no_torch(checkout: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     programs.run([sys.executable, "-m", "venv", "--without-pip", environment])
@@ -69,6 +70,7 @@ def test_isolated_install_is_pure_complete_and_fetches_no_torch(checkout: Path, 
     assert run_python(code, packages) == (0, f"{installed}\n", "")
 
 
+@pytest.mark.slow
 def test_wheel_built_beside_torch_holds_the_library(checkout: Path, tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     programs.run([*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "wheels", "."])

@@ -11,6 +11,8 @@ import programs
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+# The first example, whose two sides are plain torch and torchbagua.
+(DIFF,) = (text for language, text in BLOCKS if language == "diff")
 
 
 # A rank that ends at once after a backward can abort in torch itself (2.13: a gloo thread that frees the all-reduce's
@@ -24,19 +26,12 @@ def side_of_diff(diff: str, marker: str) -> str:
     return "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in (" ", marker) or line == "\n")
 
 
-def run_on_two_ranks(script: Path) -> str:
-    return programs.run(programs.torchrun(script), cwd=script.parent).stdout
-
-
 def test_python_blocks(tmp_path: Path) -> None:
-    diffs = [side_of_diff(text, "+") for language, text in BLOCKS if language == "diff"]
     python = [text for language, text in BLOCKS if language == "python"]
-    assert len(diffs) == 1
-    assert len(python) == 6
     script = tmp_path / "train.py"
-    setting = diffs[0].replace(LAST_LINE, "")  # the blocks go on where the script ends
+    setting = side_of_diff(DIFF, "+").replace(LAST_LINE, "")  # the blocks go on where the script ends
     script.write_text("\n".join([setting, *python]) + ENDING)
-    output = run_on_two_ranks(script)
+    output = programs.run(programs.torchrun(script), cwd=tmp_path).stdout
     assert len(re.findall(r"\d+ bytes sent by this rank; the first event: ", output)) == 2
     assert len(re.findall(r"ByteGradAlgorithm\(.*\), 2 ranks", output)) == 2, "a table on each rank"
     for line in TRACE_LINES:
@@ -47,13 +42,13 @@ def test_python_blocks(tmp_path: Path) -> None:
     assert {"timeline.png", "merged.json.gz"} <= {path.name for path in (tmp_path / "runs" / "train").iterdir()}
 
 
-@pytest.mark.parametrize("marker", ["-", "+"])
-def test_both_sides_of_the_diff_run(tmp_path: Path, marker: str) -> None:
+@pytest.mark.slow
+def test_what_the_diff_begins_with_runs_without_torchbagua(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    side = side_of_diff(dict(BLOCKS)["diff"], marker)
-    assert ("torchbagua" in side) == (marker == "+")
-    script.write_text(side.replace(LAST_LINE, ENDING))
-    run_on_two_ranks(script)
+    plain = side_of_diff(DIFF, "-")
+    assert "torchbagua" not in plain
+    script.write_text(plain.replace(LAST_LINE, ENDING))
+    programs.run(programs.torchrun(script), cwd=tmp_path)
 
 
 SHELL = "".join(text for language, text in BLOCKS if language == "sh")
@@ -64,7 +59,14 @@ SHELL_LINES = [line.partition("#")[0].strip() for line in SHELL.splitlines() if 
 TRACE_LINES = [line for line in SHELL_LINES if "runs/train" in line]
 
 
-@pytest.mark.parametrize("line", [line for line in SHELL_LINES if line not in TRACE_LINES])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=pytest.mark.slow if line.startswith("pip") else ())
+        for line in SHELL_LINES
+        if line not in TRACE_LINES
+    ],
+)
 def test_shell_blocks(line: str) -> None:
     """Commands exist as written; what they do is tested where they are."""
     program, *arguments = shlex.split(line)

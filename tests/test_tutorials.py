@@ -184,10 +184,16 @@ def skip_without_namespaces() -> None:
         pytest.skip(f"not permitted to shape a network of one's own: {trial.stderr.strip()}")
 
 
-@pytest.mark.parametrize(
-    "key",
-    [pytest.param(key, marks=[pytest.mark.network] if key[1] == "unshare" else [], id="-".join(key)) for key in CHECKS],
-)
+# What they say of times holds where nothing else runs.
+TIMED = [key for key in CHECKS if key[0] == "03_async_on_a_slow_network" or key[1] == "unshare"]
+
+
+def marks_of(key: tuple[str, str]) -> list[pytest.MarkDecorator]:
+    marks = [pytest.mark.alone if key in TIMED else pytest.mark.slow]
+    return [*marks, pytest.mark.network] if key[1] == "unshare" else marks
+
+
+@pytest.mark.parametrize("key", [pytest.param(key, marks=marks_of(key), id="-".join(key)) for key in CHECKS])
 def test_tutorial(key: tuple[str, str]) -> None:
     if key[1] == "unshare":
         skip_without_namespaces()
