@@ -18,6 +18,10 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
     place. Of a group that has NCCL, gradients on a GPU stay there: all is launched at once, on one stream beside
     backward's. With gloo the bytes that are sent pass through the host's memory.
 
+    Under `torch.distributed.algorithms.Join` a rank that has run out of data goes on to take part with zeros, and the
+    mean is that of all ranks of the group, whatever `divide_by_initial_world_size` says: DDP leaves the division to its
+    hook, torch's own hooks divide so too, and nobody tells a hook how many ranks still have data.
+
     Args:
         state: a gradient algorithm's impl.
         bucket: DDP's bucket of gradients.
@@ -44,10 +48,13 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
             "comm_hook: a CUDA graph is being captured; capture parts of the model alone "
             "(torch.cuda.make_graphed_callables), without DDP's communication"
         )
+    if bucket.index() == 0:
+        # Under Join DDP calls its hook on a rank that has run out of data too, outside of a backward.
+        state.has_joined = not _queue(lambda: None)
     own_bucket = state.gradient_bucket(bucket.parameters(), flat, index=bucket.index())
     run = own_bucket.run
     if bucket.is_last() and state.tracer.is_on:
-        run = _told_of_wait(own_bucket, state.tracer)
+        run = _ending_step(own_bucket, state.tracer) if state.has_joined else _told_of_wait(own_bucket, state.tracer)
     # On this thread too, since the profiler does not follow the lane's unless it is told to.
     with state.tracer.range(own_bucket.name):
         state.use_device(flat.device)
@@ -56,9 +63,28 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
         return state.lane.submit(run)
 
 
+def _queue(callback: Callable[[], None]) -> bool:
+    """Have `callback` called when all gradients are computed; return False, and do nothing, outside of a backward."""
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _ending_step(last: BaguaBucket, tracer: Tracer) -> Callable[[], torch.Tensor]:
+    """Return what runs the last bucket where neither backward nor optimizer tells that a step ends."""
+
+    def run() -> torch.Tensor:
+        flat = last.run()
+        tracer.end_step()
+        return flat
+
+    return run
+
+
 def _told_of_wait(last: BaguaBucket, tracer: Tracer) -> Callable[[], torch.Tensor]:
     """Return what runs the last bucket of a backward, and tell observers how long backward waits for it."""
-    engine = torch.autograd.Variable._execution_engine
     begun: Moment = 0
     done: Moment = 0
 
@@ -71,7 +97,7 @@ def _told_of_wait(last: BaguaBucket, tracer: Tracer) -> Callable[[], torch.Tenso
     def begin() -> None:
         nonlocal begun
         begun = tracer.now()
-        engine.queue_callback(end)
+        _queue(end)
 
     def end() -> None:
         # Not until now: after its wait DDP copies the averages into the gradients, with communication or without.
@@ -81,5 +107,5 @@ def _told_of_wait(last: BaguaBucket, tracer: Tracer) -> Callable[[], torch.Tenso
 
     # Called when all gradients are computed. DDP waits in a callback that it queues when this hook has returned, so
     # what this one queues is called after that.
-    engine.queue_callback(begin)
+    _queue(begin)
     return run

@@ -27,6 +27,8 @@ class AlgorithmImpl:
         buckets: a weight algorithm's buckets; empty for a gradient algorithm, which runs in DDP's.
         ignored_names: the module's parameters and buffers that DDP was told to ignore.
         grad_scaler: what `attach` was given.
+        has_joined: whether this rank has run out of data, and takes part with gradients of zero until the others have
+            too (`torch.distributed.algorithms.Join`).
 
     Raises:
         TypeError: the class overrides `tensors_to_buckets` but not `init_tensors`.
@@ -52,6 +54,7 @@ class AlgorithmImpl:
         self.buckets: list[BaguaBucket] = []
         self.ignored_names: frozenset[str] = frozenset()
         self.grad_scaler: torch.amp.GradScaler | None = None
+        self.has_joined = False
         self._gradient_buckets: dict[int, BaguaBucket] = {}
         self._names: Mapping[int, str] = {}
         self._module: torch.nn.Module | None = None

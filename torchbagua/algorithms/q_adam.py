@@ -13,7 +13,7 @@ from torchbagua.algorithms.rank_state import check_rank_state, place_of
 from torchbagua.algorithms.residuals import ResidualsByParameter
 from torchbagua.algorithms.wrapped_optimizer import unwrap
 from torchbagua.bucket import BaguaBucket, BaguaTensor
-from torchbagua.collectives import BaguaProcessGroup, Held, check_in_step, fingerprint
+from torchbagua.collectives import BaguaProcessGroup, ErrorFeedback, Held, check_in_step, fingerprint
 from torchbagua.compressors import DEFAULT_BLOCK, Compressor, MinMaxUInt8, Sign1Bit, check_block
 from torchbagua.memory_order import flatten_like
 
@@ -40,6 +40,9 @@ class QAdamAlgorithm(Algorithm):
     divided by the number of ranks. They are in `state_dict`, other ones on each rank; a new attachment starts from
     zero, or from that. Under AMP they need the loss scale: `attach(..., grad_scaler=scaler)`, or behind the plain hook
     `impl.grad_scaler = scaler`.
+
+    Under `torch.distributed.algorithms.Join` a rank that has run out of data takes no more steps; its momenta follow
+    the others'. Its warm-up stands still, and where theirs ends meanwhile all ranks raise.
 
     Args:
         q_adam_optimizer: the optimizer that is attached with it.
@@ -219,7 +222,14 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             compression=self.compressor,
             error_feedback=feedback,
         )
-        bucket.append_python_op(self._form_gradients)
+
+        def use_mean(bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+            if self.has_joined:
+                self._follow(bucket, feedback)
+            else:
+                self._form_gradients(bucket, group)
+
+        bucket.append_python_op(use_mean)
 
     def _part_of(self, bucket: BaguaBucket, tensors: list[BaguaTensor], dtype: torch.dtype) -> BaguaBucket:
         flat = bucket.flat.new_zeros(sum(tensor.parameter.numel() for tensor in tensors), dtype=dtype)
@@ -241,6 +251,16 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def _form_gradients(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
         for averages, momenta, beta1, share in self._with_momenta(bucket):
             torch.ops.torchbagua.qadam_form_gradients(averages, momenta, beta1=beta1, share=share)
+
+    @torch.no_grad()
+    def _follow(self, bucket: BaguaBucket, feedback: ErrorFeedback | None) -> None:
+        """Do what the other ranks' steps do with the mean: this rank takes none, and what it sends must not be old."""
+        if not bool(bucket.flat.isfinite().all()):  # then they skip it
+            return
+        for tensor, mean in bucket.views(bucket.flat):
+            self.optimizer.state[tensor.parameter]["exp_avg"].copy_(mean)
+        if feedback is not None:
+            feedback.commit()
 
     def _with_momenta(
         self, bucket: BaguaBucket

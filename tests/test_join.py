@@ -1,0 +1,161 @@
+"""Gradient algorithms under torch.distributed.algorithms.Join: ranks whose data end sooner take part with zeros."""
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import run_ranks
+from training import Tower, build
+
+SIZE = 3
+NUM_MORE_BATCHES = 2  # than the rank before
+
+ALGORITHMS = {
+    "gradient_allreduce": tb.GradientAllReduceAlgorithm(),
+    "gradient_allreduce over nodes": tb.GradientAllReduceAlgorithm(hierarchical=True),
+    "bytegrad": tb.ByteGradAlgorithm(),
+    "bytegrad over nodes": tb.ByteGradAlgorithm(hierarchical=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def ranks_of_groups_made_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Join asks torch's registry for its rank, which does not know them."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())
+
+
+def num_batches(rank: int) -> int:
+    return 3 + NUM_MORE_BATCHES * rank
+
+
+class Trainer:
+    """One rank's training, through the plain hook or attach, with a Recorder where it is observed."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        model: torch.nn.Module,
+        algorithm: tb.Algorithm | str | None,
+        *,
+        nodes: Sequence[int] | None = None,
+        is_attached: bool = False,
+        is_observed: bool = True,
+    ) -> None:
+        self.rank = group.rank()
+        self.ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, bucket_cap_mb=0.01)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1)
+        if algorithm == "qadam":
+            self.optimizer = tb.QAdamOptimizer(self.ddp.parameters(), lr=0.01, warmup_steps=2)
+            algorithm = tb.QAdamAlgorithm(self.optimizer, error_feedback=True)
+        self.recorder = tb.traces.Recorder()
+        own = group if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes)
+        observers = [self.recorder] if is_observed else []
+        self.attachment: Any = nullcontext()
+        if is_attached:
+            assert algorithm is not None
+            bagua_group = own if isinstance(own, tb.BaguaProcessGroup) else None
+            self.attachment = tb.attach(
+                self.ddp, self.optimizer, algorithm, process_group=bagua_group, observers=observers
+            )
+        elif isinstance(algorithm, tb.Algorithm):
+            self.impl = algorithm.reify(own, observers=observers)
+            self.ddp.register_comm_hook(self.impl, tb.comm_hook)
+        self.weights: list[torch.Tensor] = []
+
+    def step(self, batch: int, *, share: float = 1.0) -> None:
+        """One step, with a gradient that is multiplied by `share`."""
+        self.optimizer.zero_grad()
+        x = torch.randn(6, 10, generator=torch.Generator().manual_seed(100 * self.rank + batch))
+        (share * self.ddp(x, 0).square().sum()).backward()
+        self.optimizer.step()
+        weights = [parameter.detach().flatten() for parameter in self.ddp.parameters()]
+        self.weights.append(torch.cat(weights))
+
+
+def under_join(
+    group: dist.ProcessGroup, *arguments: Any, divide_by_initial_world_size: bool = True, **options: Any
+) -> Trainer:
+    """Train until no rank has data any more."""
+    trainer = Trainer(group, *arguments, **options)
+    join = Join([trainer.ddp], divide_by_initial_world_size=divide_by_initial_world_size)
+    with trainer.attachment, join:
+        for batch in range(num_batches(trainer.rank)):
+            trainer.step(batch)
+    return trainer
+
+
+def with_zeros(group: dist.ProcessGroup, *arguments: Any, **options: Any) -> Trainer:
+    """Train as many steps on all ranks; those without data have gradients of zero."""
+    trainer = Trainer(group, *arguments, **options)
+    with trainer.attachment:
+        for batch in range(num_batches(SIZE - 1)):
+            trainer.step(batch, share=float(batch < num_batches(trainer.rank)))
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("is_attached", "is_observed"),
+    [(False, False), (False, True), (True, True)],
+    ids=["plain hook", "observed plain hook", "observed"],
+)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_mean_is_that_of_all_ranks(name: str, is_attached: bool, is_observed: bool) -> None:
+    model = build(Tower)
+    options = {"nodes": [0, 0, 1] if "nodes" in name else None, "is_attached": is_attached, "is_observed": is_observed}
+    joined = run_ranks(SIZE, lambda group: under_join(group, model, ALGORITHMS[name], **options))
+    expected = run_ranks(SIZE, lambda group: with_zeros(group, model, ALGORITHMS[name], **options))
+    for rank, (one, other) in enumerate(zip(joined, expected, strict=True)):
+        assert len(one.weights) == num_batches(rank)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one.weights, other.weights, strict=False))
+        final = torch.cat([parameter.detach().flatten() for parameter in one.ddp.parameters()])
+        assert torch.equal(final, other.weights[-1]), "DDP gives all ranks the weights of the last one"
+
+
+@pytest.mark.parametrize("divides_by_all", [True, False])
+def test_the_mean_is_that_of_ddps_own_hook(divides_by_all: bool) -> None:
+    """With two ranks the sums are exact. DDP without a hook divides by all ranks if told to; its hooks do always."""
+    model = build(Tower)
+
+    def last_weights(group: dist.ProcessGroup, algorithm: tb.Algorithm | None) -> torch.Tensor:
+        divides = divides_by_all or algorithm is None
+        return under_join(group, model, algorithm, divide_by_initial_world_size=divides).weights[-1]
+
+    ours = run_ranks(2, lambda group: last_weights(group, tb.GradientAllReduceAlgorithm()))
+    ddps = run_ranks(2, lambda group: last_weights(group, None))
+    assert all(torch.equal(one, other) for one, other in zip(ours, ddps, strict=True))
+
+
+def test_qadam_goes_on_from_the_momenta_of_the_others() -> None:
+    """In the warm-up to the bit; then a rank without data takes the mean for its momentum, where others round twice."""
+    model = build(Tower)
+    joined = run_ranks(SIZE, lambda group: under_join(group, model, "qadam", is_attached=True))
+    expected = run_ranks(SIZE, lambda group: with_zeros(group, model, "qadam", is_attached=True))
+    for one, other in zip(joined, expected, strict=True):
+        for step, (mine, theirs) in enumerate(zip(one.weights, other.weights, strict=False)):
+            assert torch.equal(mine, theirs) if step < 3 else torch.allclose(mine, theirs, atol=1e-3), step
+        momenta = [
+            torch.cat([trainer.optimizer.state[p]["exp_avg"].flatten() for p in trainer.ddp.parameters()])
+            for trainer in (one, joined[-1])
+        ]
+        assert torch.allclose(*momenta, rtol=1e-4, atol=1e-7)
+
+
+def test_observers_hear_of_as_many_steps_on_all_ranks() -> None:
+    model = build(Tower)
+    for is_attached in (False, True):
+        trainers = run_ranks(
+            SIZE, lambda group, a=is_attached: under_join(group, model, tb.ByteGradAlgorithm(), is_attached=a)
+        )
+        for trainer in trainers:
+            events = trainer.recorder.events
+            assert sum(event.phase == "step" for event in events) == num_batches(SIZE - 1)
+            assert {event.step for event in events if event.phase == "wait"} == set(range(num_batches(trainer.rank)))
+            assert {event.step for event in events if event.phase == "send"} == set(range(num_batches(SIZE - 1)))
