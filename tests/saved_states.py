@@ -1,10 +1,10 @@
 """Small runs on two ranks that are saved in their middle and go on: from a file of this release, or of an earlier one.
 
-`python tests/saved_states.py LABEL` writes tests/data/state-LABEL-NAME.pt, one file for each algorithm that has a state.
+`python tests/saved_states.py LABEL` writes tests/data/state-LABEL-NAME.pt, one file for each name in MAKE_ALGORITHM.
 A release that changes a state adds files of its own, and keeps the older ones, which later releases load.
 
-All arithmetic after STOP is of single elements, and what is multiplied before it is added is exact, so that a run goes on
-from a file to the same bits on any machine.
+All arithmetic after STOP is of single elements, and what is multiplied before it is added is exact, so that a run goes
+on from a file to the same bits on any machine.
 """
 
 import io
@@ -101,7 +101,8 @@ def saved_run(name: str) -> dict[str, Any]:
             for number in range(STOP):
                 trainer.step(number)
             deadline_s = time.monotonic() + 60
-            while name == "async" and not attachment.state_dict()["impl"]["has_differences"]:  # a round to be applied
+            while name == "async" and not attachment.state_dict()["impl"]["differences"]["weight"].any():
+                trainer.step(STOP)  # until a round has ended that is to be applied, of weights that differ
                 assert time.monotonic() < deadline_s
             file = io.BytesIO()
             torch.save(trainer.save(attachment), file)
@@ -114,6 +115,6 @@ def saved_run(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for name in MAKE_ALGORITHM:
+    for name in sys.argv[2:] or MAKE_ALGORITHM:
         with (FOLDER / f"state-{sys.argv[1]}-{name}.pt").open("xb") as file:
             torch.save(saved_run(name), file)

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua.algorithms.base import Algorithm, init_for
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.saved_state import load_state, save_state
 from torchbagua.algorithms.wrapped_optimizer import unwrap
 from torchbagua.attach_checks import (
     Surroundings,
@@ -211,27 +212,23 @@ class Attachment:
         return self._summary
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the algorithm: plain tensors and numbers, loadable with `weights_only=True`."""
-        return {"algorithm": repr(self.algorithm), "impl": self.impl.state_dict()}
+        """Return the state of the algorithm: plain tensors and numbers, loadable with `weights_only=True`.
+
+        Beside it, as JSON, the version of its format and the arguments of the algorithm that it depends on.
+        """
+        return save_state(self.algorithm, self.impl)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned on this rank, when the weights that go with it have been loaded.
 
-        Collective where the algorithm averages weights, or has error feedback.
+        Collective where the algorithm averages weights, or has error feedback. The state may be of an earlier release,
+        and of other arguments where it does not depend on them, which the algorithm's docstring says.
 
         Raises:
-            ValueError: it is the state of another algorithm, or of other arguments.
+            ValueError: it is the state of another algorithm or of a later format, or of other arguments that it depends
+                on.
         """
-        if not isinstance(state, Mapping) or state.keys() != {"algorithm", "impl"}:
-            raise ValueError(
-                "Attachment.load_state_dict: state must be what Attachment.state_dict returned, with the keys "
-                f"algorithm and impl, got {sorted(state) if isinstance(state, Mapping) else state!r}"
-            )
-        if state["algorithm"] != repr(self.algorithm):
-            raise ValueError(
-                f"Attachment.load_state_dict: the state is of {state['algorithm']}, attached is {self.algorithm!r}"
-            )
-        self.impl.load_state_dict(state["impl"])
+        load_state(self.algorithm, self.impl, state)
 
     def __enter__(self) -> "Attachment":
         return self

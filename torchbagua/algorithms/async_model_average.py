@@ -28,6 +28,9 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
     Lian et al., arXiv 1710.06952; Bagua, arXiv 2107.01499). A rank sends 8 (n-1)/n bytes a float32 parameter and round.
     Rounds go on until detach or the end of the process, also where a script has let go of module and attachment.
 
+    A state goes on under any arguments but another `average_buffers`, and but a longer warm-up than the one that it is
+    past: ranks whose weights differ, after different numbers of steps, would average gradients again.
+
     Args:
         peer_selection_mode: "all"; there is no other.
         sync_interval_ms: pause between two rounds, in milliseconds.
@@ -53,6 +56,20 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
 
     def prepare(self) -> None:
         """Nothing: full precision needs no native kernel."""
+
+    def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
+        """Return `average_buffers` and `warmup_steps`."""
+        return {**super().state_arguments(process_group), "warmup_steps": self.warmup_steps}
+
+    def check_state(self, saved: Mapping[str, Any], state: Mapping[str, Any], process_group: BaguaProcessGroup) -> None:
+        """Raise ValueError for another `average_buffers`, or a warm-up that would begin again."""
+        num_warm = saved.get("warmup_steps", self.warmup_steps)
+        if state.get("step", 0) >= num_warm < self.warmup_steps:
+            raise ValueError(
+                f"{type(self).__name__}: the state is past a warm-up of warmup_steps={num_warm}, attached is "
+                f"warmup_steps={self.warmup_steps}; attach with at most {num_warm}"
+            )
+        super().check_state({**saved, "warmup_steps": self.warmup_steps}, state, process_group)
 
     def make_impl(self, process_group: BaguaProcessGroup) -> "AsyncModelAverageAlgorithmImpl":
         """Return the impl over `process_group`.

@@ -14,6 +14,8 @@ from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.environment import environment
 from torchbagua.events import Observer, Run, check_observers
 
+PLAIN_TYPES = (bool, int, float, str, type(None))
+
 
 class Algorithm:
     """What to communicate, and how: a frozen, printable, picklable description. Subclasses are frozen dataclasses.
@@ -55,6 +57,34 @@ class Algorithm:
         if not dataclasses.is_dataclass(self):
             return {}
         return {field.name: repr(getattr(self, field.name)) for field in dataclasses.fields(self) if field.repr}
+
+    def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
+        """Return the arguments that a state saved over `process_group` depends on, by name: numbers, strings or None.
+
+        They are saved with it. By default all dataclass fields that `repr` shows; an algorithm whose state can go on
+        under other arguments overrides it and names fewer. One without a state is not asked.
+        """
+        if not dataclasses.is_dataclass(self):
+            return {}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.repr}
+        return {name: value if isinstance(value, PLAIN_TYPES) else repr(value) for name, value in values.items()}
+
+    def check_state(self, saved: Mapping[str, Any], state: Mapping[str, Any], process_group: BaguaProcessGroup) -> None:
+        """Raise ValueError where this algorithm cannot go on from a state; names the argument and both values.
+
+        Args:
+            saved: what `state_arguments` returned when it was saved; a name that only one of the two releases knows is
+                not compared.
+            state: what its impl's `state_dict` returned then.
+            process_group: that of the attachment that is to go on.
+        """
+        for name, own in self.state_arguments(process_group).items():
+            if name in saved and saved[name] != own:
+                raise ValueError(
+                    f"{type(self).__name__}: the state was saved with {name}={saved[name]!r}, on which it depends, "
+                    f"attached is {name}={own!r}; attach as it was saved, or load the weights before attach, and no "
+                    "state"
+                )
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ValueError where the algorithm cannot be attached with these. Overridden by one that has its own."""

@@ -23,6 +23,9 @@ class DecentralizedAlgorithm(ModelAveragingAlgorithm):
     x_{t+1} = mean(x_t) - lr g(x_t) (Lian et al., arXiv 1705.09056, algorithm 1; Bagua, arXiv 2107.01499). A rank sends
     8 (n-1)/n bytes a float32 parameter and round with "all", 4 with "shift_one".
 
+    A state goes on under any arguments but another `average_buffers`: the round that it holds is applied as it was
+    formed.
+
     Args:
         hierarchical: where there are several nodes with several ranks: average within the node first, and then with the
             node's peers. With "all" the result is the mean of all ranks, also where nodes are of unequal size.
@@ -168,6 +171,10 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
     2107.01499). A rank sends about 2 bytes a parameter and round, and buffers in full precision; its replicas take 12
     bytes a parameter.
 
+    A state, which is the replicas, goes on under another `communication_interval`, `final_average` or `bucket_cap_mb`.
+    Where the ring is one of nodes these must be the same ones, and `bucket_cap_mb` too: a rank holds its own shard of
+    each bucket's replicas.
+
     Args:
         hierarchical: where there are several nodes with several ranks: the mean of a node travels on a ring of nodes.
         communication_interval: communicate every so many steps.
@@ -190,6 +197,16 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
         return LowPrecisionDecentralizedAlgorithmImpl(
             process_group, self.hierarchical, self.communication_interval, **self.options
         )
+
+    def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
+        """Return `average_buffers`, and whose neighbours replicas are of: of nodes, with what decides on shards."""
+        arguments = super().state_arguments(process_group)
+        if process_group.intra_node is None:
+            return arguments | {"nodes": None}
+        if not self.hierarchical:
+            return arguments | {"hierarchical": False, "nodes": None}
+        shards = {"nodes": process_group.nodes, "bucket_cap_mb": self.bucket_cap_mb}
+        return arguments | {"hierarchical": True, **shards}
 
 
 _REPLICAS = ("weight", "left", "right")

@@ -19,6 +19,8 @@ T = TypeVar("T")
 class ModelAveragingAlgorithm(Algorithm):
     """Options of all algorithms that average weights.
 
+    A state goes on under other arguments, except that `average_buffers` says which tensors are in it.
+
     Args:
         average_buffers: average floating-point buffers too (BatchNorm's, say), those that `state_dict` holds. Integer
             buffers are left alone.
@@ -44,6 +46,10 @@ class ModelAveragingAlgorithm(Algorithm):
     def options(self) -> dict[str, Any]:
         """The arguments above, by name."""
         return {name: getattr(self, name) for name in ("average_buffers", "final_average", "bucket_cap_mb")}
+
+    def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
+        """Return `average_buffers`."""
+        return {"average_buffers": self.average_buffers}
 
 
 def check_at_least(algorithm: Algorithm, name: str, least: int, kind: Any = int) -> None:

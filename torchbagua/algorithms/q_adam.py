@@ -38,7 +38,8 @@ class QAdamAlgorithm(Algorithm):
     what was sent, so accumulate under `no_sync`: of two synchronised backward passes before a step, the second adds the
     same residual again. Residuals are float32, two of each for a step that may be skipped: 8 bytes a parameter, and 8
     divided by the number of ranks. They are in `state_dict`, other ones on each rank; a new attachment starts from
-    zero, or from that. Under AMP they need the loss scale: `attach(..., grad_scaler=scaler)`, or behind the plain hook
+    zero, or from that, with the same `error_feedback` and `compression`: what one bit leaves out is of another size
+    than what 8 bits do. Under AMP they need the loss scale: `attach(..., grad_scaler=scaler)`, or behind the plain hook
     `impl.grad_scaler = scaler`.
 
     Under `torch.distributed.algorithms.Join` a rank that has run out of data takes no more steps; its momenta follow
@@ -101,6 +102,12 @@ class QAdamAlgorithm(Algorithm):
             f"q_adam_optimizer ({', '.join(options)} of its groups)": repr(groups),
             "q_adam_optimizer (updates of its parameters so far)": repr(self.q_adam_optimizer.num_updates),
         }
+
+    def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
+        """Return `error_feedback`, and with it `compression`."""
+        if not self.error_feedback:
+            return {"error_feedback": False}
+        return {"error_feedback": True, "compression": self.compression}
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ValueError unless the optimizer is one of `optimizers`."""

@@ -1,0 +1,273 @@
+"""States that another release has saved, or another algorithm's arguments: which go on, and what the others are told.
+
+The files of tests/data were written by `python tests/saved_states.py LABEL`, with the code of the release that the
+label says; "0.1.0" are of the commit before states had a version.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import torchbagua as tb
+from ranks import run_ranks
+from saved_states import END, FOLDER, STOP, Trainer
+
+LABELS = ["0.1.0"]
+LESS_THAN_A_TENSOR_MB = 1e-6
+# What a state does not depend on: other values than those that were saved.
+HARMLESS: dict[str, list[dict[str, Any]]] = {
+    "all": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}, {"hierarchical": False, "final_average": False}],
+    "shift_one": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}],
+    "low_precision": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}, {"hierarchical": False, "final_average": False}],
+    "qadam": [{"hierarchical": False, "block": 64}],
+}
+
+
+def saved(name: str, label: str = LABELS[0]) -> dict[str, Any]:
+    """What both ranks have saved, by rank."""
+    state: dict[str, Any] = torch.load(FOLDER / f"state-{label}-{name}.pt", weights_only=True)
+    return state
+
+
+def resumed(
+    name: str, use: Callable[[Trainer, tb.Attachment, dict[str, Any]], None], **arguments: Any
+) -> Callable[[dist.ProcessGroup], None]:
+    """Return what a rank runs: attach with other arguments than those saved, and use that with what it has saved."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, name)
+        algorithm = dataclasses.replace(trainer.algorithm, **arguments)
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+            use(trainer, attachment, saved(name)[f"rank{group.rank()}"])
+
+    return body
+
+
+def go_on(trainer: Trainer, attachment: tb.Attachment, state: dict[str, Any]) -> None:
+    """Load, train to the end, and compare with what the run came to that was not interrupted."""
+    trainer.load(attachment, state)
+    for number in range(STOP, END):
+        trainer.step(number)
+    for name, weight in trainer.weights().items():
+        assert torch.equal(weight, state["weights_at_end"][name]), name
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize(
+    ("name", "arguments"), [(name, one) for name, several in HARMLESS.items() for one in [{}, *several]]
+)
+def test_an_earlier_release_s_state_goes_on_bit_for_bit(label: str, name: str, arguments: dict[str, Any]) -> None:
+    run_ranks(2, resumed(name, go_on, **arguments))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"bucket_cap_mb": LESS_THAN_A_TENSOR_MB, "warmup_steps": 1}])
+def test_an_earlier_release_s_asynchronous_state_is_taken_over(arguments: dict[str, Any]) -> None:
+    """The mean that had come in when it was saved is added to the weights."""
+
+    def use(trainer: Trainer, attachment: tb.Attachment, state: dict[str, Any]) -> None:
+        attachment.impl.abort(trainer.ddp, final_average=False)
+        trainer.load(attachment, state | {"attachment": stopped(state["attachment"])})
+        for name in ("weight", "bias"):
+            difference = state["attachment"]["impl"]["differences"][name]
+            assert difference.any()
+            assert torch.equal(trainer.weights()[name], state["model"][name] + difference)
+
+    def stopped(attachment: dict[str, Any]) -> dict[str, Any]:
+        return attachment | {"impl": attachment["impl"] | {"is_enabled": False}}  # no round of now comes in between
+
+    run_ranks(2, resumed("async", use, **arguments, final_average=False))
+
+
+@pytest.mark.parametrize("name", ["shift_one", "low_precision", "qadam"])
+def test_an_earlier_release_s_distributed_checkpoint_goes_on(tmp_path: Path, name: str) -> None:
+    """It is loaded into the keys that a state has now, all of which must be in it."""
+    states = {rank: state["attachment"] for rank, state in saved(name).items()}
+    dcp.save(states, checkpoint_id=tmp_path, no_dist=True)
+
+    def use(trainer: Trainer, attachment: tb.Attachment, state: dict[str, Any]) -> None:
+        rank = f"rank{trainer.rank}"
+        loaded = {rank: attachment.state_dict()}
+        dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+        go_on(trainer, attachment, state | {"attachment": loaded[rank]})
+
+    run_ranks(2, resumed(name, use))
+
+
+AVERAGING = [tb.DecentralizedAlgorithm(), tb.LowPrecisionDecentralizedAlgorithm(), tb.AsyncModelAverageAlgorithm()]
+WITHOUT_BUFFERS = [dataclasses.replace(algorithm, average_buffers=False) for algorithm in AVERAGING]
+ONE_BIT = {"compression": "sign1bit", "error_feedback": True}
+EIGHT_BITS = {"compression": "MinMaxUInt8", "error_feedback": True}
+LOW = tb.LowPrecisionDecentralizedAlgorithm
+NODES = [0, 0, 1, 1]
+
+Described = tb.Algorithm | dict[str, Any]
+"""An algorithm, or QAdamAlgorithm's arguments."""
+
+
+def load_one_into_another(
+    before: Described, after: Described, nodes: tuple[list[int] | None, list[int] | None] = (None, None), steps: int = 0
+) -> None:
+    """Save after some steps, and load with another algorithm, which then takes a step; nodes before and after."""
+    size = 2 if nodes == (None, None) else 4
+
+    def body(group: dist.ProcessGroup) -> None:
+        def attached(described: Described, nodes: list[int] | None) -> tuple[Trainer, tb.Attachment]:
+            trainer = Trainer(group, "all" if isinstance(described, tb.Algorithm) else "qadam")
+            algorithm = described
+            if not isinstance(algorithm, tb.Algorithm):
+                algorithm = tb.QAdamAlgorithm(trainer.optimizer, **algorithm)
+            bagua_group = tb.BaguaProcessGroup(group, nodes=nodes)
+            return trainer, tb.attach(trainer.ddp, trainer.optimizer, algorithm, process_group=bagua_group)
+
+        trainer, attachment = attached(before, nodes[0])
+        with attachment:
+            for number in range(steps):
+                trainer.step(number)
+            state = trainer.save(attachment)
+        trainer, attachment = attached(after, nodes[1])
+        with attachment:
+            trainer.load(attachment, state)
+            trainer.step(steps)
+
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        *[(*pair, "average_buffers=True, .*attached is average_buffers=False; attach as") for pair in zip(
+            AVERAGING, WITHOUT_BUFFERS, strict=True
+        )],
+        (EIGHT_BITS, {}, "error_feedback=True, .*attached is error_feedback=False; attach as"),
+        ({}, EIGHT_BITS, "error_feedback=False, .*attached is error_feedback=True; attach as"),
+        (ONE_BIT, EIGHT_BITS, "compression='sign1bit', .*attached is compression='MinMaxUInt8'; attach as"),
+        (tb.ByteGradAlgorithm(), tb.GradientAllReduceAlgorithm(), "is of ByteGradAlgorithm, attached is GradientAll"),
+    ],
+)  # fmt: skip
+def test_what_a_state_depends_on_is_told(before: Described, after: Described, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        load_one_into_another(before, after)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "nodes", "told"),
+    [
+        (LOW(), LOW(bucket_cap_mb=1), (NODES, NODES), "bucket_cap_mb=8.0, .*attached is bucket_cap_mb=1;"),
+        (LOW(), LOW(hierarchical=False), (NODES, NODES), "hierarchical=True, .*attached is hierarchical=False;"),
+        (LOW(), LOW(), (NODES, [0, 1, 0, 1]), r"nodes=\[0, 0, 1, 1\], .*attached is nodes=\[0, 1, 0, 1\];"),
+        (LOW(), LOW(), (NODES, [0, 0, 0, 0]), r"nodes=\[0, 0, 1, 1\], .*attached is nodes=None;"),
+    ],
+)
+def test_replicas_of_nodes_depend_on_the_nodes(
+    before: Described, after: Described, nodes: tuple[list[int], list[int]], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        load_one_into_another(before, after, nodes)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "nodes"),
+    [
+        (LOW(hierarchical=False), LOW(hierarchical=False, bucket_cap_mb=1), (NODES, [0, 1, 0, 1])),
+        (tb.DecentralizedAlgorithm(), tb.DecentralizedAlgorithm(bucket_cap_mb=1), (NODES, [0, 1, 0, 1])),
+        (tb.DecentralizedAlgorithm(), tb.DecentralizedAlgorithm(True, "shift_one", 2), (None, None)),
+        (tb.ByteGradAlgorithm(), tb.ByteGradAlgorithm(False, False, block=64), (None, None)),
+        ({"hierarchical": False, **ONE_BIT}, {"block": 64, **ONE_BIT}, (NODES, NODES)),
+        ({"hierarchical": True, **ONE_BIT}, {"hierarchical": False, **ONE_BIT}, (NODES, NODES)),
+    ],
+)
+def test_what_a_state_does_not_depend_on_may_differ(
+    before: Described, after: Described, nodes: tuple[list[int] | None, list[int] | None]
+) -> None:
+    load_one_into_another(before, after, nodes, steps=4)
+
+
+@pytest.mark.parametrize(("num_warm", "is_told"), [(0, False), (2, False), (4, False), (5, True)])
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_warm_up_that_is_over_does_not_begin_again(steps: int, num_warm: int, is_told: bool) -> None:
+    def algorithm(warmup_steps: int) -> tb.Algorithm:
+        return tb.AsyncModelAverageAlgorithm(sync_interval_ms=5, warmup_steps=warmup_steps)
+
+    if is_told and steps == 4:
+        told = "past a warm-up of warmup_steps=4, attached is warmup_steps=5; attach with at most 4"
+        with pytest.raises(ValueError, match=told):
+            load_one_into_another(algorithm(4), algorithm(num_warm), steps=steps)
+    else:
+        load_one_into_another(algorithm(4), algorithm(num_warm), steps=steps)
+
+
+def test_a_later_release_s_state() -> None:
+    """What it adds is no reason to refuse; of a later format, all is, with a word on what to do."""
+
+    def use(trainer: Trainer, attachment: tb.Attachment, state: dict[str, Any]) -> None:
+        own = attachment.state_dict()
+        described = json.loads(own["algorithm"])
+        arguments = described["arguments"] | {"added": 5}
+        added = own | {
+            "algorithm": json.dumps(described | {"arguments": arguments, "added": 5}),
+            "impl": own["impl"] | {"added": 5},
+            "added": 5,
+        }
+        attachment.load_state_dict(added)
+        later = own | {"algorithm": json.dumps({"version": described["version"] + 1, "what else": "there is"})}
+        told = r"must be of format version 1 or earlier, which torchbagua [\d.]+ reads, got 2; load it with the release"
+        with pytest.raises(ValueError, match=told):
+            attachment.load_state_dict(later)
+
+    run_ranks(2, resumed("all", use))
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(tb.Algorithm):
+    """A user's own, which says nothing of what its state depends on."""
+
+    start: int = 0
+    names: tuple[str, ...] = ("one",)
+
+    def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
+        return CountingImpl(process_group)
+
+
+class CountingImpl(tb.AlgorithmImpl):
+    num_loads = 0
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
+        bucket.append_centralized_synchronous_op()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": torch.ones(1)}
+
+    def load_state_dict(self, state: Any) -> None:
+        assert state["count"] == 1
+        self.num_loads += 1
+
+
+def test_an_algorithm_of_one_s_own_goes_on_under_its_own_arguments() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, "all")
+        algorithm = Counting(3, ("one", "two"))
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+            states = [attachment.state_dict(), attachment.state_dict() | {"algorithm": repr(algorithm)}]
+            for state in states:
+                attachment.load_state_dict(state)
+            assert attachment.impl.num_loads == 2
+        for other in (Counting(4, ("one", "two")), Counting(3)):
+            with (
+                tb.attach(trainer.ddp, trainer.optimizer, other) as attachment,
+                pytest.raises(ValueError, match=r"Counting: the state was saved with (start=3|names=)"),
+            ):
+                attachment.load_state_dict(states[0])
+        # A field that a later release adds.
+        wider = dataclasses.make_dataclass("Counting", [("added", int, 5)], bases=(Counting,), frozen=True)
+        with tb.attach(trainer.ddp, trainer.optimizer, wider(3, ("one", "two"))) as attachment:
+            for state in states:
+                attachment.load_state_dict(state)
+
+    run_ranks(1, body)

@@ -1,0 +1,91 @@
+"""What an attachment saves: the algorithm's state, and beside it what has to be the same where that is loaded."""
+
+import ast
+import contextlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torchbagua.algorithms.base import PLAIN_TYPES, Algorithm
+from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.version import __version__
+
+# Grows where an earlier release must not read what is saved. What a release adds beside it the earlier ones ignore.
+FORMAT_VERSION = 1
+
+_OWNER = "Attachment.load_state_dict"
+
+
+def save_state(algorithm: Algorithm, impl: AlgorithmImpl) -> dict[str, Any]:
+    """Return what `load_state` takes: plain tensors and numbers, and strings.
+
+    "impl" is the state of `impl`. "algorithm" is JSON of the format's version, the algorithm's class by name, and the
+    arguments that the state depends on (`Algorithm.state_arguments`).
+    """
+    described = {
+        "version": FORMAT_VERSION,
+        "algorithm": type(algorithm).__qualname__,
+        "arguments": algorithm.state_arguments(impl.process_group) if _has_state(impl) else {},
+    }
+    # In one string: torch.distributed.checkpoint loads into the keys that a state has now, and refuses a checkpoint of
+    # an earlier release that lacks one of them. These two there have always been.
+    return {"algorithm": json.dumps(described), "impl": impl.state_dict()}
+
+
+def load_state(algorithm: Algorithm, impl: AlgorithmImpl, state: Mapping[str, Any]) -> None:
+    """Have `impl` take over what `save_state` returned.
+
+    Raises:
+        ValueError: it is nothing of the kind, of a later format, of another algorithm, or of other arguments where the
+            state depends on them.
+    """
+    if not isinstance(state, Mapping) or not {"algorithm", "impl"} <= state.keys():
+        raise ValueError(
+            f"{_OWNER}: state must be what Attachment.state_dict returned, with the keys algorithm and impl, got "
+            f"{sorted(state) if isinstance(state, Mapping) else state!r}"
+        )
+    described = _read(str(state["algorithm"]))
+    if described["version"] > FORMAT_VERSION:
+        raise ValueError(
+            f"{_OWNER}: state must be of format version {FORMAT_VERSION} or earlier, which torchbagua {__version__} "
+            f"reads, got {described['version']}; load it with the release that has saved it, or a later one"
+        )
+    own_name = type(algorithm).__qualname__
+    if described["algorithm"] != own_name:
+        raise ValueError(
+            f"{_OWNER}: the state is of {described['algorithm']}, attached is {own_name}; attach "
+            f"{described['algorithm']}, or load the weights before attach, and no state"
+        )
+    if _has_state(impl):
+        algorithm.check_state(described["arguments"], state["impl"], impl.process_group)
+    impl.load_state_dict(state["impl"])
+
+
+def _has_state(impl: AlgorithmImpl) -> bool:
+    """Return whether the algorithm says what a resumed run needs; else that is nothing, and depends on nothing."""
+    return type(impl).state_dict is not AlgorithmImpl.state_dict
+
+
+def _read(text: str) -> dict[str, Any]:
+    """Return what `save_state` described; from before there was a version, what can be read from the repr there was."""
+    name, _, arguments = text.partition("(")
+    try:
+        described: dict[str, Any] = json.loads(text)
+    except json.JSONDecodeError:
+        described = {"version": 0, "algorithm": name, "arguments": _plain_arguments(f"_({arguments}")}
+    return described
+
+
+def _plain_arguments(call: str) -> dict[str, Any]:
+    """Return the keyword arguments of a call that are plain values."""
+    try:
+        parsed = ast.parse(call, mode="eval").body
+    except SyntaxError:  # an object in angle brackets
+        return {}
+    keywords = parsed.keywords if isinstance(parsed, ast.Call) else []
+    found: dict[str, Any] = {}
+    for keyword in keywords:
+        with contextlib.suppress(ValueError):
+            if keyword.arg is not None and isinstance(value := ast.literal_eval(keyword.value), PLAIN_TYPES):
+                found[keyword.arg] = value
+    return found
