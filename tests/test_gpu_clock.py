@@ -53,7 +53,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> PlayedGpu:
     played = PlayedGpu()
     monkeypatch.setattr(gpu_clock.GpuClock, "now", lambda clock: PlayedEvent(played))
     monkeypatch.setattr(gpu_clock.time, "perf_counter_ns", lambda: START_NS)
-    monkeypatch.setattr(gpu_clock, "LateValues", PlayedValues)
     monkeypatch.setattr("torchbagua.tracer.LateValues", PlayedValues)
     return played
 

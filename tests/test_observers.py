@@ -1,7 +1,9 @@
 """Observers: how they are called, what becomes of those that raise, and that training does not notice."""
 
+import re
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.events import Trace
+from torchbagua.events import Details, Trace
 from tracing import train_traced
 from training import Tower, build
 
@@ -145,3 +147,37 @@ def test_a_trace_of_ones_own_need_not_override_anything() -> None:
         warnings.simplefilter("error")
         train_traced(2, "bytegrad", lambda group: [Silent(), odd[group.rank()]], num_steps=2)
     assert min(one.num_heard for one in odd) > 10
+
+
+def test_a_misspelt_detail_is_refused_where_it_is_written() -> None:
+    """Also without observers, so that no path waits for one to fail in `optimizer.step`."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        world = tb.BaguaProcessGroup(group).world
+        with pytest.raises(TypeError, match="opration"):
+            world.span("encode", "bucket", opration="all_to_all")
+        sizes = {"num_elements": 1, "raw_bytes": 4, "wire_bytes": 4}
+        with pytest.raises(TypeError, match="opration"):
+            world.message_span("send", 0, "bucket", on_nccl=False, opration="all_to_all", **sizes)
+        with pytest.raises(TypeError, match="opration"):
+            Details(opration="all_to_all")
+
+    run_ranks(1, body)
+
+
+def test_mypy_refuses_a_misspelt_detail(tmp_path: Path) -> None:
+    api = pytest.importorskip("mypy.api")
+    snippet = tmp_path / "snippet.py"
+    snippet.write_text(
+        "from torchbagua.collectives.communicator import Communicator\n"
+        "from torchbagua.events import Details\n"
+        "def trace(communicator: Communicator) -> Details:\n"
+        "    communicator.span('encode', 'bucket', opration='all_to_all')\n"
+        "    communicator.span('encode', 'bucket', operation='all_to_all')\n"
+        "    return Details(opration='all_to_all')\n"
+    )
+    ours = Path(tb.__file__).parent
+    files = [str(path) for path in (snippet, ours / "collectives" / "communicator.py", ours / "events.py")]
+    told, _, _ = api.run(["--follow-imports=skip", f"--cache-dir={tmp_path}", *files])
+    lines = re.findall(r"snippet\.py:(\d+): error: Unexpected keyword argument \"opration\"", told)
+    assert lines == ["4", "6"], told

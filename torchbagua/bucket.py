@@ -16,6 +16,7 @@ from torchbagua.collectives import (
     low_precision_ring,
 )
 from torchbagua.compressors import Compressor, by_name
+from torchbagua.events import Details
 from torchbagua.memory_order import shape_like
 from torchbagua.native.schema import ELEMENT_TYPES
 from torchbagua.tracer import Span
@@ -118,7 +119,7 @@ class BaguaBucket:
         return finish_all if rest else lambda: None
 
     def _span(self) -> Span:
-        details = {"bucket": self.name, "num_elements": self.flat.numel(), "raw_bytes": self.flat.nbytes}
+        details = Details(bucket=self.name, num_elements=self.flat.numel(), raw_bytes=self.flat.nbytes)
         return self.group.tracer.span("bucket", details)
 
     @contextmanager

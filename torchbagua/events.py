@@ -84,6 +84,21 @@ class CommEvent(NamedTuple):
         return self.wire_bytes if self.phase == "receive" else 0
 
 
+class Details(NamedTuple):
+    """What a phase is about: the fields of `CommEvent` from `operation` on, in their order; it says what they are."""
+
+    operation: str = ""
+    bucket: str = ""
+    scope: str = ""
+    ranks: tuple[int, ...] = ()
+    peers: tuple[int, ...] = ()
+    message: int = 0
+    num_elements: int = 0
+    raw_bytes: int = 0
+    wire_bytes: int = 0
+    values: Mapping[str, float] = _NO_VALUES
+
+
 class ClockOffset(NamedTuple):
     """What a rank has to add to its clock for rank 0's, in ns.
 

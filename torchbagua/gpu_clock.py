@@ -3,11 +3,11 @@
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from torchbagua.events import Phase
+from torchbagua.events import Details, Phase
 
 Moment = int | torch.cuda.Event
 """`time.perf_counter_ns`, or a place in a stream, of which the time is not known before the GPU has come to it."""
@@ -61,12 +61,17 @@ class GpuClock:
 
 
 class Ended(NamedTuple):
-    """A phase that has ended, or will have when a GPU has come to that; `details` are fields of its event."""
+    """A phase that has ended, or will have when a GPU has come to that, and what it is about.
+
+    Attributes:
+        late_values: what is to be read then in place of the details' values.
+    """
 
     phase: Phase
     start: Moment
     end: Moment
-    details: Mapping[str, Any]
+    details: Details
+    late_values: LateValues | None = None
 
 
 class StepsOnGpu:
@@ -89,12 +94,12 @@ class StepsOnGpu:
         done = []
         while self._steps and (waits or self._is_done(self._steps[0][1])):
             step, ended = self._steps.popleft()
-            for phase, start, end, details in ended:
+            for phase, start, end, details, late_values in ended:
                 if waits:
                     _wait_for(start)
                     _wait_for(end)
-                if isinstance(values := details.get("values"), LateValues):
-                    details = {**details, "values": values.read()}
+                if late_values is not None:
+                    details = details._replace(values=late_values.read())
                 done.append((step, Ended(phase, self.clock.ns(start), self.clock.ns(end), details)))
             if ended and not isinstance(last := ended[-1].end, int):
                 self.clock.move_base(last)

@@ -7,23 +7,19 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch.autograd import profiler
 
-from torchbagua.events import CommEvent, Observer, Phase, Run, Trace, TraceError
+from torchbagua.events import CommEvent, Details, Observer, Phase, Run, Trace, TraceError
 from torchbagua.gpu_clock import Ended, LateValues, Moment, StepsOnGpu
 from torchbagua.user_warning import warn_user
 
 # Where no step ends for long.
 _MOST_PENDING = 5_000
 
-
-Details = Mapping[str, Any]
-"""Fields of an event, by name."""
-
-_NO_DETAILS: Details = {}
+_NO_DETAILS = Details()
 
 
 class Span(Protocol):
@@ -121,7 +117,7 @@ class Tracer:
 
         Args:
             phase: which.
-            details: fields of its event.
+            details: what it is about.
             on_host: the host does it, also where there is a GPU.
         """
         # On a thread that the profiler does not follow, asking is cheaper than a range that nobody sees.
@@ -135,11 +131,8 @@ class Tracer:
 
     def tell(self, phase: Phase, start: Moment, end: Moment, details: Details = _NO_DETAILS) -> None:
         """Have observers told, at the end of the step, of a phase; of none that ended before it could start."""
-        if not self._observers:
-            return
-        self._pending.append(Ended(phase, start, end, details))
-        if not self._is_started or len(self._pending) >= _MOST_PENDING:
-            self._deliver(self.now())
+        if self._observers:
+            self._add(Ended(phase, start, end, details))
 
     def measure(self, compute: Callable[[], Mapping[str, torch.Tensor]], bucket: str) -> None:
         """Tell observers of numbers by name, which it takes `compute` the time of a phase to find."""
@@ -147,8 +140,9 @@ class Tracer:
             return
         start = self.now()
         found = compute()
-        values = LateValues(found) if self._gpu else {name: value.item() for name, value in found.items()}
-        self.tell("measure", start, self.now(), {"bucket": bucket, "values": values})
+        late = LateValues(found) if self._gpu else None
+        values = {name: value.item() for name, value in found.items()} if late is None else {}
+        self._add(Ended("measure", start, self.now(), Details(bucket=bucket, values=values), late))
 
     def end_step(self) -> None:
         """Tell observers of the training step that has ended, and go on to the next."""
@@ -156,6 +150,11 @@ class Tracer:
             return
         self._deliver(self.now(), is_step=True)
         self._choose_samples()
+
+    def _add(self, ended: Ended) -> None:
+        self._pending.append(ended)
+        if not self._is_started or len(self._pending) >= _MOST_PENDING:
+            self._deliver(self.now())
 
     @property
     def _traces(self) -> list[Trace]:
@@ -179,7 +178,7 @@ class Tracer:
                 self._gpu.add(self.step, [one for _, one in ended])
                 ended = self._gpu.take(waits=not is_step)
             events = [
-                CommEvent(one.phase, cast(int, one.start), cast(int, one.end), step, self.algorithm, **one.details)
+                CommEvent(one.phase, cast(int, one.start), cast(int, one.end), step, self.algorithm, *one.details)
                 for step, one in ended
                 if cast(int, one.start) <= cast(int, one.end)
             ]
@@ -271,7 +270,7 @@ class _ProfiledSpan(_Span):
 
     def __init__(self, tracer: Tracer, phase: Phase, details: Details, on_host: bool) -> None:
         super().__init__(tracer, phase, details, on_host)
-        self._range = profiler.record_function(f"torchbagua: {details.get('bucket', '')} {phase}")
+        self._range = profiler.record_function(f"torchbagua: {details.bucket} {phase}")
 
     def __enter__(self) -> None:
         self._range.__enter__()

@@ -11,6 +11,7 @@ import torch
 
 from torchbagua.algorithms.model_averaging import ModelAveragingImpl
 from torchbagua.collectives import CommunicationError, check_in_step, maximum
+from torchbagua.events import Details
 from torchbagua.side_stream import Baton
 from torchbagua.user_warning import warn_user
 
@@ -185,7 +186,7 @@ class BackgroundRounds:
             staleness = self._num_steps - self._averaged_at_step
             now_ns = time.perf_counter_ns()
             values = {"rounds": self.num_rounds, "staleness in steps": staleness}
-            self._impl.tracer.tell("apply", now_ns, now_ns, {"values": values})
+            self._impl.tracer.tell("apply", now_ns, now_ns, Details(values=values))
         if self._wants_snapshot:
             self._impl.read_weights(self._snapshots)
             self._snapshot_at_step = self._num_steps

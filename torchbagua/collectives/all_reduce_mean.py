@@ -1,9 +1,12 @@
 """The mean in full precision of what NCCL moves: its own all-reduce, which knows the machine better than we do."""
 
+from typing import Literal
+
 import torch
 
 from torchbagua.collectives.communicator import CommunicationError, Communicator
 from torchbagua.collectives.private_groups import all_reduce
+from torchbagua.tracer import Span
 
 
 class AllReduceMean:
@@ -41,13 +44,21 @@ class AllReduceMean:
             out_N.div_(self._divisor)
         # What a rank has to send in a ring; its neighbours there stand for whom NCCL chooses.
         num_bytes = 2 * out_N.nbytes * (communicator.size - 1) // communicator.size
-        sizes = {"num_elements": out_N.numel(), "raw_bytes": num_bytes, "wire_bytes": num_bytes}
-        after, before = communicator.rank_after(1), communicator.rank_before(1)
+
+        def message(phase: Literal["send", "receive"], peer: int) -> Span:
+            return communicator.message_span(
+                phase,
+                peer,
+                self._bucket,
+                on_nccl=True,
+                operation="all_reduce",
+                num_elements=out_N.numel(),
+                raw_bytes=num_bytes,
+                wire_bytes=num_bytes,
+            )
+
         assert communicator.nccl is not None
-        with (
-            communicator.message_span("send", after, self._bucket, on_nccl=True, operation="all_reduce", **sizes),
-            communicator.message_span("receive", before, self._bucket, on_nccl=True, operation="all_reduce", **sizes),
-        ):
+        with message("send", communicator.rank_after(1)), message("receive", communicator.rank_before(1)):
             try:
                 all_reduce(communicator.nccl, out_N)
             except RuntimeError as error:

@@ -4,14 +4,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from torchbagua.collectives.private_groups import gloo_group
 from torchbagua.collectives.staging import Staging
-from torchbagua.events import Phase
+from torchbagua.events import Details, Phase
 from torchbagua.tracer import Span, Tracer
 
 # A shorter message tells little of a link's rate: it may be gone in one burst.
@@ -188,17 +188,49 @@ class Communicator:
         del pending
         self._fail(direction, peer, purpose, failure)
 
-    def span(self, phase: Phase, bucket: str, *, on_host: bool = False, **details: Any) -> Span:
-        """Return a phase of what is done for `bucket` over this group, see `Tracer.span`."""
-        details["bucket"], details["scope"], details["ranks"] = bucket, self.scope, self.ranks
+    def span(
+        self,
+        phase: Phase,
+        bucket: str,
+        *,
+        on_host: bool = False,
+        operation: str = "",
+        peers: tuple[int, ...] = (),
+        message: int = 0,
+        num_elements: int = 0,
+        raw_bytes: int = 0,
+        wire_bytes: int = 0,
+    ) -> Span:
+        """Return a phase of what is done for `bucket` over this group, see `Tracer.span`; the rest are its details."""
+        sizes = (num_elements, raw_bytes, wire_bytes)
+        details = Details(operation, bucket, self.scope, self.ranks, peers, message, *sizes)
         return self.tracer.span(phase, details, on_host=on_host)
 
     def message_span(
-        self, phase: Literal["send", "receive"], peer: int, bucket: str, *, on_nccl: bool, **details: Any
+        self,
+        phase: Literal["send", "receive"],
+        peer: int,
+        bucket: str,
+        *,
+        on_nccl: bool,
+        operation: str,
+        num_elements: int,
+        raw_bytes: int,
+        wire_bytes: int,
     ) -> Span:
         """Return a phase for one message to or from `peer`, of which the two sides must make equally many."""
         self._num_messages[phase, peer] = message = self._num_messages[phase, peer] + 1
-        return self.span(phase, bucket, on_host=not on_nccl, peers=(self.ranks[peer],), message=message, **details)
+        return self.span(
+            phase,
+            bucket,
+            on_host=not on_nccl,
+            operation=operation,
+            peers=(self.ranks[peer],),
+            message=message,
+            num_elements=num_elements,
+            raw_bytes=raw_bytes,
+            wire_bytes=wire_bytes,
+        )
 
     def shut_down_nccl(self) -> None:
         """Let a private NCCL group finish what is under way, and close it."""

@@ -6,7 +6,6 @@ Shape suffixes: N elements, C chunks, L elements of a chunk, W wire bytes.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -17,6 +16,8 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.sampled_values import tell_error
 from torchbagua.compressors import Compressor
 from torchbagua.compressors.blocks import block_bounds, deal_blocks
+from torchbagua.events import Phase
+from torchbagua.tracer import Span
 
 # What the arithmetic of one chunk touches stays in a core's cache. On a GPU there is one chunk, and few launches.
 _CHUNK_ELEMENTS = 1 << 16
@@ -82,15 +83,8 @@ class LowPrecisionRing:
         self._elements, self._rows = layout.elements, layout.rows
         self._chunks = [layout.chunk(index) for index in range(num_chunks)]
         self._wire_W = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
-        num_elements, element_bytes = len(replicas.weight), replicas.weight.element_size()
-        of_all = [num_elements] * communicator.size
-        self._contents = Contents(sent=of_all, received=of_all, element_bytes=element_bytes)
-        self._size: dict[str, Any] = {
-            "operation": "peer_exchange",
-            "num_elements": num_elements,
-            "raw_bytes": num_elements * element_bytes,
-            "wire_bytes": layout.num_bytes,
-        }
+        of_all = [len(replicas.weight)] * communicator.size
+        self._contents = Contents(sent=of_all, received=of_all, element_bytes=replicas.weight.element_size())
         longest = max(elements.stop - elements.start for elements in layout.elements)
         self._difference_L, self._third_L = torch.empty(2, longest, device=device).unbind()
         # Tensors, because on CUDA division by a Python number is a multiplication by its reciprocal.
@@ -99,7 +93,7 @@ class LowPrecisionRing:
 
     def update(self, x_N: torch.Tensor) -> None:
         """Replace `x_N`, of any dtype, by the own replica that its compressed difference leads to; nothing is sent."""
-        with self._communicator.span("encode", self._bucket, **self._size):
+        with self._span("encode"):
             self._update(x_N)
 
     def _update(self, x_N: torch.Tensor) -> None:
@@ -144,7 +138,7 @@ class LowPrecisionRing:
 
         def take(source: int) -> None:
             copies = [(left, self._replicas.left), (right, self._replicas.right)]
-            with communicator.span("decode", self._bucket, **self._size):
+            with self._span("decode"):
                 self._add(receives[source], [copy_N for neighbour, copy_N in copies if neighbour == source])
 
         exchange = Exchange(communicator, "peer_exchange", receives, self._bucket, rounds, self._contents)
@@ -156,6 +150,17 @@ class LowPrecisionRing:
             self._compressor.decode(wire_W[row], layout, d_L)
             for copy_N in copies:
                 copy_N[elements].add_(d_L)
+
+    def _span(self, phase: Phase) -> Span:
+        weight = self._replicas.weight
+        return self._communicator.span(
+            phase,
+            self._bucket,
+            operation="peer_exchange",
+            num_elements=len(weight),
+            raw_bytes=weight.nbytes,
+            wire_bytes=len(self._wire_W),
+        )
 
 
 def _left_out(before_L: torch.Tensor, after_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
