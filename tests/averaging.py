@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oracle
 import torchbagua as tb
-from training import device_of
+from training import device_of, flat
 
 Weights = dict[str, torch.Tensor]
 
@@ -60,7 +60,8 @@ class Trace:
 def weights_of(module: nn.Module) -> Weights:
     """A copy of the trained parameters and the persistent floating-point buffers."""
     kept = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    kept |= {name: b for name, b in module.named_buffers() if b.is_floating_point() and name in module.state_dict()}
+    in_state = module.state_dict()
+    kept |= {name: b for name, b in module.named_buffers() if name in in_state and b.dtype != torch.int64}
     return {name: tensor.detach().clone() for name, tensor in kept.items()}
 
 
@@ -107,13 +108,13 @@ def train(
 
 
 def is_buffer(name: str) -> bool:
-    """Whether it is a buffer of `Normed`."""
+    """Whether it is a buffer of `Normed` or `Wide`."""
     return "running" in name
 
 
 def stacked(weights: Sequence[Weights], name: str) -> list[oracle.Array]:
     """One tensor of all ranks, flat, in numpy."""
-    return [one[name].flatten().cpu().numpy() for one in weights]
+    return [flat(one[name]) for one in weights]
 
 
 def assert_same_weights(weights: Sequence[Weights]) -> None:

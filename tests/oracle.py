@@ -1,4 +1,7 @@
-"""The algorithms in one process, on stacked numpy arrays, written from the formulas and from nothing of torchbagua."""
+"""The algorithms in one process, on stacked numpy arrays, written from the formulas and from nothing of torchbagua.
+
+Arrays are float32, or float64, which no codec takes: those are added in float64 and sent as they are.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -6,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 F32 = np.float32
-Array = npt.NDArray[np.float32]
+Array = npt.NDArray[np.floating]
 Coded = Callable[[Array], Array]  # what a block is after encode and decode
 
 
@@ -62,8 +65,8 @@ def quantise(x: Array, segments: Sequence[int], block: int = 2048, coded: Coded 
 
 
 def ordered_sum(rows: Sequence[Array]) -> Array:
-    """Add rows in float32, in order."""
-    total = rows[0].astype(F32, copy=True)
+    """Add rows in float32, or float64 ones in float64, in order."""
+    total = rows[0].astype(np.float64 if rows[0].dtype == np.float64 else F32, copy=True)
     for row in rows[1:]:
         total = total + row
     return total
@@ -82,6 +85,8 @@ def bytegrad(
     coded: Coded = quantise_block,
 ) -> Array:
     """Q(mean_j Q(g_j)); with `nodes`, over the node sums."""
+    if rows[0].dtype == np.float64:
+        return gradient_allreduce(rows, nodes)
     sent = [quantise(row.astype(F32), segments, block, coded) for row in node_sums(rows, nodes)]
     return quantise(ordered_sum(sent) / F32(len(rows)), segments, block, coded)
 
@@ -110,6 +115,8 @@ def qadam_gradient(
     rows: Sequence[Array], momentum: Array, beta1: float, average: Callable[[Sequence[Array]], Array]
 ) -> Array:
     """The gradient that explains the ranks' averaged momenta: (average(m_j) - b1 m) / (1 - b1)."""
+    if momentum.dtype == np.float64:
+        return average(rows)
     history, share = momentum * F32(beta1), F32(1 - beta1)
     return (average([row * share + history for row in rows]) - history) / share
 
@@ -127,16 +134,18 @@ def qadam_step(
     eps: float,
     weight_decay: float,
     decoupled: bool,
+    sqrt: Callable[[Array], Array] = np.sqrt,
 ) -> tuple[Array, Array]:
     """Return weight and momentum after a step past the warm-up of `num_warm` steps, the `num_since`th of these."""
-    kept = weight * F32(1 - lr * weight_decay if decoupled else 1)
-    slope = gradient + kept * F32(0 if decoupled else weight_decay)
-    moved = momentum * F32(betas[0]) + slope * F32(1 - betas[0])
-    denominator = np.sqrt(second_moment) / F32((1 - betas[1] ** num_warm) ** 0.5) + F32(eps)
+    number = weight.dtype.type
+    kept = weight * number(1 - lr * weight_decay if decoupled else 1)
+    slope = gradient + kept * number(0 if decoupled else weight_decay)
+    moved = momentum * number(betas[0]) + slope * number(1 - betas[0])
+    denominator = sqrt(second_moment) / number((1 - betas[1] ** num_warm) ** 0.5) + number(eps)
     correction1 = 1 - betas[0] ** (num_warm + num_since)
-    most = F32(max(1, (1 - betas[0]) / (1 - betas[1]) ** 0.5) * correction1)
-    distance = np.clip(moved / denominator, -most, most) * F32(lr / correction1)
-    return kept - np.where(second_moment == 0, F32(0), distance), moved
+    most = number(max(1, (1 - betas[0]) / (1 - betas[1]) ** 0.5) * correction1)
+    distance = np.clip(moved / denominator, -most, most) * number(lr / correction1)
+    return kept - np.where(second_moment == 0, number(0), distance), moved
 
 
 def node_sums(rows: Sequence[Array], nodes: Sequence[int] | None) -> list[Array]:
@@ -167,7 +176,7 @@ def moved(x: Array, difference: Array, snapshot: Array, *, is_buffer: bool) -> A
 class LowPrecisionRing:
     """Low-precision decentralized training on stacked arrays: replicas w of all members of the ring.
 
-    Buffers are in full precision, and stay between their own value and the mean of the replicas.
+    Buffers are in full precision, and stay between their own value and the mean of the replicas; so is float64.
     """
 
     def __init__(
@@ -179,15 +188,17 @@ class LowPrecisionRing:
     def round(self, rows: Sequence[Array]) -> list[Array]:
         """Return the new weights of all ranks, given their weights after the optimizer's step."""
         n, w = len(self.w), self.w
+        number = w[0].dtype.type
         differences = [
-            x + w[r - 1] / F32(3) + w[(r + 1) % n] / F32(3) - (F32(5) / F32(3)) * w[r]
+            x + w[r - 1] / number(3) + w[(r + 1) % n] / number(3) - (number(5) / number(3)) * w[r]
             for r, x in enumerate(node_means(rows, self.nodes))
         ]
         if self.is_buffer:
             for r, x in enumerate(node_means(rows, self.nodes)):
                 mean = (w[r] + w[r - 1] + w[(r + 1) % n]) / F32(3)
                 differences[r] = np.clip(differences[r] + w[r], np.minimum(x, mean), np.maximum(x, mean)) - w[r]
-        sent = differences if self.is_buffer else [quantise(d, self.segments) for d in differences]
+        is_full = self.is_buffer or number == np.float64
+        sent = differences if is_full else [quantise(d, self.segments) for d in differences]
         self.w = [old + d for old, d in zip(w, sent, strict=True)]
         return to_ranks(self.w, self.nodes)
 

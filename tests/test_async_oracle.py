@@ -18,7 +18,7 @@ import torchbagua as tb
 from averaging import Normed, Trainer, Weights, is_buffer, weights_of
 from ranks import run_ranks
 from torchbagua.algorithms import AsyncModelAverageAlgorithmImpl
-from training import build
+from training import Wide, build, flat
 
 INTERVAL_MS = 1000
 F32 = np.float32
@@ -95,17 +95,19 @@ def clocked_run(group: dist.ProcessGroup, model: nn.Module, bucket_cap_mb: float
     return trainer, log, weights_of(trainer.module)
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize(("make_model", "size"), [(Normed, 2), (Normed, 4), (Normed, 8), (Wide, 2)])
 @pytest.mark.parametrize("bucket_cap_mb", [8.0, 0.001], ids=["one bucket", "several"])
-def test_equals_the_oracle_under_a_controlled_clock(device: torch.device, size: int, bucket_cap_mb: float) -> None:
+def test_equals_the_oracle_under_a_controlled_clock(
+    device: torch.device, make_model: type[nn.Module], size: int, bucket_cap_mb: float
+) -> None:
     """x += mean - snapshot between two steps, whatever the ranks' paces: every step of every rank, bit for bit."""
-    model = build(Normed).to(device)
+    model = build(make_model).to(device)
     results = run_ranks(size, lambda group: clocked_run(group, model, bucket_cap_mb), device=device)
     traces, logs = [trainer.trace for trainer, _, _ in results], [log for _, log, _ in results]
     assert len({log.count("step") for log in logs}) > 1, "the ranks should take different numbers of steps"
     assert len({log.count("snapshot after") for log in logs}) > 1, "some ranks should miss rounds"
     for name in traces[0].start[0]:
-        snapshots = [trace.start[0][name].cpu().numpy() for trace in traces]
+        snapshots = [flat(trace.start[0][name]) for trace in traces]
         pending: list[Any] = [None] * size
         steps = [0] * size
         rest = [iter(log) for log in logs]
@@ -116,12 +118,12 @@ def test_equals_the_oracle_under_a_controlled_clock(device: torch.device, size: 
                     if event == "snapshot after":
                         gives_snapshot = True
                         continue
-                    expected = trace.updated[steps[rank]][name].cpu().numpy()
+                    expected = flat(trace.updated[steps[rank]][name])
                     if pending[rank] is not None:
                         expected = oracle.moved(expected, *pending[rank], is_buffer=is_buffer(name))
                         pending[rank] = None
                     steps[rank] += 1
-                    np.testing.assert_array_equal(trace.start[steps[rank]][name].cpu().numpy(), expected)
+                    np.testing.assert_array_equal(flat(trace.start[steps[rank]][name]), expected)
                     if gives_snapshot:
                         snapshots[rank] = expected
             mean = oracle.ordered_sum(snapshots) / F32(size)
@@ -132,7 +134,7 @@ def test_equals_the_oracle_under_a_controlled_clock(device: torch.device, size: 
                 snapshots[rank] = snapshots[rank] + difference
         last = [
             row if late is None else oracle.moved(row, *late, is_buffer=is_buffer(name))
-            for row, late in zip([trace.start[-1][name].cpu().numpy() for trace in traces], pending, strict=True)
+            for row, late in zip([flat(trace.start[-1][name]) for trace in traces], pending, strict=True)
         ]
         for _, _, final in results:
-            np.testing.assert_array_equal(final[name].cpu().numpy(), oracle.ordered_sum(last) / F32(size))
+            np.testing.assert_array_equal(flat(final[name]), oracle.ordered_sum(last) / F32(size))

@@ -98,14 +98,6 @@ def attach_sparse(group: dist.ProcessGroup) -> None:
     tb.attach(*wrapped(group, nn.Sequential(nn.Embedding(5, 2, sparse=True))), "bytegrad")
 
 
-def attach_complex(group: dist.ProcessGroup) -> None:
-    tb.attach(*wrapped(group, nn.Linear(2, 2, dtype=torch.complex64)), "bytegrad")
-
-
-def attach_double(group: dist.ProcessGroup) -> None:
-    tb.attach(*wrapped(group, nn.Linear(2, 2, dtype=torch.float64)), "bytegrad")
-
-
 def attach_with_group_of_other_ranks(group: dist.ProcessGroup) -> None:
     ddp, optimizer = wrapped(gloo_group(dist.HashStore(), 0, 1))
     tb.attach(ddp, optimizer, "bytegrad", process_group=tb.BaguaProcessGroup(group))
@@ -123,12 +115,6 @@ def hook_with_wrong_state(group: dist.ProcessGroup) -> None:
     ddp, _ = wrapped(group)
     ddp.register_comm_hook(tb.ByteGradAlgorithm(), tb.comm_hook)
     ddp(torch.ones(1, 4)).sum().backward()
-
-
-def hook_with_complex_gradients(group: dist.ProcessGroup) -> None:
-    ddp, _ = wrapped(group, nn.Linear(2, 2, dtype=torch.complex64))
-    ddp.register_comm_hook(tb.ByteGradAlgorithm().reify(group), tb.comm_hook)
-    ddp(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
 
 
 def hook_with_sparse_gradients(group: dist.ProcessGroup) -> None:
@@ -152,12 +138,9 @@ def hook_with_sparse_gradients(group: dist.ProcessGroup) -> None:
         (attach_class_instead_of_instance, TypeError, "algorithm must be an Algorithm or a registered name"),
         (attach_delayed_all_reduce, ValueError, "attach: the module was made with delay_all_reduce_named_params"),
         (attach_sparse, ValueError, "attach: 0 has sparse=True; sparse gradients are not supported"),
-        (attach_complex, ValueError, "parameter weight must be float32.*got torch.complex64"),
-        (attach_double, ValueError, "parameter weight must be float32.*got torch.float64"),
         (attach_with_a_class_as_observer, TypeError, "an observer must be an object with .* on_comm.*got <class"),
         (attach_with_one_observer, TypeError, "observers must be a list of objects .* got <torchbagua.traces"),
         (hook_with_wrong_state, TypeError, "comm_hook: state must be what .* reify returned, got Byte"),
-        (hook_with_complex_gradients, ValueError, "comm_hook: parameters must be real, got complex ones"),
         (hook_with_sparse_gradients, ValueError, "gradients must be dense, got a torch.sparse_coo tensor"),
     ],
 )  # fmt: skip

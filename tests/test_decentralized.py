@@ -135,10 +135,9 @@ def test_shift_one_pairs() -> None:
 
 
 def check_low_precision(traces: Sequence[Trace], interval: int, nodes: Sequence[int] | None) -> None:
-    for name, start in traces[0].start[0].items():
-        ring = oracle.LowPrecisionRing(
-            stacked([trace.start[0] for trace in traces], name), [start.numel()], nodes, is_buffer=is_buffer(name)
-        )
+    for name in traces[0].start[0]:
+        rows = stacked([trace.start[0] for trace in traces], name)
+        ring = oracle.LowPrecisionRing(rows, [rows[0].size], nodes, is_buffer=is_buffer(name))
         for step in range(len(traces[0].updated)):
             updated = stacked([trace.updated[step] for trace in traces], name)
             expected = updated if step % interval else ring.round(updated)

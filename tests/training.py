@@ -2,11 +2,13 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -50,6 +52,26 @@ class Tower(nn.Module):
         return x.float()
 
 
+class Wide(nn.Module):
+    """Parameters of float64, complex64, complex128 and float32, and buffers of float64 and complex64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 41, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(41, dtype=torch.float64)
+        self.turn = nn.Parameter(torch.randn(41, 61, dtype=torch.complex64) / 10)
+        self.mix = nn.Parameter(torch.randn(3, 61, dtype=torch.complex128).t() / 10)  # not contiguous
+        self.last = nn.Linear(3, 1)
+        self.register_buffer("running_turn", torch.zeros(41, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor, choice: int = 0) -> torch.Tensor:
+        hidden = self.norm(self.first(x.double())).tanh()
+        with torch.no_grad():
+            self.running_turn.mul_(0.9).add_(0.1 * torch.complex(hidden.mean(0), hidden.square().mean(0)))
+        turned = (hidden.to(torch.complex64) @ self.turn).to(torch.complex128) @ self.mix
+        return self.last((turned.real + turned.imag).float().tanh()).tanh()
+
+
 class OneElement(nn.Module):
     """A model of one element."""
 
@@ -78,9 +100,30 @@ def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
+def flat(tensor: torch.Tensor) -> npt.NDArray[np.floating]:
+    """All elements in numpy, complex ones as pairs."""
+    tensor = tensor.detach().flatten().cpu()
+    array: npt.NDArray[np.floating] = (torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor).numpy()
+    return array
+
+
 def on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same values on the CPU."""
     return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+def gradients_in(bucket: dist.GradBucket) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The parameters of a bucket with their gradients.
+
+    Not by `bucket.gradients()`, which takes all parameters for contiguous and real (torch 2.13).
+    """
+    start = 0
+    for parameter in bucket.parameters():
+        length = parameter.numel() * (2 if parameter.is_complex() else 1)
+        part = bucket.buffer()[start : start + length]
+        part = torch.view_as_complex(part.view(-1, 2)) if parameter.is_complex() else part
+        yield parameter, part.as_strided(parameter.shape, parameter.stride())
+        start += length
 
 
 def build(make_model: Callable[[], nn.Module]) -> nn.Module:
@@ -108,8 +151,7 @@ def train(
 
     def recording_hook(state: tb.AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         before_hook(len(run.local))
-        gradients = zip(bucket.parameters(), bucket.gradients(), strict=True)
-        run.local[-1].update({names[parameter]: gradient.clone() for parameter, gradient in gradients})
+        run.local[-1].update({names[parameter]: gradient.clone() for parameter, gradient in gradients_in(bucket)})
         return tb.comm_hook(state, bucket)
 
     impl = algorithm.reify(group if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes))

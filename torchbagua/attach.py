@@ -44,6 +44,7 @@ def attach(
     grad_scaler: torch.amp.GradScaler | None = None,
     observers: Sequence[Observer] = (),
     timeout: timedelta | None = None,
+    strict: bool = False,
 ) -> "Attachment":
     """Let `algorithm` do what `module` communicates, until the returned attachment is detached. Collective.
 
@@ -65,6 +66,8 @@ def attach(
         timeout: bound on every wait of the algorithm for another rank, except where asynchronous averaging ends, which
             waits for the ranks that are still training; default: that of the group, which bounds what DDP itself sends,
             buffers for instance.
+        strict: raise where parameters cannot be compressed, float64 ones for instance. By default they travel in full
+            precision, and a RuntimeWarning says which.
 
     Raises:
         TypeError, ValueError: an argument does not fit; ranks disagree in algorithm, arguments, the version of the
@@ -88,6 +91,8 @@ def attach(
         raise TypeError(f"attach: process_group must be a BaguaProcessGroup, got {type(process_group).__name__}")
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
         raise TypeError(f"attach: grad_scaler must be a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
+    if not isinstance(strict, bool):
+        raise TypeError(f"attach: strict must be True or False, got {strict!r}")
     if process_group is not None and isinstance(module, DistributedDataParallel):
         check_same_ranks(module.process_group, process_group.process_group)
     check_detached(module)
@@ -102,10 +107,10 @@ def attach(
         process_group or _group_of(ddps),
         observers=[*observers, *([] if summary is None else [summary])],  # the same one twice hears once
         timeout=timeout,
-        facts=facts_of(module, optimizers, with_scaler=grad_scaler is not None),
+        facts=facts_of(module, optimizers, with_scaler=grad_scaler is not None, strict=strict),
         settings=settings_of(module, optimizers),
     )
-    return Attachment(module, ddps, optimizers, algorithm, impl, grad_scaler, summary)
+    return Attachment(module, ddps, optimizers, algorithm, impl, grad_scaler, summary, strict=strict)
 
 
 class Attachment:
@@ -125,6 +130,8 @@ class Attachment:
         impl: AlgorithmImpl,
         grad_scaler: torch.amp.GradScaler | None,
         summary: Summary | None,
+        *,
+        strict: bool = False,
     ) -> None:
         self.algorithm = algorithm
         self.impl = impl
@@ -140,16 +147,17 @@ class Attachment:
             ignored_names = frozenset(() if ddp is None else ddp.parameters_to_ignore)
             if algorithm.averages_weights is None:  # only the impl knows
                 check_kind(algorithm, module, ddps, optimizers, averages_weights=impl.owns_buckets)
-            if ddp is None:
-                broadcast_tensors(impl.process_group.world, [*module.parameters(), *module.buffers()], "the module")
-                self._broadcast_state()
-            impl.grad_scaler = grad_scaler
-            impl.set_module(inner, ignored_names)
             trained = {
                 name: parameter
                 for name, parameter in inner.named_parameters()
                 if parameter.requires_grad and name not in ignored_names
             }
+            impl.tell_uncompressed(trained, strict=strict)
+            if ddp is None:
+                broadcast_tensors(impl.process_group.world, [*module.parameters(), *module.buffers()], "the module")
+                self._broadcast_state()
+            impl.grad_scaler = grad_scaler
+            impl.set_module(inner, ignored_names)
             surroundings = Surroundings(module, ddps, optimizers)
             undo.enter_context(
                 install_step_hooks(module, inner, trained, optimizers, impl, grad_scaler, surroundings.check)

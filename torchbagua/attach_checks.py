@@ -32,7 +32,7 @@ def mark_attached(module: torch.nn.Module, impl_name: str) -> ExitStack:
 
 
 def facts_of(
-    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, with_scaler: bool
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, with_scaler: bool, strict: bool
 ) -> dict[str, Any]:
     """What ranks must have in common, in the order in which they are told of it."""
 
@@ -47,6 +47,7 @@ def facts_of(
         "the shapes and dtypes of buffers, as a digest": digest(module.buffers()),
         "the optimizers, with the number of parameters in each group": repr(sizes),
         "whether attach was given a grad_scaler": with_scaler,
+        "attach's argument strict": strict,
     }
 
 

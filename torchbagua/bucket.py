@@ -16,9 +16,9 @@ from torchbagua.collectives import (
     low_precision_ring,
 )
 from torchbagua.compressors import Compressor, by_name
+from torchbagua.compressors.cast import sum_dtype
 from torchbagua.events import Details
-from torchbagua.memory_order import shape_like
-from torchbagua.native.schema import ELEMENT_TYPES
+from torchbagua.memory_order import flat_length, shape_like
 from torchbagua.tracer import Span
 
 
@@ -35,6 +35,15 @@ class BaguaTensor:
     parameter: torch.Tensor
 
 
+_CARRIED_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex128,
+    torch.complex64,
+)
+
 Finish = Callable[[], None]
 Operation = Callable[["BaguaBucket"], Finish | None]
 """Works on a bucket's flat tensor, in place or into another. What is left to do once that is final, it may return."""
@@ -44,8 +53,9 @@ def check_elements(what: str, tensor: torch.Tensor) -> None:
     """Raise ValueError, with `what` as its subject, where tensors like `tensor` cannot be communicated."""
     if tensor.layout is not torch.strided:
         raise ValueError(f"{what} must be dense, got a {tensor.layout} tensor")
-    if tensor.dtype not in ELEMENT_TYPES:
-        raise ValueError(f"{what} must be float32, bfloat16 or float16, got {tensor.dtype}")
+    if tensor.dtype not in _CARRIED_DTYPES:
+        *others, last = (str(dtype).removeprefix("torch.") for dtype in _CARRIED_DTYPES)
+        raise ValueError(f"{what} must be {', '.join(others)} or {last}, got {tensor.dtype}")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{what} must be on the CPU or on a CUDA device, got {tensor.device}")
 
@@ -55,9 +65,10 @@ class BaguaBucket:
 
     Args:
         name: for errors and events.
-        tensors: the parameters whose values (gradients, say) lie one after the other in the flat tensor.
+        tensors: the parameters whose values (gradients, say) lie one after the other in the flat tensor; complex ones
+            as pairs of real and imaginary part.
         group: the group that operations use unless they are given another.
-        flat: the flat tensor, contiguous, as long as the tensors together; where it is another one in each step
+        flat: the flat tensor, real, contiguous, as long as the tensors together; where it is another one in each step
             (DDP's), it is set before `run`, and is alike.
 
     Attributes:
@@ -74,12 +85,14 @@ class BaguaBucket:
         group: BaguaProcessGroup,
         flat: torch.Tensor,
     ) -> None:
-        num_elements = sum(tensor.parameter.numel() for tensor in tensors)
+        num_elements = sum(flat_length(tensor.parameter) for tensor in tensors)
         if flat.shape != (num_elements,) or not flat.is_contiguous():
             raise ValueError(
                 f"BaguaBucket: flat must be contiguous, [{num_elements}] as its tensors together, got "
                 f"{'' if flat.is_contiguous() else 'non-contiguous '}{list(flat.shape)}"
             )
+        if flat.is_complex():
+            raise ValueError(f"BaguaBucket: flat must be real, complex numbers as pairs, got {flat.dtype}")
         self.name = name
         self.tensors = tuple(tensors)
         self.group = group
@@ -182,7 +195,8 @@ class BaguaBucket:
                 committed; a float32 bucket.
 
         Raises:
-            ValueError: no compression has that name, or the bucket cannot have error feedback.
+            ValueError: no compression has that name, or it does not encode the bucket's dtype, or the bucket cannot
+                have error feedback.
         """
         if error_feedback is not None and self.flat.dtype != torch.float32:
             raise ValueError(f"BaguaBucket: error_feedback needs a float32 bucket, got {self.flat.dtype}")
@@ -245,22 +259,23 @@ class BaguaBucket:
         by what `start` returns.
 
         Args:
-            weight, left_peer_weight, right_peer_weight: own and the neighbours' replicas, float32, as long as the flat
-                tensor, changed in place.
+            weight, left_peer_weight, right_peer_weight: own and the neighbours' replicas, as long as the flat tensor,
+                float32, or float64 where that is; changed in place.
             hierarchical: where there are several nodes with several ranks: a ring of nodes.
             compression: of the differences: "MinMaxUInt8", None for full precision, or a Compressor.
             group: default the bucket's.
             is_bounded: keep each element between its own value and the mean of the three replicas.
 
         Raises:
-            ValueError: a replica is not such a tensor, or no compression has that name.
+            ValueError: a replica is not such a tensor, no compression has that name, or it does not encode the
+                bucket's dtype.
         """
         replicas = Replicas(weight, left_peer_weight, right_peer_weight)
         for name, replica in vars(replicas).items():
-            self._check_like_flat(f"the replica {name}", replica, torch.float32)
+            self._check_like_flat(f"the replica {name}", replica, sum_dtype(self.flat.dtype))
         update, exchange = low_precision_ring(
             self._using(group),
-            by_name(compression),
+            self._compressor(compression),
             self._segment_lengths,
             self.flat.dtype,
             replicas,
@@ -315,7 +330,7 @@ class BaguaBucket:
     ) -> Mean:
         return centralized_mean(
             self._using(group),
-            by_name(compression),
+            self._compressor(compression),
             self._segment_lengths,
             self.flat.dtype,
             self.flat.device,
@@ -327,7 +342,16 @@ class BaguaBucket:
 
     @property
     def _segment_lengths(self) -> list[int]:
-        return [tensor.parameter.numel() for tensor in self.tensors]
+        return [flat_length(tensor.parameter) for tensor in self.tensors]
+
+    def _compressor(self, compression: str | Compressor | None) -> Compressor:
+        compressor = by_name(compression)
+        if not compressor.encodes(self.flat.dtype):
+            raise ValueError(
+                f"BaguaBucket: compression must be one that encodes {self.flat.dtype}, or None for full precision, got "
+                f"{compressor!r}"
+            )
+        return compressor
 
     def _check_like_flat(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         if tensor.shape != self.flat.shape or tensor.dtype != dtype or not tensor.is_contiguous():

@@ -33,7 +33,8 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
     Raises:
         TypeError: `state` is not the impl of a gradient algorithm.
         RuntimeError: `state` is closed, or a CUDA graph is being captured.
-        ValueError: the gradients are not real floating-point numbers, sparse, or neither on the CPU nor on a GPU.
+        ValueError: the gradients are of no floating-point dtype from float64 to float16, sparse, or neither on the CPU
+            nor on a GPU.
     """
     if not isinstance(state, AlgorithmImpl) or state.owns_buckets:
         raise TypeError(
@@ -41,8 +42,6 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
         )
     flat = bucket.buffer()
     check_elements("comm_hook: a bucket's gradients", flat)
-    if any(parameter.is_complex() for parameter in bucket.parameters()):
-        raise ValueError("comm_hook: parameters must be real, got complex ones, whose gradients DDP flattens as real")
     if flat.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "comm_hook: a CUDA graph is being captured; capture parts of the model alone "

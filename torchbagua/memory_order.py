@@ -3,8 +3,13 @@
 import torch
 
 
+def flat_length(parameter: torch.Tensor) -> int:
+    """Return the elements of `parameter` in a flat tensor: of a complex one, two for each."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
 def flatten_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, of the parameter's shape, as one dimension in the order of the parameter's memory.
+    """Return `tensor`, real and of the parameter's shape, as one dimension in the order of the parameter's memory.
 
     A view, where its own memory has that order.
     """
@@ -14,7 +19,9 @@ def flatten_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shape_like(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """Return a view of `flat`, what `flatten_like` makes, in the parameter's shape."""
+    """Return a view of `flat`, what `flatten_like` makes, in the parameter's shape; of a complex one, pairs."""
+    if parameter.is_complex():
+        flat = torch.view_as_complex(flat.view(-1, 2))
     order = _slowest_first(parameter)
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return flat.view([parameter.shape[dim] for dim in order]).permute(inverse)

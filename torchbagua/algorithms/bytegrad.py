@@ -16,7 +16,8 @@ from torchbagua.compressors import DEFAULT_BLOCK, MinMaxUInt8, check_block
 class ByteGradAlgorithm(Algorithm):
     """Average gradients in 8 bits: Q(mean_j Q(g_j)), bit-identical on all ranks (Bagua, arXiv 2107.01499).
 
-    A rank sends about 2 (n-1)/n bytes an element and step, a quarter of what a float32 all-reduce sends.
+    A rank sends about 2 (n-1)/n bytes an element and step, a quarter of what a float32 all-reduce sends. complex64 is
+    coded as pairs of float32; float64 and complex128 travel in full precision.
 
     Args:
         hierarchical: where there are several nodes with several ranks, full precision within nodes and 8 bits between.
@@ -63,7 +64,10 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         """Append the compressed mean of the bucket."""
         bucket.append_centralized_synchronous_op(
-            hierarchical=self.hierarchical, average=self.average, scattergather=True, compression=self.compressor
+            hierarchical=self.hierarchical,
+            average=self.average,
+            scattergather=True,
+            compression=self.codec_for(bucket),
         )
 
 

@@ -12,6 +12,8 @@ from torchbagua.algorithms.rank_state import check_rank_state, place_of
 from torchbagua.algorithms.synchronous_averaging import SynchronousAveragingImpl
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import PEER_SELECTION_MODES, BaguaProcessGroup, check_peers
+from torchbagua.compressors import Compressor, Identity, MinMaxUInt8
+from torchbagua.compressors.cast import sum_dtype
 from torchbagua.lane import Job
 
 
@@ -168,8 +170,8 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
     A rank knows bit-equal replicas L and R of its neighbours' last agreed weights, and w of its own. After a step that
     is due: d = x + L/3 + R/3 - (5/3) w; w += Q(d); x = w; and L and R take their owners' Q(d), which travel while the
     next gradient is computed (difference compression: Tang et al., arXiv 1803.06443, DCD-PSGD; Bagua, arXiv
-    2107.01499). A rank sends about 2 bytes a parameter and round, and buffers in full precision; its replicas take 12
-    bytes a parameter.
+    2107.01499). A rank sends about 2 bytes a parameter and round, and buffers and what is float64 or complex128 in full
+    precision; its replicas take 12 bytes a parameter.
 
     A state, which is the replicas, goes on under another `communication_interval`, `final_average` or `bucket_cap_mb`.
     Where the ring is one of nodes these must be the same ones, and `bucket_cap_mb` too: a rank holds its own shard of
@@ -216,8 +218,8 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
     """See `LowPrecisionDecentralizedAlgorithm`.
 
     Attributes:
-        replicas: by "weight", "left" and "right", a flat float32 tensor for each bucket. Where nodes form the ring, a
-            rank uses its own shard of them.
+        replicas: by "weight", "left" and "right", a flat tensor for each bucket, in its `sum_dtype`. Where nodes form
+            the ring, a rank uses its own shard of them.
     """
 
     def __init__(
@@ -229,6 +231,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
     ) -> None:
         super().__init__(process_group, communication_interval, **options)
         self.hierarchical = hierarchical
+        self.compressor = MinMaxUInt8()
         self.replicas: dict[str, list[torch.Tensor]] = {}
         self._exchange: Job[None] | None = None
 
@@ -244,19 +247,19 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         def exchange_weights() -> None:
             for bucket, *replicas in zip(self.buckets, *self.replicas.values(), strict=True):
                 # From replicas of zeros, in full precision: see LowPrecisionRing.
-                self._append_ring(bucket, replicas, compression=None)
+                self._append_ring(bucket, replicas, Identity())
                 bucket.run()
                 # Buffers stay so: a small variance beside a large one would not survive eight bits.
                 if bucket not in self.buffer_buckets:
                     bucket.clear_ops()
-                    self._append_ring(bucket, replicas, compression="MinMaxUInt8")
+                    self._append_ring(bucket, replicas, self.codec_for(bucket))
 
         self._exchange = self.submit_round(exchange_weights)
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         """Make the replicas; the operations follow when they have been exchanged."""
         for replicas in self.replicas.values():
-            replicas.append(torch.zeros_like(bucket.flat, dtype=torch.float32))
+            replicas.append(torch.zeros_like(bucket.flat, dtype=sum_dtype(bucket.flat.dtype)))
 
     def after_step(self) -> None:
         """Where it is due, replace the weights by what the neighbours will hear of, and let the lane tell them."""
@@ -302,7 +305,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
     def _is_of_nodes(self) -> bool:
         return self.hierarchical and self.process_group.intra_node is not None
 
-    def _append_ring(self, bucket: BaguaBucket, replicas: Sequence[torch.Tensor], compression: str | None) -> None:
+    def _append_ring(self, bucket: BaguaBucket, replicas: Sequence[torch.Tensor], compression: Compressor) -> None:
         weight, left, right = replicas
         bucket.append_low_precision_decentralized_synchronous_op(
             weight, left, right, self.hierarchical, compression, is_bounded=bucket in self.buffer_buckets

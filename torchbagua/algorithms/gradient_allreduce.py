@@ -15,8 +15,8 @@ from torchbagua.collectives import BaguaProcessGroup
 class GradientAllReduceAlgorithm(Algorithm):
     """Average gradients in full precision (synchronous data-parallel SGD).
 
-    Sums are formed in float32 in rank order. The result equals plain DDP's bit for bit only where the sums are exact or
-    there are two ranks, because gloo adds in another order.
+    Sums are formed in rank order, in float32, or of float64 in float64; complex numbers are pairs. The result equals
+    plain DDP's bit for bit only where the sums are exact or there are two ranks, because gloo adds in another order.
 
     Args:
         hierarchical: add up within nodes first, so that each shard crosses between nodes once per node. The result is

@@ -8,7 +8,9 @@ import torch
 
 from torchbagua.bucket import BaguaBucket, BaguaTensor
 from torchbagua.collectives import BaguaProcessGroup
+from torchbagua.compressors import Compressor, Identity
 from torchbagua.lane import Lane
+from torchbagua.user_warning import warn_user
 
 
 class AlgorithmImpl:
@@ -29,10 +31,13 @@ class AlgorithmImpl:
         grad_scaler: what `attach` was given.
         has_joined: whether this rank has run out of data, and takes part with gradients of zero until the others have
             too (`torch.distributed.algorithms.Join`).
+        compressor: how values of parameters are sent; an impl that compresses sets its own. See `codec_for`.
 
     Raises:
         TypeError: the class overrides `tensors_to_buckets` but not `init_tensors`.
     """
+
+    compressor: Compressor = Identity()
 
     def __init__(self, process_group: BaguaProcessGroup) -> None:
         cls = type(self)
@@ -58,6 +63,7 @@ class AlgorithmImpl:
         self._gradient_buckets: dict[int, BaguaBucket] = {}
         self._names: Mapping[int, str] = {}
         self._module: torch.nn.Module | None = None
+        self._told_dtypes: set[torch.dtype] = set()
 
     @property
     def owns_buckets(self) -> bool:
@@ -84,6 +90,39 @@ class AlgorithmImpl:
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         """Append to `bucket` the operations to run on it. `module` is None behind the plain DDP hook."""
         raise TypeError(f"{type(self).__name__} must override AlgorithmImpl.init_operations")
+
+    def codec_for(self, bucket: BaguaBucket) -> Compressor:
+        """Return `compressor`, or that of full precision where it does not encode the bucket's dtype."""
+        return self.compressor if self.compressor.encodes(bucket.flat.dtype) else Identity()
+
+    def uncompressed(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return those of `parameters` that travel in full precision because `compressor` does not encode them.
+
+        Overridden by an algorithm that compresses some parameters only.
+        """
+        encodes = self.compressor.encodes
+        return {name: parameter for name, parameter in parameters.items() if not encodes(parameter.dtype.to_real())}
+
+    def tell_uncompressed(self, parameters: Mapping[str, torch.Tensor], *, strict: bool = False) -> None:
+        """Tell which of `parameters` are `uncompressed`, in a RuntimeWarning; once of every dtype.
+
+        Raises:
+            ValueError: there are some, and `strict` is True.
+        """
+        found = {name: one for name, one in self.uncompressed(parameters).items() if one.dtype not in self._told_dtypes}
+        if not found:
+            return
+        names, dtypes = list(found), {one.dtype for one in found.values()}
+        self._told_dtypes |= dtypes
+        message = (
+            f"{type(self).__name__} sends {len(names)} of {len(parameters)} parameters in full precision, because "
+            f"{self.compressor} does not encode {' or '.join(sorted(map(str, dtypes)))}: {', '.join(names[:5])}"
+            f"{', ...' if len(names) > 5 else ''}, {sum(one.nbytes for one in found.values()):,} bytes each time they "
+            "are sent"
+        )
+        if strict:
+            raise ValueError(f"attach: strict=True, and {message}")
+        warn_user(f"torchbagua: {message}")
 
     def init_forward_pre_hook(self, module: torch.nn.Module) -> Callable[[Any], None] | None:
         """Return a function of the module's inputs to call before each forward in training, or None."""
@@ -179,6 +218,8 @@ class AlgorithmImpl:
                 BaguaTensor(self._names.get(id(parameter), f"parameter {position} of bucket {index}"), parameter)
                 for position, parameter in enumerate(parameters)
             ]
+            if self._module is None:  # behind the plain hook; attach has told of all parameters at once
+                self.tell_uncompressed({tensor.name: tensor.parameter for tensor in tensors})
             bucket = BaguaBucket(f"gradient bucket {index}", tensors, self.process_group, flat)
             self.init_operations(self._module, bucket)
             self._gradient_buckets[id(parameters[0])] = bucket

@@ -11,6 +11,7 @@ from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import BaguaBucket, BaguaTensor, check_elements
 from torchbagua.collectives import BaguaProcessGroup, check_in_step, fingerprint, moved_within
 from torchbagua.lane import Job
+from torchbagua.memory_order import flat_length
 
 T = TypeVar("T")
 
@@ -22,8 +23,8 @@ class ModelAveragingAlgorithm(Algorithm):
     A state goes on under other arguments, except that `average_buffers` says which tensors are in it.
 
     Args:
-        average_buffers: average floating-point buffers too (BatchNorm's, say), those that `state_dict` holds. Integer
-            buffers are left alone.
+        average_buffers: average floating-point and complex buffers too (BatchNorm's, say), those that `state_dict`
+            holds. Integer buffers are left alone.
         final_average: when the attachment ends in order, give all ranks the mean of their weights, and rank 0's
             optimizer state: plain DDP, or another algorithm, can go on from there.
         bucket_cap_mb: size of the buckets that are sent one after the other, in MiB.
@@ -119,7 +120,7 @@ class ModelAveragingImpl(AlgorithmImpl):
         if self.average_buffers:
             in_state = module.state_dict().keys()  # what is not in there is a cache, the same on all ranks
             buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in in_state]
-            tensors += [BaguaTensor(name, buffer) for name, buffer in buffers if buffer.is_floating_point()]
+            tensors += [BaguaTensor(name, buffer) for name, buffer in buffers if _is_inexact(buffer)]
         tensors = [tensor for tensor in tensors if tensor.name not in self.ignored_names]
         for tensor in tensors:
             kind = "parameter" if _is_parameter(tensor) else "buffer"
@@ -140,8 +141,8 @@ class ModelAveragingImpl(AlgorithmImpl):
         for (dtype, are_parameters), alike in kinds.items():
             for members in _parted(alike, self.bucket_cap_bytes):
                 name = f"{'weight' if are_parameters else 'buffer'} bucket {len(buckets)}"
-                num_elements = sum(one.parameter.numel() for one in members)
-                flat = torch.zeros(num_elements, dtype=dtype, device=members[0].parameter.device)
+                num_elements = sum(flat_length(one.parameter) for one in members)
+                flat = torch.zeros(num_elements, dtype=dtype.to_real(), device=members[0].parameter.device)
                 buckets.append(BaguaBucket(name, members, self.process_group, flat))
                 if not are_parameters:
                     self.buffer_buckets.append(buckets[-1])
@@ -258,6 +259,10 @@ class ModelAveragingImpl(AlgorithmImpl):
 
 def _is_parameter(tensor: BaguaTensor) -> bool:
     return isinstance(tensor.parameter, torch.nn.Parameter)
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _parted(tensors: Sequence[BaguaTensor], cap_bytes: float) -> list[list[BaguaTensor]]:

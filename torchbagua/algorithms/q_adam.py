@@ -31,7 +31,8 @@ class QAdamAlgorithm(Algorithm):
     gradient becomes (mean - b1 m) / (1 - b1), from which the optimizer's step forms the mean again; so GradScaler and
     whatever else stands between backward and step act on a gradient, as everywhere. In 8 bits its norm is that of the
     mean gradient within some per cent. In one bit it is twice that or many times, since all momenta of a block have
-    one magnitude: there, clip in the warm-up only. What other optimizers train is averaged in full precision.
+    one magnitude: there, clip in the warm-up only. What other optimizers train is averaged in full precision, and so
+    are gradients of float64 parameters, from whose mean the step forms the momentum.
 
     With error feedback every rank adds to its momentum what compression left out of the one before, and the owner of a
     chunk likewise to the mean (1-bit Adam, Algorithm 1). What is left out counts when the optimizer's step has used
@@ -167,7 +168,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         """Append the mean of gradients, or of momenta; where it is of both kinds, of each apart."""
-        past = [tensor for tensor in bucket.tensors if self.optimizer.is_past_warmup(tensor.parameter)]
+        past = [tensor for tensor in bucket.tensors if self._sends_momentum(tensor.parameter)]
         if not past:
             bucket.append_centralized_synchronous_op(hierarchical=self.hierarchical)
         elif len(past) == len(bucket.tensors) and bucket.flat.dtype == torch.float32:
@@ -183,6 +184,11 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
                 _run_parts(whole, parts)
 
             bucket.append_python_op(average_parts)
+
+    def uncompressed(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return those of the optimizer's that travel in full precision, past their warm-up too."""
+        own = {id(parameter) for parameter in self.optimizer.parameters}
+        return {name: one for name, one in super().uncompressed(parameters).items() if id(one) in own}
 
     def on_step(self, moved: Collection[torch.Tensor]) -> None:
         """Take what compression left out of these parameters' momenta for their residuals: the optimizer moves them."""
@@ -244,10 +250,15 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self.init_operations(None, part)
         return part
 
+    def _sends_momentum(self, parameter: torch.Tensor) -> bool:
+        """Return whether the momentum travels; in full precision the gradient does, whose mean comes to the same."""
+        return self.optimizer.is_past_warmup(parameter) and self.compressor.encodes(parameter.dtype)
+
     @property
     def _named(self) -> dict[str, torch.Tensor]:
         """The optimizer's parameters, by their names in the module; by their places behind the plain hook."""
-        return {self._names.get(id(p), f"parameter {index}"): p for index, p in enumerate(self.optimizer.parameters)}
+        named = {self._names.get(id(p), f"parameter {index}"): p for index, p in enumerate(self.optimizer.parameters)}
+        return {name: p for name, p in named.items() if self.compressor.encodes(p.dtype)}
 
     @torch.no_grad()
     def _form_momenta(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:

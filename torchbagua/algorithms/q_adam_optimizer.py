@@ -10,6 +10,7 @@ from torch import Tensor
 from torchbagua import native
 from torchbagua.algorithms.q_adam_options import check_group, check_numbers
 from torchbagua.memory_order import flatten_like, shape_like
+from torchbagua.native.reference import qadam_update_double
 
 # In the state of a parameter: updates since its warm-up. Adam's own "step" stands still with the second moment whose
 # bias it corrects, so that Adam can go on from this state.
@@ -39,7 +40,7 @@ class QAdamOptimizer(torch.optim.Adam):
     `state_dict` can be loaded into torch.optim.Adam, and its into this. Groups may have a `warmup_steps` of their own.
 
     Args:
-        params: parameters or groups of them; real ones.
+        params: parameters or groups of them; real ones. Of float64 ones every step is computed in float64.
         lr, betas, eps, weight_decay: as Adam's.
         warmup_steps: updates of a parameter before its second moment stands still.
         decoupled_weight_decay: AdamW's.
@@ -260,19 +261,21 @@ class QAdamOptimizer(torch.optim.Adam):
 
     def _update(self, parameters: list[Tensor]) -> None:
         """Take QAdam's step of these parameters; those alike go through one call of the kernel."""
-        alike: dict[tuple[int, float, int], list[Tensor]] = {}
+        alike: dict[tuple[int, float, int, bool], list[Tensor]] = {}
         for parameter in parameters:
             state = self.state[parameter]
             state[_UPDATES_SINCE] = state.get(_UPDATES_SINCE, 0) + 1
-            key = (id(self._group_of[id(parameter)]), float(state["step"]), state[_UPDATES_SINCE])
+            is_double = parameter.dtype == torch.float64
+            key = (id(self._group_of[id(parameter)]), float(state["step"]), state[_UPDATES_SINCE], is_double)
             alike.setdefault(key, []).append(parameter)
-        for (_, num_warm, num_since), members in alike.items():
+        for (_, num_warm, num_since, is_double), members in alike.items():
             group = self._group_of[id(members[0])]
             lr, decay, is_decoupled = float(group["lr"]), group["weight_decay"], group["decoupled_weight_decay"]
             beta1, beta2 = group["betas"]
             correction1 = 1.0 - beta1 ** (num_warm + num_since)
             tensors = [_flat_tensors(parameter, self.state[parameter]) for parameter in members]
-            torch.ops.torchbagua.qadam_update(
+            update = qadam_update_double if is_double else torch.ops.torchbagua.qadam_update
+            update(
                 *map(list, zip(*tensors, strict=True)),
                 gradient_sign=-1.0 if group["maximize"] else 1.0,
                 weight_decay=0.0 if is_decoupled else decay,

@@ -14,6 +14,7 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.two_phase_mean import centralized_mean
 from torchbagua.compressors import Identity
 from torchbagua.compressors.blocks import block_bounds
+from torchbagua.compressors.cast import sum_dtype
 
 PEER_SELECTION_MODES = ("all", "shift_one")
 
@@ -102,8 +103,11 @@ def moved_within(x_N: torch.Tensor, difference_N: torch.Tensor, mean_N: torch.Te
     """Return `x_N` + `difference_N`, each element kept between its own value and the mean.
 
     For running statistics, which decay: the difference between a mean and an older value can be more than what is left
-    of that value, and a variance would become negative.
+    of that value, and a variance would become negative. Of complex numbers both parts, each by itself.
     """
+    if x_N.is_complex():
+        parts = [(tensor.real, tensor.imag) for tensor in (x_N, difference_N, mean_N)]
+        return torch.complex(*(moved_within(*same) for same in zip(*parts, strict=True)))
     return torch.clamp(x_N + difference_N, torch.minimum(x_N, mean_N), torch.maximum(x_N, mean_N))
 
 
@@ -128,7 +132,7 @@ class PairMean:
         with communicator.span(
             "reduce", self._bucket, operation="peer_exchange", peers=whose, num_elements=x_N.numel()
         ):
-            if x_N.dtype == torch.float32:
+            if x_N.dtype == sum_dtype(x_N.dtype):
                 torch.add(x_N, theirs_N, out=out_N).div_(2)
             else:
                 out_N.copy_(x_N.float().add_(theirs_N).div_(2))

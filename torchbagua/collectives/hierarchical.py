@@ -16,14 +16,15 @@ from torchbagua.compressors.blocks import deal_blocks
 from torchbagua.compressors.cast import sum_of_rows
 
 Inner = Callable[..., None]
-"""Replaces a shard's float32 node sum, its first argument, by the result for that shard, in place."""
+"""Replaces a shard's node sum, float32 or float64, its first argument, by the result for that shard, in place."""
 
 
 class Hierarchical:
     """What nodes agree on, from the sums of their ranks' tensors.
 
     With S shards, S the smallest number of ranks on a node, so that all network cards work:
-    1. In the node, rank s < S receives shard s from all its ranks and adds them in float32 in rank order.
+    1. In the node, rank s < S receives shard s from all its ranks and adds them in rank order, in float32 or
+       float64.
     2. The owners of the same shard on all nodes run the inner collective on the node sums.
     3. In the node, the owners send the results, in the tensor's dtype, to all its ranks.
 

@@ -25,7 +25,7 @@ _CHUNK_ELEMENTS = 1 << 16
 
 @dataclass(frozen=True)
 class Replicas:
-    """Three float32 copies of weights beside the weights, which neighbours hold bit-equal copies of.
+    """Three copies of weights in their `sum_dtype`, beside the weights, which neighbours hold bit-equal copies of.
 
     Attributes:
         weight: own last agreed weights; the right neighbour's `left` and the left neighbour's `right`.
@@ -45,7 +45,7 @@ class LowPrecisionRing:
     """One round of difference compression on a ring (DCD-PSGD, arXiv 1803.06443; Bagua, arXiv 2107.01499).
 
     With w, L and R the replicas and x the weights:
-    1. d = x + L/3 + R/3 - (5/3) w, in float32; send Q(d) to both neighbours.
+    1. d = x + L/3 + R/3 - (5/3) w, in the dtype of w; send Q(d) to both neighbours.
     2. w += Q(d); x = w.
     3. L += what came from the left, R += what came from the right.
 
@@ -77,19 +77,19 @@ class LowPrecisionRing:
         self._replicas = replicas
         self._bucket = bucket
         self._is_bounded = is_bounded
-        device = replicas.weight.device
+        device, dtype = replicas.weight.device, replicas.weight.dtype
         num_chunks = max(1, len(replicas.weight) // _CHUNK_ELEMENTS) if device.type == "cpu" else 1
-        layout = compressor.layout(bounds_B, deal_blocks(bounds_B, num_chunks), torch.float32, device)
+        layout = compressor.layout(bounds_B, deal_blocks(bounds_B, num_chunks), dtype, device)
         self._elements, self._rows = layout.elements, layout.rows
         self._chunks = [layout.chunk(index) for index in range(num_chunks)]
         self._wire_W = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
         of_all = [len(replicas.weight)] * communicator.size
         self._contents = Contents(sent=of_all, received=of_all, element_bytes=replicas.weight.element_size())
         longest = max(elements.stop - elements.start for elements in layout.elements)
-        self._difference_L, self._third_L = torch.empty(2, longest, device=device).unbind()
+        self._difference_L, self._third_L = torch.empty(2, longest, dtype=dtype, device=device).unbind()
         # Tensors, because on CUDA division by a Python number is a multiplication by its reciprocal.
-        self._three = torch.full((1,), 3.0, device=device)
-        self._five_thirds = torch.full((1,), 5.0, device=device) / self._three
+        self._three = torch.full((1,), 3.0, dtype=dtype, device=device)
+        self._five_thirds = torch.full((1,), 5.0, dtype=dtype, device=device) / self._three
 
     def update(self, x_N: torch.Tensor) -> None:
         """Replace `x_N`, of any dtype, by the own replica that its compressed difference leads to; nothing is sent."""
@@ -182,7 +182,7 @@ def low_precision_ring(
 
     Args:
         group: whose ranks take part.
-        compressor: of the differences.
+        compressor: of the differences; it encodes `dtype`.
         segment_lengths: elements of the parameters that lie one after the other in the weights.
         dtype: of the weights.
         replicas: as long as the weights; where nodes take part, a rank uses its own shard of them.

@@ -17,6 +17,7 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.sampled_values import SAMPLED_ELEMENTS, tell_error, tell_residuals
 from torchbagua.compressors import Compressor, Identity
 from torchbagua.compressors.blocks import block_bounds, deal_blocks
+from torchbagua.compressors.cast import sum_dtype
 from torchbagua.events import Phase
 from torchbagua.tracer import Span
 
@@ -47,7 +48,7 @@ def centralized_mean(
 
     Args:
         group: who takes part.
-        compressor: how what is sent looks; with `hierarchical`, what is sent between nodes.
+        compressor: how what is sent looks; with `hierarchical`, what is sent between nodes. It encodes `dtype`.
         segment_lengths: elements of the parameters that lie one after the other in the tensor.
         dtype, device: of the tensor.
         hierarchical: average within nodes in full precision first, where there are several nodes with several ranks.
@@ -77,7 +78,7 @@ def centralized_mean(
     else:
 
         def make_inner(owners: Communicator, shard: slice, shard_bounds_B: torch.Tensor) -> Mean:
-            return two_phase(owners, shard_bounds_B, torch.float32, shard.start)
+            return two_phase(owners, shard_bounds_B, sum_dtype(dtype), shard.start)
 
         over_nodes = Hierarchical(group, bounds, dtype, device, make_inner, bucket)
 
@@ -112,7 +113,7 @@ class TwoPhaseMean:
 
     1. The tensor's blocks are dealt to one chunk per rank; encode the chunks.
     2. All-to-all: each rank receives its own chunk from all others.
-    3. Decode the copies of own chunk, add them in float32 in rank order, divide, encode again.
+    3. Decode the copies of own chunk, add them in rank order, in float32 or float64, divide, encode again.
     4. All-gather the encoded means.
     5. Decode them into the tensor. Own chunk too comes from its wire, so all ranks end with the same bits.
 

@@ -9,7 +9,7 @@ import torch
 
 from torchbagua import native
 from torchbagua.compressors.blocks import WireLayout, lay_out, pad_row
-from torchbagua.native.schema import CODECS
+from torchbagua.native.schema import CODECS, ELEMENT_TYPES
 
 DEFAULT_BLOCK = 2048
 _LARGEST_BLOCK = 2**30
@@ -53,6 +53,10 @@ class BlockCodec:
     def in_place(self) -> bool:
         """False: the wire is smaller than the tensor."""
         return False
+
+    def encodes(self, dtype: torch.dtype) -> bool:
+        """Return whether `dtype` is float32, bfloat16 or float16."""
+        return dtype in ELEMENT_TYPES
 
     def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
         """Return the bytes of one chunk: what headers and payloads take at most."""

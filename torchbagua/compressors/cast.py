@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from torchbagua.compressors.blocks import WireLayout, lay_out, pad_row
+from torchbagua.native.schema import ELEMENT_TYPES
 
 _GRANULARITY = 2048
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -24,6 +25,10 @@ class Identity:
     def in_place(self) -> bool:
         """True."""
         return True
+
+    def encodes(self, dtype: torch.dtype) -> bool:
+        """Return whether `dtype` is floating-point, and real: complex numbers are pairs of these."""
+        return dtype.is_floating_point
 
     def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
         """Return the bytes of one chunk."""
@@ -52,7 +57,7 @@ class Identity:
     def decode_mean_encode(
         self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:
-        """Add R rows in float32 in row order, divide by `divisor`, write `wire_W`."""
+        """Add R rows in row order, in float32 or float64, divide by `divisor`, write `wire_W`."""
         _mean_of_rows(rows_RW.view(layout.dtype), divisor, wire_W.view(layout.dtype))
 
     def encode_feedback(
@@ -94,6 +99,10 @@ class Cast:
     def in_place(self) -> bool:
         """False: the wire has another number format."""
         return False
+
+    def encodes(self, dtype: torch.dtype) -> bool:
+        """Return whether `dtype` is float32, bfloat16 or float16."""
+        return dtype in ELEMENT_TYPES
 
     def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
         """Return the bytes of one chunk."""
@@ -144,15 +153,21 @@ class Cast:
         return wire.view(_DTYPES[self.dtype])
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what values of `dtype` are added in: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def sum_of_rows(rows_RL: torch.Tensor) -> torch.Tensor:
-    """Return the float32 sum of rows, added in row order; it may use their memory."""
-    total_L = rows_RL[0].float()
+    """Return the sum of rows in their `sum_dtype`, added in row order; it may use their memory."""
+    total_L = rows_RL[0].to(sum_dtype(rows_RL.dtype))
     for row_L in rows_RL[1:]:
         total_L.add_(row_L)
     return total_L
 
 
 def _mean_of_rows(rows_RL: torch.Tensor, divisor: float, out_L: torch.Tensor) -> None:
-    """Write the sum of rows, divided by `divisor` in float32, to `out_L`."""
+    """Write the sum of rows, divided by `divisor` in its dtype, to `out_L`."""
+    total_L = sum_of_rows(rows_RL)
     # By a tensor on the device: on CUDA, division by a Python number is a multiplication by its reciprocal.
-    torch.div(sum_of_rows(rows_RL), torch.full((1,), divisor, device=rows_RL.device), out=out_L)
+    torch.div(total_L, torch.full((1,), divisor, dtype=total_L.dtype, device=total_L.device), out=out_L)

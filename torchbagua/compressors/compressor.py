@@ -26,6 +26,10 @@ class Compressor(Protocol):
         """Whether the wire is the tensor's own bytes, so that a view of the tensor can serve as its wire."""
         ...
 
+    def encodes(self, dtype: torch.dtype) -> bool:
+        """Return whether tensors of `dtype` can be encoded."""
+        ...
+
     def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
         """Return the bytes of the wire of one chunk."""
         ...
@@ -51,9 +55,9 @@ class Compressor(Protocol):
     def decode_mean_encode(
         self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:
-        """Decode R wires of one chunk, add them in float32 in row order, divide by `divisor`, encode into `wire_W`.
+        """Decode R wires of one chunk, add them in row order, divide by `divisor`, encode into `wire_W`.
 
-        What `rows_RW` holds afterwards is not defined.
+        Sums are formed in float32, of float64 in float64. What `rows_RW` holds afterwards is not defined.
         """
         ...
 

@@ -150,6 +150,29 @@ def qadam_update(
     gradients: list[Tensor],
     momenta: list[Tensor],
     second_moments: list[Tensor],
+    **numbers: float,
+) -> None:
+    """`torchbagua::qadam_update`, see schema.py."""
+    check_qadam(weights, gradients=gradients, momenta=momenta, second_moments=second_moments)
+    for tensors in zip(weights, gradients, momenta, second_moments, strict=True):
+        _update_one(tensors, torch.float32, **numbers)
+
+
+def qadam_update_double(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    momenta: list[Tensor],
+    second_moments: list[Tensor],
+    **numbers: float,
+) -> None:
+    """The same for tensors of float64, in float64: an operation has kernels for what codecs encode."""
+    for tensors in zip(weights, gradients, momenta, second_moments, strict=True):
+        _update_one(tensors, torch.float64, **numbers)
+
+
+def _update_one(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    dtype: torch.dtype,
     *,
     gradient_sign: float,
     weight_decay: float,
@@ -160,17 +183,15 @@ def qadam_update(
     largest_ratio: float,
     step_size: float,
 ) -> None:
-    """`torchbagua::qadam_update`, see schema.py."""
-    check_qadam(weights, gradients=gradients, momenta=momenta, second_moments=second_moments)
-    for weight, gradient, momentum, second_moment in zip(weights, gradients, momenta, second_moments, strict=True):
-        kept = weight.float() * shrink
-        slope = gradient.float() * gradient_sign + kept * weight_decay
-        moved = momentum.float() * beta1 + slope * (1.0 - beta1)
-        variance = second_moment.float()
-        denominator = torch.div(variance.sqrt(), torch.full_like(variance, root_correction2)) + eps
-        distance = torch.div(moved, denominator).clamp(-largest_ratio, largest_ratio) * step_size
-        momentum.copy_(moved)
-        weight.copy_(kept - torch.where(variance == 0, 0.0, distance))
+    weight, gradient, momentum, second_moment = tensors
+    kept = weight.to(dtype) * shrink
+    slope = gradient.to(dtype) * gradient_sign + kept * weight_decay
+    moved = momentum.to(dtype) * beta1 + slope * (1.0 - beta1)
+    variance = second_moment.to(dtype)
+    denominator = torch.div(variance.sqrt(), torch.full_like(variance, root_correction2)) + eps
+    distance = torch.div(moved, denominator).clamp(-largest_ratio, largest_ratio) * step_size
+    momentum.copy_(moved)
+    weight.copy_(kept - torch.where(variance == 0, 0.0, distance))
 
 
 def qadam_form_momenta(gradients: list[Tensor], momenta: list[Tensor], *, beta1: float, share: float) -> None:

@@ -1,0 +1,274 @@
+"""float64 and complex values: added in float64, or as pairs, and sent in full precision where no codec takes them."""
+
+import copy
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from averaging import Trainer, Weights, assert_same_weights, train, weights_of
+from q_adam_life import NUM_STEPS, Life, check_lives, initial_of
+from q_adam_life import Trainer as QAdamTrainer
+from ranks import run_ranks
+from test_ddp import check_runs
+from test_decentralized import check_decentralized, check_low_precision
+from test_resume import checkpoint, resume
+from torchbagua.collectives.all_reduce_mean import AllReduceMean
+from training import Tower, Wide, build
+from training import train as train_hooked
+
+UNEVEN = [0, 1, 1, 0, 1]
+NODES = pytest.mark.parametrize("nodes", [None, UNEVEN], ids=["flat", "nodes"])
+untold = pytest.mark.filterwarnings("ignore:torchbagua. .* in full precision:RuntimeWarning")
+
+
+@NODES
+@pytest.mark.parametrize("algorithm", [tb.GradientAllReduceAlgorithm(True), tb.ByteGradAlgorithm()], ids=repr)
+@untold
+def test_gradients(algorithm: tb.Algorithm, nodes: Sequence[int] | None) -> None:
+    """complex64 is coded as pairs of float32; float64 and complex128 travel as they are."""
+    model = build(Wide)
+
+    def body(group: dist.ProcessGroup) -> Any:
+        return train_hooked(group, model, algorithm, nodes=nodes, bucket_cap_mb=0.01)
+
+    runs = run_ranks(len(nodes or range(3)), body)
+    check_runs(runs, algorithm, nodes)
+    assert runs[0].averaged[0].keys() == dict(model.named_parameters()).keys()
+
+
+@NODES
+@pytest.mark.parametrize("mode", ["all", "shift_one"])
+def test_decentralized(mode: str, nodes: Sequence[int] | None) -> None:
+    """Buffers too."""
+    model, algorithm = build(Wide), tb.DecentralizedAlgorithm(True, mode, bucket_cap_mb=0.01)
+    traces = run_ranks(len(nodes or range(4)), lambda group: train(group, model, algorithm, nodes=nodes))
+    check_decentralized(traces, mode, 1, nodes)
+    assert {"norm.running_var", "running_turn"} <= traces[0].final.keys()
+
+
+@NODES
+@untold
+def test_low_precision(nodes: Sequence[int] | None) -> None:
+    model, algorithm = build(Wide), tb.LowPrecisionDecentralizedAlgorithm()
+    traces = run_ranks(len(nodes or range(3)), lambda group: train(group, model, algorithm, nodes=nodes))
+    check_low_precision(traces, 1, nodes)
+
+
+def test_gradients_in_the_warm_up_of_async() -> None:
+    model = build(Wide)
+
+    def weights_under(group: dist.ProcessGroup, algorithm: tb.Algorithm) -> Weights:
+        trainer = Trainer(group, model)
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm):
+            for _ in range(3):
+                trainer.step()
+            return {name: one.detach().clone() for name, one in trainer.module.named_parameters()}
+
+    def body(group: dist.ProcessGroup) -> None:
+        warm_up = tb.AsyncModelAverageAlgorithm(warmup_steps=4)
+        assert_same_weights([weights_under(group, one) for one in (tb.GradientAllReduceAlgorithm(), warm_up)])
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("nodes", [None, [0, 0, 1]], ids=["flat", "nodes"])
+@untold
+def test_qadam_steps_float64_in_float64(nodes: Sequence[int] | None) -> None:
+    """Adam to the bit in the warm-up; then the oracle's steps, of the mean gradient in full precision."""
+    model = build(lambda: Tower(dtypes=(torch.float64, torch.float32)))
+
+    def body(group: dist.ProcessGroup) -> Life:
+        trainer = QAdamTrainer(group, model, bucket_cap_mb=0.01)
+        impl = trainer.hook(nodes)
+        for _ in range(NUM_STEPS):
+            trainer.step()
+        impl.close()
+        return trainer.life
+
+    lives = run_ranks(3, body)
+    check_lives(lives, initial_of(model), nodes)
+    assert lives[0].momenta[-1]["layers.0.weight"].dtype == torch.float64
+
+
+@untold
+def test_qadam_resumes() -> None:
+    model = build(lambda: Tower(dtypes=(torch.float64, torch.float32)))
+
+    def body(group: dist.ProcessGroup) -> None:
+        def start() -> tuple[QAdamTrainer, tb.Attachment]:
+            trainer = QAdamTrainer(group, model)
+            algorithm = tb.QAdamAlgorithm(trainer.optimizer, compression="sign1bit", error_feedback=True)
+            return trainer, tb.attach(trainer.ddp, trainer.optimizer, algorithm)
+
+        first, attachment = start()
+        for _ in range(5):
+            first.step()
+        file = io.BytesIO()
+        saved = [attachment.state_dict(), first.optimizer.state_dict(), first.ddp.module.state_dict()]
+        torch.save([*saved, first.data.get_state()], file)
+        file.seek(0)
+        first.step()
+        attachment.detach()
+
+        second, attachment = start()
+        own, of_optimizer, of_model, of_data = torch.load(file, weights_only=True)
+        second.ddp.module.load_state_dict(of_model)
+        second.optimizer.load_state_dict(of_optimizer)
+        attachment.load_state_dict(own)
+        second.data.set_state(of_data)
+        second.life.weights += [{}] * 5  # which counts the steps
+        second.step()
+        attachment.detach()
+        assert_same_weights([initial_of(one.ddp.module) for one in (first, second)])
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("algorithm", [tb.DecentralizedAlgorithm(), tb.LowPrecisionDecentralizedAlgorithm()], ids=repr)
+@untold
+def test_averaged_weights_resume(algorithm: tb.Algorithm) -> None:
+    model = build(Wide)
+
+    def body(group: dist.ProcessGroup) -> None:
+        first, second = Trainer(group, model), Trainer(group, model)
+        file = io.BytesIO()
+        with tb.attach(first.ddp, first.optimizer, algorithm) as attachment:
+            for _ in range(3):
+                first.step()
+            torch.save(checkpoint(first, attachment), file)
+            for _ in range(2):
+                first.step()
+        file.seek(0)
+        with tb.attach(second.ddp, second.optimizer, algorithm) as attachment:
+            resume(second, attachment, torch.load(file, weights_only=True))
+            for _ in range(2):
+                second.step()
+        assert_same_weights([weights_of(first.module), weights_of(second.module)])
+
+    run_ranks(2, body)
+
+
+def test_a_plain_module_starts_from_the_weights_of_rank_0() -> None:
+    model = build(Wide)
+
+    def body(group: dist.ProcessGroup) -> Weights:
+        module = copy.deepcopy(model)
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.add_(group.rank())
+        optimizer = torch.optim.SGD(module.parameters())
+        with tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group)):
+            return weights_of(module)
+
+    first, second = run_ranks(2, body)
+    assert_same_weights([first, weights_of(model)])
+    assert_same_weights([first, second])
+
+
+def wrapped(group: dist.ProcessGroup, model: nn.Module) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+    return ddp, tb.QAdamOptimizer(p for p in ddp.parameters() if not p.is_complex())
+
+
+COMPRESSING = pytest.mark.parametrize("name", ["bytegrad", "low_precision_decentralized", "qadam"])
+
+
+@COMPRESSING
+def test_attach_tells_once_what_it_cannot_compress(name: str) -> None:
+    model = build(Wide)
+    # Of QAdam its own parameters only: what others train is in full precision anyway.
+    names = ["first.weight", "first.bias", "norm.weight", "norm.bias", *([] if name == "qadam" else ["mix"])]
+    num_bytes = sum(model.get_parameter(one).nbytes for one in names)
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp, optimizer = wrapped(group, model)
+        with pytest.warns(RuntimeWarning) as told:
+            attachment = tb.attach(ddp, optimizer, name)
+        with attachment:  # any further warning is an error
+            for _ in range(2):
+                ddp(torch.ones(6, 10)).sum().backward()
+        (warning,) = told
+        assert warning.filename == __file__
+        message = str(warning.message)
+        assert f"sends {len(names)} of 8 parameters in full precision, because " in message
+        assert f"torch.float64: {', '.join(sorted(names, key=list(dict(model.named_parameters())).index))}, " in message
+        assert f"{num_bytes:,} bytes each time" in message
+
+    run_ranks(1, body)
+
+
+@COMPRESSING
+def test_strict_raises_instead(name: str) -> None:
+    model = build(Wide)
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp, optimizer = wrapped(group, model)
+        with pytest.raises(ValueError, match=r"attach: strict=True, and .* in full precision, because MinMaxUInt8"):
+            tb.attach(ddp, optimizer, name, strict=True)
+        for algorithm in ("gradient_allreduce", "decentralized", "async"):  # which compress nothing
+            tb.attach(ddp, optimizer, algorithm, strict=True).detach()
+        tb.attach(*wrapped(group, build(Tower)), name if name != "qadam" else "bytegrad", strict=True).detach()
+        with pytest.raises(TypeError, match="attach: strict must be True or False, got 1"):
+            tb.attach(ddp, optimizer, "gradient_allreduce", strict=1)
+
+    run_ranks(2, body)
+
+
+def test_the_plain_hook_tells_once() -> None:
+    model = build(lambda: Tower(dtypes=(torch.float64,)))
+
+    def body(group: dist.ProcessGroup) -> None:
+        with pytest.warns(RuntimeWarning, match=r"ByteGrad.* does not encode torch.float64: parameter 0 of ") as told:
+            train_hooked(group, model, tb.ByteGradAlgorithm(), bucket_cap_mb=0.01)
+        assert len(told) == 1
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex32])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("name", ["gradient_allreduce", "decentralized"])
+def test_other_dtypes_are_refused_by_name(name: str, dtype: torch.dtype) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(2, 1)
+        ddp = DistributedDataParallel(module, process_group=group)
+        module.register_parameter("odd", nn.Parameter(torch.zeros(3, dtype=dtype)))
+        allowed = "float64, float32, bfloat16, float16, complex128 or complex64"
+        with pytest.raises(ValueError, match=f"attach: parameter odd must be {allowed}, got {dtype}"):
+            tb.attach(ddp, torch.optim.SGD(ddp.parameters()), name)
+
+    run_ranks(1, body)
+
+
+def test_buckets_take_what_they_can_carry() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        bagua_group = tb.BaguaProcessGroup(group)
+        tensors = [tb.BaguaTensor("weight", torch.zeros(4, dtype=torch.float64))]
+        bucket = tb.BaguaBucket("b", tensors, bagua_group, torch.zeros(4, dtype=torch.float64))
+        with pytest.raises(ValueError, match=r"compression must be one that encodes torch\.float64, or None .* MinMax"):
+            bucket.append_centralized_synchronous_op(compression="MinMaxUInt8")
+        with pytest.raises(ValueError, match=r"flat must be real, complex numbers as pairs, got torch\.complex64"):
+            tb.BaguaBucket("b", tensors, bagua_group, torch.zeros(4, dtype=torch.complex64))
+
+    run_ranks(1, body)
+
+
+def test_the_mean_that_nccl_forms() -> None:
+    """Here over gloo, whose all-reduce stands for NCCL's."""
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        world = tb.BaguaProcessGroup(group).world
+        world.nccl = group
+        values = torch.tensor([1.0, 2.0**-40], dtype=torch.float64) + group.rank()
+        AllReduceMean(world, values.dtype, values.device, 3.0, "bucket")(values)
+        return values
+
+    for values in run_ranks(3, body):
+        assert torch.equal(values, torch.tensor([2.0, (3 + 3 * 2.0**-40) / 3], dtype=torch.float64))
