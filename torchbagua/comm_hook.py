@@ -33,8 +33,8 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
     Raises:
         TypeError: `state` is not the impl of a gradient algorithm.
         RuntimeError: `state` is closed, or a CUDA graph is being captured.
-        ValueError: the gradients are of no floating-point dtype from float64 to float16, sparse, or neither on the CPU
-            nor on a GPU.
+        ValueError: the gradients are of another dtype than float64, float32, bfloat16, float16 or their complex ones,
+            sparse, or neither on the CPU nor on a GPU.
     """
     if not isinstance(state, AlgorithmImpl) or state.owns_buckets:
         raise TypeError(
