@@ -53,6 +53,16 @@ def test_long_tensor_where_a_node_has_one_rank() -> None:
     assert [result.unique().tolist() for result in run_ranks(3, body)] == [[3.0]] * 3
 
 
+@pytest.mark.parametrize("compression", [None, "MinMaxUInt8", "sign1bit", "bfloat16", "float16"])
+def test_tensor_of_fewer_blocks_than_ranks(compression: str | None) -> None:
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        flat = torch.full((3,), 3.0 * group.rank())
+        bucket = tb.BaguaBucket("numbers", [tb.BaguaTensor("weight", flat)], tb.BaguaProcessGroup(group), flat)
+        return bucket.append_centralized_synchronous_op(compression=compression).run()
+
+    assert [result.unique().tolist() for result in run_ranks(3, body)] == [[3.0]] * 3
+
+
 def test_one_rank_a_node_is_flat() -> None:
     for group in run_ranks(3, lambda group: tb.BaguaProcessGroup(group, nodes=[0, 1, 2])):
         assert group.intra_node is None

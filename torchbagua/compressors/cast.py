@@ -150,7 +150,9 @@ class Cast:
         torch.sub(x_N, left_out_N, out=left_out_N)
 
     def _typed(self, wire: torch.Tensor) -> torch.Tensor:
-        return wire.view(_DTYPES[self.dtype])
+        dtype = _DTYPES[self.dtype]
+        # In a table of empty rows each lies one byte behind the other, where there may be no place for 16 bits.
+        return wire.view(dtype) if wire.numel() else wire.new_empty(wire.shape, dtype=dtype)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
