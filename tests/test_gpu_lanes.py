@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torchbagua.collectives import staging, two_phase_mean
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.compressors import Identity, MinMaxUInt8
+from torchbagua.compressors import Cast, Identity, MinMaxUInt8
 from torchbagua.lane import Lane
 from torchbagua.side_stream import Baton
 
@@ -70,7 +70,7 @@ def mean_of_ranks(compressor: Any, nodes: list[int], nccl_calls: list[str] | Non
     return run_ranks(4, body)
 
 
-@pytest.mark.parametrize("compressor", [MinMaxUInt8(), MinMaxUInt8(block=None), Identity()], ids=str)
+@pytest.mark.parametrize("compressor", [MinMaxUInt8(), MinMaxUInt8(block=None), Cast("float16"), Identity()], ids=str)
 @pytest.mark.parametrize("nodes", [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 1]], ids=str)
 def test_exchanges_over_nccl_give_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, compressor: Any, nodes: list[int]

@@ -1,9 +1,10 @@
 """Users' own algorithms, written only against the documented interface, through the plain hook and through attach."""
 
 import copy
+import re
 import time
-from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,38 +16,30 @@ import torchbagua as tb
 from ranks import run_ranks
 from training import Tower, build, train
 
-
-@dataclass(frozen=True)
-class SignSGDAlgorithm(tb.Algorithm):
-    """The sign of each gradient element, by majority vote (Bernstein et al., arXiv 1810.05291)."""
-
-    scale: float = 0.01
-
-    def make_impl(self, process_group: tb.BaguaProcessGroup) -> "SignSGDImpl":
-        return SignSGDImpl(process_group, self.scale)
+ROOT = Path(__file__).parent.parent
 
 
-class SignSGDImpl(tb.AlgorithmImpl):
-    def __init__(self, process_group: tb.BaguaProcessGroup, scale: float) -> None:
-        super().__init__(process_group)
-        self.scale = scale
+def shown_in_readme() -> dict[str, Any]:
+    """What the README's section on algorithms of one's own defines."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = (block for block in blocks if "class SignSGDAlgorithm" in block)
+    names: dict[str, Any] = {"tb": tb, "torch": torch, "dist": dist}
+    exec(block.partition("\nwith ")[0], names)
+    return names
 
-    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
-        bucket.append_python_op(self.vote)
 
-    def vote(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
-        votes = bucket.flat.sign().to(torch.int8)
-        dist.all_reduce(votes, group=group.world.process_group)
-        bucket.flat.copy_(votes.sign().mul(self.scale))
+# The sign of each gradient element, by majority vote (Bernstein et al., arXiv 1810.05291).
+SignSGDAlgorithm, SignSGDImpl = (shown_in_readme()[name] for name in ("SignSGDAlgorithm", "SignSGDImpl"))
 
 
 def majority(gradients: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([gradient.sign() for gradient in gradients]).sum(0).sign() * torch.tensor(0.01)
 
 
-def test_majority_vote_behind_the_plain_hook() -> None:
-    model = build(Tower)
-    runs = run_ranks(3, lambda group: train(group, model, SignSGDAlgorithm(), bucket_cap_mb=0.01))
+@pytest.mark.parametrize("size", [3, 4])
+def test_majority_vote_behind_the_plain_hook(device: torch.device, size: int) -> None:
+    model = build(Tower).to(device)
+    runs = run_ranks(size, lambda group: train(group, model, SignSGDAlgorithm(), bucket_cap_mb=0.01), device=device)
     for run in runs:
         assert all(torch.equal(run.weights[name], weight) for name, weight in runs[0].weights.items())
         for step, averaged in enumerate(run.averaged):
@@ -67,6 +60,25 @@ def attached_steps(
             ddp(torch.randn(6, 10, generator=data), group.rank() + step).square().sum().backward()
             optimizer.step()
     return ddp.module, attachment
+
+
+def test_observers_hear_of_every_byte_of_it(device: torch.device) -> None:
+    model = build(Tower).to(device)
+    recorders = [tb.traces.Recorder() for _ in range(3)]
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with tb.attach(ddp, optimizer, SignSGDAlgorithm(), observers=[recorders[group.rank()]]):
+            ddp(torch.ones(6, 10, device=device), 0).square().sum().backward()
+            optimizer.step()
+
+    run_ranks(3, body, device=device)
+    sent = [event for recorder in recorders for event in recorder.events if event.phase == "send"]
+    num_elements = sum(parameter.numel() for parameter in model.parameters())
+    # To two others in the first phase and to two others in the second, in 16 bits; rows are 32 bytes long, or 64.
+    assert sum(event.num_elements for event in sent) == 4 * num_elements
+    assert 0 <= sum(event.bytes_sent for event in sent) - 2 * 4 * num_elements <= 32 * len(sent)
 
 
 def test_both_doors_give_the_same() -> None:
@@ -106,7 +118,7 @@ def test_flat_tensor_of_another_length_is_refused() -> None:
 
 def test_python_op_that_raises_fails_the_step() -> None:
     class FailingImpl(SignSGDImpl):
-        def vote(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+        def take_signs(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
             raise ZeroDivisionError("in the user's operation")
 
     class FailingAlgorithm(tb.Algorithm):
@@ -114,7 +126,7 @@ def test_python_op_that_raises_fails_the_step() -> None:
             return FailingImpl(process_group, 1.0)
 
     model = build(Tower)
-    message = "vote on gradient bucket 0 failed: ZeroDivisionError: in the user's operation"
+    message = "take_signs on gradient bucket 0 failed: ZeroDivisionError: in the user's operation"
     with pytest.raises(RuntimeError, match=message):
         run_ranks(1, lambda group: train(group, model, FailingAlgorithm()))
 
@@ -123,7 +135,7 @@ def test_python_op_that_fails_after_communicating_tells_the_others_at_once() -> 
     """What its frames hold must not keep the connections open until the timeout."""
 
     class FailingImpl(SignSGDImpl):
-        def vote(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+        def take_signs(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
             private = group.world.process_group
             dist.all_reduce(bucket.flat, group=private)
             if private.rank() == 1:
@@ -141,7 +153,7 @@ def test_python_op_that_fails_after_communicating_tells_the_others_at_once() -> 
         ddp = DistributedDataParallel(model, process_group=group)
         ddp.register_comm_hook(FailingAlgorithm().reify(group, timeout=timedelta(seconds=40)), tb.comm_hook)
         start = time.monotonic()
-        with pytest.raises(RuntimeError, match="vote on gradient bucket 0 failed"):
+        with pytest.raises(RuntimeError, match="take_signs on gradient bucket 0 failed"):
             ddp(torch.ones(1, 3)).sum().backward()
         seconds[group.rank()] = time.monotonic() - start
 

@@ -154,10 +154,13 @@ class BaguaBucket:
         python_function: Callable[["BaguaBucket", BaguaProcessGroup], None],
         group: BaguaProcessGroup | None = None,
     ) -> "BaguaBucket":
-        """Append a function of the bucket and the group, which changes `bucket.flat` in place.
+        """Append a function of the bucket and the group, which changes `bucket.flat` in place, on the CPU or a GPU.
 
-        It runs on the lane's thread and may communicate over `group.world.process_group` with torch.distributed. Where
-        it raises, the training step raises a RuntimeError that names the function, the bucket and the error.
+        Leave sending to the operations beside it, which work on both. The function may also send tensors of the CPU
+        with torch.distributed over `group.world.process_group`, a gloo group, which fails with tensors of a GPU, and
+        of which observers hear nothing. It runs on the lane's thread, or over NCCL on that of backward; with a GPU, on
+        the lane's stream. Where it raises, the training step raises a RuntimeError that names the function, the bucket
+        and the error.
         """
         group = self._using(group)
         name = getattr(python_function, "__qualname__", repr(python_function))

@@ -96,7 +96,10 @@ class Communicator:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The torch group, for operations of one's own. Raises CommunicationError once it is closed."""
+        """The private gloo group, for operations of one's own on tensors of the CPU, of which observers do not hear.
+
+        Raises CommunicationError once it is closed.
+        """
         return self._open_group("an operation")
 
     def use_private_nccl(self, nccl: dist.ProcessGroup) -> None:
