@@ -150,10 +150,8 @@ void qadam_update(const std::vector<Tensor>& weights, const std::vector<Tensor>&
                   double weight_decay, double shrink, double beta1, double root_correction2, double eps,
                   double largest_ratio, double step_size) {
   constexpr const char* kOp = "qadam_update";
-  const torchbagua::QAdamStep step{
-      static_cast<float>(gradient_sign), static_cast<float>(weight_decay),  static_cast<float>(shrink),
-      static_cast<float>(beta1),         static_cast<float>(1.0 - beta1),   static_cast<float>(root_correction2),
-      static_cast<float>(eps),           static_cast<float>(largest_ratio), static_cast<float>(step_size)};
+  const torchbagua::QAdamStep step = torchbagua::make_qadam_step(gradient_sign, weight_decay, shrink, beta1,
+                                                                 root_correction2, eps, largest_ratio, step_size);
   check_like(kOp, "gradients", gradients, weights);
   check_like(kOp, "momenta", momenta, weights);
   check_like(kOp, "second_moments", second_moments, weights);

@@ -6,9 +6,13 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <vector>
+
 #include "arguments.h"
 #include "cuda/launch.h"
+#include "cuda/tensor_lists.h"
 #include "kernels/minmax_uint8.cuh"
+#include "kernels/qadam.cuh"
 
 namespace {
 
@@ -18,8 +22,11 @@ using torchbagua::BFloat16;
 using torchbagua::Float16;
 using torchbagua::binding::check_codec;
 using torchbagua::binding::check_feedback;
+using torchbagua::binding::check_forms;
+using torchbagua::binding::check_like;
 using torchbagua::binding::check_mean;
 using torchbagua::binding::check_mean_encode;
+using torchbagua::binding::check_weights;
 using torchbagua::binding::DeviceType;
 using torchbagua::binding::Tensor;
 using torchbagua::binding::with_element_of;
@@ -94,6 +101,66 @@ void encode_feedback(const Tensor& x, const Tensor& residual, const Tensor& tabl
             wire.numel(), write<float>(left_out));
 }
 
+template <typename T>
+constexpr auto* kUpdate = &cuda::torchbagua_qadam_update_float32;
+template <>
+constexpr auto* kUpdate<BFloat16> = &cuda::torchbagua_qadam_update_bfloat16;
+template <>
+constexpr auto* kUpdate<Float16> = &cuda::torchbagua_qadam_update_float16;
+
+template <bool kToMomenta, typename T>
+constexpr auto* kChangeForm = &cuda::torchbagua_qadam_form_momenta_float32;
+template <>
+constexpr auto* kChangeForm<true, BFloat16> = &cuda::torchbagua_qadam_form_momenta_bfloat16;
+template <>
+constexpr auto* kChangeForm<true, Float16> = &cuda::torchbagua_qadam_form_momenta_float16;
+template <>
+constexpr auto* kChangeForm<false, float> = &cuda::torchbagua_qadam_form_gradients_float32;
+template <>
+constexpr auto* kChangeForm<false, BFloat16> = &cuda::torchbagua_qadam_form_gradients_bfloat16;
+template <>
+constexpr auto* kChangeForm<false, Float16> = &cuda::torchbagua_qadam_form_gradients_float16;
+
+void qadam_update(const std::vector<Tensor>& weights, const std::vector<Tensor>& gradients,
+                  const std::vector<Tensor>& momenta, const std::vector<Tensor>& second_moments, double gradient_sign,
+                  double weight_decay, double shrink, double beta1, double root_correction2, double eps,
+                  double largest_ratio, double step_size) {
+  constexpr const char* kOp = "qadam_update";
+  const torchbagua::QAdamStep step = torchbagua::make_qadam_step(gradient_sign, weight_decay, shrink, beta1,
+                                                                 root_correction2, eps, largest_ratio, step_size);
+  check_like(kOp, "gradients", gradients, weights);
+  check_like(kOp, "momenta", momenta, weights);
+  check_like(kOp, "second_moments", second_moments, weights);
+  check_weights(kOp, kPlace, weights);
+  cuda::for_each_table<cuda::QAdamTensors>(
+      weights,
+      [&](auto element, size_t i) {
+        using T = decltype(element);
+        return cuda::QAdamTensors<T>{write<T>(weights[i]), read<T>(gradients[i]), write<T>(momenta[i]),
+                                     read<T>(second_moments[i])};
+      },
+      [&](auto element, const auto& table, const Tensor& first) {
+        cuda::run(Launch{kOp, first, table.num_chunks, cuda::kTableThreads}, kUpdate<decltype(element)>, table, step);
+      });
+}
+
+// qadam_form_momenta, or qadam_form_gradients.
+template <bool kToMomenta>
+void qadam_change_form(const std::vector<Tensor>& values, const std::vector<Tensor>& momenta, double beta1,
+                       double share) {
+  constexpr const char* kOp = kToMomenta ? "qadam_form_momenta" : "qadam_form_gradients";
+  check_forms(kOp, kPlace, kToMomenta ? "gradients" : "averages", values, momenta);
+  cuda::for_each_table<cuda::FormTensors>(
+      momenta,
+      [&](auto element, size_t i) {
+        return cuda::FormTensors<decltype(element)>{write<float>(values[i]), read<decltype(element)>(momenta[i])};
+      },
+      [&](auto element, const auto& table, const Tensor& first) {
+        cuda::run(Launch{kOp, first, table.num_chunks, cuda::kTableThreads}, kChangeForm<kToMomenta, decltype(element)>,
+                  table, static_cast<float>(beta1), static_cast<float>(share));
+      });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(torchbagua, CUDA, library) {
@@ -102,4 +169,7 @@ STABLE_TORCH_LIBRARY_IMPL(torchbagua, CUDA, library) {
   library.impl("minmax_uint8_decode_mean", TORCH_BOX(&decode_mean));
   library.impl("minmax_uint8_decode_mean_encode", TORCH_BOX(&decode_mean_encode));
   library.impl("minmax_uint8_encode_feedback", TORCH_BOX(&encode_feedback));
+  library.impl("qadam_update", TORCH_BOX(&qadam_update));
+  library.impl("qadam_form_momenta", TORCH_BOX(&qadam_change_form<true>));
+  library.impl("qadam_form_gradients", TORCH_BOX(&qadam_change_form<false>));
 }

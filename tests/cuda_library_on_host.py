@@ -13,8 +13,19 @@ import torch
 import torchbagua  # noqa: F401  the schemas
 from host_kernels import HostKernels
 from native_codecs import MINMAX_UINT8, lay_out
-from test_cuda_launcher import CASES, TILE, arguments_of, check_same, copies, kernel_of, run_on_host
-from torchbagua.native import launcher, reference
+from test_cuda_launcher import (
+    CASES,
+    QADAM_NUMBERS,
+    TILE,
+    arguments_of,
+    check_same,
+    copies,
+    kernel_of,
+    qadam_launches,
+    qadam_lists,
+    run_on_host,
+)
+from torchbagua.native import launcher, reference, tensor_tables
 
 LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p)
 NO_KERNEL_IMAGE, INSUFFICIENT_DRIVER, LAUNCH_FAILURE = 209, 35, 719
@@ -22,10 +33,10 @@ NO_KERNEL_IMAGE, INSUFFICIENT_DRIVER, LAUNCH_FAILURE = 209, 35, 719
 FAILURES = ((NO_KERNEL_IMAGE, 70), (NO_KERNEL_IMAGE, 103), (INSUFFICIENT_DRIVER, 90), (LAUNCH_FAILURE, 90))
 
 
-def call(operation: str, arguments: list[object]) -> None:
+def call(operation: str, arguments: list[object], **numbers: float) -> None:
     """By the key that CUDA tensors have."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    getattr(torch.ops.torchbagua, f"minmax_uint8_{operation}").default.redispatch(keys, *arguments)
+    getattr(torch.ops.torchbagua, operation).default.redispatch(keys, *arguments, **numbers)
 
 
 def main(library: Path, kernels: Path) -> None:
@@ -46,7 +57,7 @@ def main(library: Path, kernels: Path) -> None:
         for operation, dtype in CASES:
             mine = arguments_of(operation, table, wire_bytes, dtype)
             theirs = copies(mine)
-            call(operation, mine)
+            call(f"minmax_uint8_{operation}", mine)
             getattr(reference, f"minmax_uint8_{operation}")(*theirs)
             check_same(mine, theirs)
             (launched,) = launches
@@ -55,16 +66,30 @@ def main(library: Path, kernels: Path) -> None:
             launches.clear()
             print(operation, str(dtype))
 
+    for operation, numbers in QADAM_NUMBERS.items():
+        lists = qadam_lists(operation)
+        of_reference = [copies(one) for one in lists]
+        call(operation, lists, **numbers)
+        getattr(reference, operation)(*of_reference, **numbers)
+        for own, others in zip(lists, of_reference, strict=True):
+            check_same(own, others)
+        expected = [(*one, tensor_tables.TABLE_THREADS, 1003, 3) for one in qadam_launches(operation)]
+        assert launches == expected, (launches, expected)
+        launches.clear()
+        call(operation, [[torch.zeros(0)] for _ in lists], **numbers)
+        assert not launches
+        print(operation)
+
     assert device.value == -1, "the guard has let go"
     nothing = torch.zeros(0, 4, dtype=torch.int64)
-    call("encode", [torch.zeros(0), nothing, torch.zeros(0, dtype=torch.uint8)])
+    call("minmax_uint8_encode", [torch.zeros(0), nothing, torch.zeros(0, dtype=torch.uint8)])
     assert not launches
     table, wire_bytes = lay_out(MINMAX_UINT8, [5])
     for error, capability in FAILURES:
         ctypes.c_int.in_dll(runtime, "pretended_error").value = error
         ctypes.c_int.in_dll(runtime, "pretended_capability").value = capability
         try:
-            call("encode", arguments_of("encode", table, wire_bytes))
+            call("minmax_uint8_encode", arguments_of("encode", table, wire_bytes))
         except RuntimeError as caught:
             print(caught)
 

@@ -12,6 +12,7 @@
 #define __device__
 #define __shared__ static  // one thread block runs at a time
 #define __forceinline__ inline
+#define __grid_constant__
 #define __launch_bounds__(...)
 
 struct Dim3 {

@@ -181,6 +181,7 @@ native.load()
         assert path == "nvrtc"
         operations = ("decode", "decode_mean", "decode_mean_encode", "encode", "encode_feedback")
         names = [f"minmax_uint8_{operation}" for operation in operations]
+        names += ["qadam_form_gradients", "qadam_form_momenta", "qadam_update"]
         assert kernels == f"{names} {{('nvrtc', None, 'compiled by NVRTC at first use')}}"
         assert f"cuda kernels: nvrtc, kept in {tmp_path / 'cache'}" in report
         assert [line.split()[1:3] for line in report if line.startswith("minmax_uint8_encode ")][1] == ["cuda", "nvrtc"]

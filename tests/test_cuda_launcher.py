@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from host_kernels import CSRC, HostKernels
+from host_kernels import CSRC, KERNEL_FILES, HostKernels
 from native_codecs import DTYPES, MINMAX_UINT8, assert_same_values, lay_out, num_elements
-from torchbagua.native import launcher, nvrtc, reference
+from torchbagua.native import launcher, nvrtc, reference, tensor_tables
 from torchbagua.native.cuda_driver import Driver
 from torchbagua.native.launcher import CudaKernels
 
-SOURCE = (CSRC / "kernels" / "minmax_uint8.cuh").read_text()
+SOURCE = "\n".join((CSRC / "kernels" / file).read_text() for file in KERNEL_FILES)
 OPERATIONS = ("encode", "decode", "decode_mean", "decode_mean_encode", "encode_feedback")
 STREAM = 77
 TILE = 2048  # elements that a thread block holds
@@ -39,10 +39,19 @@ def parameters_of(kernel: str) -> list[str]:
     return [re.sub(r"\s*\w+$", "", one.strip()) for one in declared.split(",")]
 
 
+def c_type_of(parameter: str) -> Any:
+    """The type of ctypes for a parameter of the type."""
+    if "*" in parameter:
+        return ctypes.c_void_p
+    for name, num_pointers in {"QAdamTensors<": 4, "FormTensors<": 2}.items():
+        if name in parameter:
+            return tensor_tables.table_type(num_pointers)
+    return {"long long": ctypes.c_longlong, "float": ctypes.c_float, "QAdamStep": tensor_tables.QAdamStep}[parameter]
+
+
 def run_on_host(host: HostKernels, kernel: str, num_blocks: int, num_threads: int, parameters: int) -> None:
     """Run a kernel whose arguments' addresses stand at the address `parameters`, as a launch hands them over."""
-    types = {"long long": ctypes.c_longlong, "float": ctypes.c_float}
-    kinds = [ctypes.c_void_p if "*" in kind else types[kind] for kind in parameters_of(kernel)]
+    kinds = [c_type_of(parameter) for parameter in parameters_of(kernel)]
     places = (ctypes.c_void_p * len(kinds)).from_address(parameters)
     values = [kind.from_address(place) for kind, place in zip(kinds, places, strict=True)]
     ended = host.run(kernel, *values, blocks=range(num_blocks), num_blocks=num_blocks, num_threads=num_threads)
@@ -180,6 +189,80 @@ def test_launches_give_the_bytes_of_the_reference(
     name, kernel, shape, *rest = driver.calls[-2]
     assert (name, kernel) == ("cuLaunchKernel", kernel_of(operation, dtype))
     assert (shape, rest) == ((len(lengths), 1, 1, launcher.THREADS, 1, 1), [0, STREAM, 0])
+
+
+# The elements of each tensor: more tensors than a table holds, many of them empty, and one of several chunks.
+QADAM_LENGTHS = [0, 1, 15, 16, 0, 17, 1000, 2 * tensor_tables.CHUNK_ELEMENTS + 5, *[0] * 61, 7, 7, 0]
+QADAM_NUMBERS = {
+    "qadam_update": {
+        "gradient_sign": -1.0,
+        "weight_decay": 0.1,
+        "shrink": 0.99,
+        "beta1": 0.9,
+        "root_correction2": 0.3,
+        "eps": 1e-8,
+        "largest_ratio": 0.7,
+        "step_size": 1e-3,
+    },
+    "qadam_form_momenta": {"beta1": 0.9, "share": 0.1 / 1024},
+    "qadam_form_gradients": {"beta1": 0.9, "share": 0.1 / 1024},
+}
+
+
+def qadam_lists(operation: str) -> list[list[Tensor]]:
+    """Good lists of an operation. Their element types, where they may have others than float32, change midway."""
+    generator = torch.Generator().manual_seed(0)
+
+    def values(kinds: tuple[torch.dtype, ...]) -> list[Tensor]:
+        found = [torch.randn(length, generator=generator) for length in QADAM_LENGTHS]
+        return [one.to(kinds[0] if i < 6 else kinds[-1]) for i, one in enumerate(found)]
+
+    if operation != "qadam_update":
+        return [values((torch.float32,)), values((torch.bfloat16, torch.float32))]
+    weights, gradients, momenta, second_moments = (values((torch.float16, torch.float32)) for _ in range(4))
+    return [weights, gradients, momenta, [one.square() for one in second_moments]]
+
+
+def qadam_launches(operation: str) -> list[tuple[str, int]]:
+    """Kernel and grid of every launch that they take: a table ends where the type changes, and where it is full."""
+    types = ("float16" if operation == "qadam_update" else "bfloat16", "float32", "float32")
+    return [(f"torchbagua_{operation}_{one}", grid) for one, grid in zip(types, (4, 1 + 3 + 1, 1), strict=True)]
+
+
+@pytest.mark.parametrize("operation", QADAM_NUMBERS)
+def test_launches_over_lists_give_the_bits_of_the_reference(host_kernels: HostKernels, operation: str) -> None:
+    mine, numbers = qadam_lists(operation), QADAM_NUMBERS[operation]
+    theirs = [copies(one) for one in mine]
+    driver = PretendedDriver(host_kernels)
+
+    getattr(kernels_on(driver), operation)(*mine, **numbers)
+
+    getattr(reference, operation)(*theirs, **numbers)
+    for own, others in zip(mine, theirs, strict=True):
+        check_same(own, others)
+    shape = (1, 1, tensor_tables.TABLE_THREADS, 1, 1)
+    assert [call for call in driver.calls if call[0] == "cuLaunchKernel"] == [
+        ("cuLaunchKernel", kernel, (grid, *shape), 0, STREAM, 0) for kernel, grid in qadam_launches(operation)
+    ]
+
+
+@pytest.mark.parametrize("operation", QADAM_NUMBERS)
+def test_empty_tensors_and_lists_launch_nothing(operation: str) -> None:
+    driver = PretendedDriver()
+    num_lists = len(qadam_lists(operation))
+    for lists in ([[] for _ in range(num_lists)], [[torch.zeros(0)] for _ in range(num_lists)]):
+        getattr(kernels_on(driver), operation)(*lists, **QADAM_NUMBERS[operation])
+    assert driver.calls == []
+
+
+@pytest.mark.parametrize("operation", QADAM_NUMBERS)
+def test_lists_are_refused_before_anything_is_called(operation: str) -> None:
+    driver = PretendedDriver()
+    lists = qadam_lists(operation)
+    lists[-1][-2] = torch.zeros(8)
+    with pytest.raises(ValueError, match=rf"^torchbagua::{operation}: \w+ must be .*, got "):
+        getattr(kernels_on(driver), operation)(*lists, **QADAM_NUMBERS[operation])
+    assert driver.calls == []
 
 
 def test_kernels_are_compiled_and_loaded_once() -> None:

@@ -25,14 +25,15 @@ LOAD_AND_CALL = """
 import torch
 from torchbagua import native
 native.load()
-print({row.path for row in native.status() if row.device == "cuda" and row.operation.startswith("minmax_uint8")})
+here = ("minmax_uint8", "qadam")
+print({row.path for row in native.status() if row.device == "cuda" and row.operation.startswith(here)})
 print({row.path for row in native.status() if row.device == "cuda" and row.operation.startswith("sign_1bit")})
 print(native.loader.loaded_library(native.devices.CUDA))
 
-def call(operation, *arguments):
+def call(operation, *arguments, codec="minmax_uint8_", **numbers):
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     try:
-        getattr(torch.ops.torchbagua, "minmax_uint8_" + operation).default.redispatch(keys, *arguments)
+        getattr(torch.ops.torchbagua, codec + operation).default.redispatch(keys, *arguments, **numbers)
     except ValueError as error:
         print(error)
 
@@ -46,6 +47,11 @@ call("decode_mean", rows, table, 0.0, x)
 call("decode_mean", rows, table, 2.0, x.to("meta"))
 call("decode_mean_encode", rows, table, 2.0, wire[1:])
 call("encode_feedback", x, x[1:], table, wire, x)
+forms = {"codec": "qadam_form_", "beta1": 0.9, "share": 0.1}
+call("momenta", [x], [x], **forms)
+call("gradients", [x], [x.to("meta")], **forms)
+numbers = "gradient_sign weight_decay shrink beta1 root_correction2 eps largest_ratio step_size"
+call("update", *[[x]] * 4, codec="qadam_", **dict.fromkeys(numbers.split(), 1.0))
 """
 
 REFUSED = """\
@@ -57,6 +63,9 @@ torchbagua::minmax_uint8_decode_mean: divisor must be a positive finite float32,
 torchbagua::minmax_uint8_decode_mean: rows must be on cuda, got Byte [2, 32] on cpu
 torchbagua::minmax_uint8_decode_mean_encode: rows must be on cuda, got Byte [2, 32] on cpu
 torchbagua::minmax_uint8_encode_feedback: residual must be contiguous float32 [16], got Float [15] on cpu
+torchbagua::qadam_form_momenta: gradients must be on cuda, got Float [16] on cpu
+torchbagua::qadam_form_gradients: momenta must be on cpu, got Float [16] on another device
+torchbagua::qadam_update: weights must be on cuda, got Float [16] on cpu
 """
 
 
@@ -92,7 +101,7 @@ def test_bindings_compile_without_a_warning_and_launch_what_gives_the_bytes_of_t
     command = [sys.executable, str(script), str(tmp_path / "bind.so"), str(host_kernels.library)]
     called = programs.run(command)
     *calls, old_gpu, other_gpu, old_driver, other = called.stdout.splitlines()
-    assert len(calls) == 2 * 9
+    assert len(calls) == 2 * 9 + 3
     assert old_gpu == (
         "torchbagua::minmax_uint8_encode: cuda:3 has compute capability 7.0, the kernels need 7.5 or newer; "
         "TORCHBAGUA_NATIVE=reference runs without them"

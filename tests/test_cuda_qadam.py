@@ -1,72 +1,49 @@
-"""The CUDA kernels of QAdam's update, on the host: the bits of the reference."""
-
-import ctypes
+"""QAdam's CUDA kernels on the host: the bits of the reference."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from host_kernels import HostKernels
-from test_native_qadam import LENGTHS, NUMBERS, arguments, same
+from test_native_qadam import FORMS, LENGTHS, NUMBERS, arguments, same
 from torchbagua.native import reference
+from torchbagua.native.tensor_tables import QAdamStep, TensorTable, table_type
 
-KERNELS = {
-    torch.float32: "torchbagua_qadam_update_float32",
-    torch.bfloat16: "torchbagua_qadam_update_bfloat16",
-    torch.float16: "torchbagua_qadam_update_float16",
-}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUM_BLOCKS, BLOCK_THREADS = 3, 64  # fewer than the chunks and vectors: a block takes several, a thread too
 GUARD = 16  # elements before and after every tensor that no kernel may touch
+# What the kernels of an operation are given after the table.
+REST = {
+    "qadam_update": (QAdamStep(one_minus_beta1=1.0 - NUMBERS["beta1"], **NUMBERS),),
+    **dict.fromkeys(FORMS, (0.9, 0.1 / 1024)),
+}
+KEYWORDS = {"qadam_update": NUMBERS, **{form: {"beta1": 0.9, "share": 0.1 / 1024} for form in FORMS}}
 
 
-class QAdamLaunch(ctypes.Structure):
-    """As in qadam.cuh."""
-
-    _fields_ = [
-        ("tensors", ctypes.c_void_p),
-        ("num_chunks", ctypes.c_longlong),
-        ("num_tensors", ctypes.c_int),
-        ("chunk_elements", ctypes.c_int),
-    ]
-
-
-class QAdamStep(ctypes.Structure):
-    """As in element/qadam.h."""
-
-    _fields_ = [
-        (name, ctypes.c_float)
-        for name in (
-            "gradient_sign",
-            "weight_decay",
-            "shrink",
-            "beta1",
-            "one_minus_beta1",
-            "root_correction2",
-            "eps",
-            "largest_ratio",
-            "step_size",
-        )
-    ]
-
-
-STEP = QAdamStep(one_minus_beta1=1.0 - NUMBERS["beta1"], **NUMBERS)
-
-
-def run(host_kernels: HostKernels, dtype: torch.dtype, work: QAdamLaunch, blocks: range, num_blocks: int) -> None:
-    kernel = KERNELS[dtype]
-    assert (
-        host_kernels.run(kernel, work, STEP, blocks=blocks, num_blocks=num_blocks, num_threads=BLOCK_THREADS) == "done"
+def run(
+    host_kernels: HostKernels, operation: str, dtype: torch.dtype, table: TensorTable, blocks: range, num_blocks: int
+) -> None:
+    kernel = f"torchbagua_{operation}_{str(dtype).split('.')[1]}"
+    ended = host_kernels.run(
+        kernel, table, *REST[operation], blocks=blocks, num_blocks=num_blocks, num_threads=BLOCK_THREADS
     )
+    assert ended == "done"
 
 
-def launch_table(tensors: list[list[Tensor]], chunk_elements: int) -> tuple[Tensor, int]:
-    """The table of a launch over `tensors`, four lists, and its number of chunks."""
-    rows, num_chunks = [], 0
-    for four in zip(*tensors, strict=True):
-        length = four[0].numel()
-        rows.append([*(tensor.data_ptr() for tensor in four), length, num_chunks])
-        num_chunks += -(-length // chunk_elements)
-    return torch.tensor(rows, dtype=torch.int64), num_chunks
+def lists_of(operation: str, dtype: torch.dtype, *, is_hostile: bool = False) -> list[list[Tensor]]:
+    """The lists that an operation takes, with tensors of LENGTHS elements; momenta are of the type."""
+    lists = arguments(dtype, is_hostile=is_hostile)
+    return lists if operation == "qadam_update" else [arguments(torch.float32, is_hostile=is_hostile)[1], lists[2]]
+
+
+def launch_table(lists: list[list[Tensor]], chunk_elements: int) -> TensorTable:
+    """The table of a launch."""
+    table = table_type(len(lists))(num_rows=len(lists[0]), chunk_elements=chunk_elements)
+    for row, tensors in zip(table.rows, zip(*lists, strict=True), strict=False):
+        row.pointers[:] = [tensor.data_ptr() for tensor in tensors]
+        row.num_elements, row.first_chunk = tensors[0].numel(), table.num_chunks
+        table.num_chunks += -(-tensors[0].numel() // chunk_elements)
+    return table
 
 
 def guarded(tensor: Tensor, shift: int) -> Tensor:
@@ -82,25 +59,32 @@ def inside(buffer: Tensor, shift: int) -> Tensor:
     return buffer[GUARD + shift : -GUARD]
 
 
-@pytest.mark.parametrize("dtype", KERNELS)
-@pytest.mark.parametrize("is_hostile", [False, True])
-@pytest.mark.parametrize(
-    ("shifts", "chunk_elements"),
-    [
-        ((0, 0, 0, 0), 1024),
-        ((0, 0, 0, 0), 1001),  # later chunks of an aligned tensor are not aligned
-        ((0, 0, 0, 0), 2**20),
-        ((1, 1, 1, 1), 1024),
-        ((1, 0, 0, 0), 1024),
-        ((0, 1, 0, 0), 1024),
-        ((0, 0, 1, 0), 1024),
-        ((0, 0, 0, 1), 1024),
-    ],
-)
-def test_kernels_give_the_bits_of_the_reference(
-    host_kernels: HostKernels, dtype: torch.dtype, is_hostile: bool, shifts: tuple[int, ...], chunk_elements: int
+@pytest.mark.parametrize("operation", REST)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_give_the_bits_of_the_reference(host_kernels: HostKernels, operation: str, dtype: torch.dtype) -> None:
+    num_lists = len(lists_of(operation, dtype))
+    aligned, unaligned = [0] * num_lists, [1] * num_lists
+    one_unaligned = [[int(i == other) for i in range(num_lists)] for other in range(num_lists)]
+    for shifts, chunk_elements in [
+        (aligned, 1024),
+        (aligned, 1001),  # later chunks of an aligned tensor are not aligned
+        (aligned, 2**20),
+        *((shifts, 1024) for shifts in (unaligned, *one_unaligned)),
+    ]:
+        for is_hostile in (False, True):
+            check_bits(host_kernels, operation, dtype, shifts, chunk_elements, is_hostile=is_hostile)
+
+
+def check_bits(
+    host_kernels: HostKernels,
+    operation: str,
+    dtype: torch.dtype,
+    shifts: list[int],
+    chunk_elements: int,
+    *,
+    is_hostile: bool,
 ) -> None:
-    originals = arguments(dtype, is_hostile=is_hostile)
+    originals = lists_of(operation, dtype, is_hostile=is_hostile)
     # Tensors that are empty (LENGTHS[0]) come first, last and several in a row.
     order = [0, 1, 0, 0, *range(1, len(LENGTHS)), 0]
 
@@ -110,35 +94,36 @@ def test_kernels_give_the_bits_of_the_reference(
 
     mine, tensors = buffers()
     theirs, of_reference = buffers()
-    table, num_chunks = launch_table(tensors, chunk_elements)
-    work = QAdamLaunch(table.data_ptr(), num_chunks, len(order), chunk_elements)
 
-    run(host_kernels, dtype, work, range(NUM_BLOCKS), NUM_BLOCKS)
+    run(host_kernels, operation, dtype, launch_table(tensors, chunk_elements), range(NUM_BLOCKS), NUM_BLOCKS)
 
-    reference.qadam_update(*of_reference, **NUMBERS)
+    getattr(reference, operation)(*of_reference, **KEYWORDS[operation])
     for own, others in zip(mine, theirs, strict=True):
-        assert all(map(same, own, others))
+        assert all(map(same, own, others)), (shifts, chunk_elements, is_hostile)
     if not is_hostile:
         assert not torch.equal(tensors[0][-2], originals[0][-1])
 
 
-def test_nothing_to_do(host_kernels: HostKernels) -> None:
-    run(host_kernels, torch.float32, QAdamLaunch(None, 0, 0, 1024), range(2), 2)
+@pytest.mark.parametrize("operation", REST)
+def test_nothing_to_do(host_kernels: HostKernels, operation: str) -> None:
+    lists = [[] for _ in lists_of(operation, torch.float32)]
+    run(host_kernels, operation, torch.float32, launch_table(lists, 1024), range(2), 2)
 
 
-@pytest.mark.parametrize("dtype", KERNELS)
-def test_elements_beyond_32_bits(host_kernels: HostKernels, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operation", REST)
+def test_elements_beyond_32_bits(host_kernels: HostKernels, operation: str, dtype: torch.dtype) -> None:
     """The last chunk of a tensor of 2^33 + 1000 elements, of which only that chunk is in memory."""
     before, chunk_elements = 2**33, 1024
-    tensors = [[own[LENGTHS.index(1000)]] for own in arguments(dtype)]
+    tensors = [[own[LENGTHS.index(1000)]] for own in lists_of(operation, dtype)]
     theirs = [[tensor.clone() for tensor in own] for own in tensors]
-    addresses = [tensor.data_ptr() - before * dtype.itemsize for (tensor,) in tensors]
-    table = torch.tensor([*addresses, before + 1000, 0], dtype=torch.int64)
     last = before // chunk_elements
-    work = QAdamLaunch(table.data_ptr(), last + 1, 1, chunk_elements)
+    table = launch_table(tensors, chunk_elements)
+    table.rows[0].pointers[:] = [tensor.data_ptr() - before * tensor.itemsize for (tensor,) in tensors]
+    table.rows[0].num_elements, table.num_chunks = before + 1000, last + 1
 
-    run(host_kernels, dtype, work, range(last, last + 1), last + 1)
+    run(host_kernels, operation, dtype, table, range(last, last + 1), last + 1)
 
-    reference.qadam_update(*theirs, **NUMBERS)
+    getattr(reference, operation)(*theirs, **KEYWORDS[operation])
     for own, others in zip(tensors, theirs, strict=True):
         assert all(map(same, own, others))

@@ -99,6 +99,19 @@ def test_forms_have_the_bits_of_the_reference(
     assert is_hostile or not torch.equal(mine[-1], values[-1])
 
 
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_the_gpu(gpu: torch.device) -> None:
+    lists = [[tensor.to(gpu) for tensor in tensors] for tensors in arguments(torch.float32)]
+    for mode in ("default", "error"):  # the first call may load the kernels
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            OPS.qadam_update(*lists, **NUMBERS)
+            for name in FORMS:
+                getattr(OPS, name)(*lists[1:3], beta1=0.9, share=0.1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_one_form_takes_the_other_back() -> None:
     _, values, momenta, _ = arguments(torch.float32)
     gradients = copies([values])[0]

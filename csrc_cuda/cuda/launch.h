@@ -54,17 +54,17 @@ inline void check_launch(const char* op) {
   throw std::runtime_error(std::string("torchbagua::") + op + ": " + cause);
 }
 
-// A launch of the kernels over a block table.
 struct Launch {
   const char* op;
   const binding::Tensor& first;  // its device is the current one meanwhile, and its current stream is used
-  int64_t num_blocks;
+  int64_t num_blocks;            // thread blocks: one for each row of a block table, or each chunk of tensors
+  int num_threads = kThreads;    // of a thread block
 };
 
-// A thread block for each row of the table; the kernels go on to further rows than these.
+// The kernels go on to further rows and chunks than these.
 constexpr int64_t kLargestGrid = (int64_t{1} << 31) - 1;
 
-// Launches `kernel`; nothing for a table without rows.
+// Launches `kernel`; nothing where there is nothing to do.
 template <typename... Parameters, typename... Arguments>
 void run(const Launch& launch, void (*kernel)(Parameters...), Arguments... arguments) {
   if (launch.num_blocks == 0) {
@@ -75,7 +75,7 @@ void run(const Launch& launch, void (*kernel)(Parameters...), Arguments... argum
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   const auto grid = static_cast<unsigned int>(std::min(launch.num_blocks, kLargestGrid));
-  kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
+  kernel<<<grid, launch.num_threads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
   check_launch(launch.op);
 }
 

@@ -21,6 +21,16 @@ struct QAdamStep {
   float step_size;      // lr / bias correction of the momentum
 };
 
+// The step of qadam_update's numbers, see torchbagua/native/schema.py.
+TORCHBAGUA_ELEMENT QAdamStep make_qadam_step(double gradient_sign, double weight_decay, double shrink, double beta1,
+                                             double root_correction2, double eps, double largest_ratio,
+                                             double step_size) {
+  return QAdamStep{
+      static_cast<float>(gradient_sign), static_cast<float>(weight_decay),  static_cast<float>(shrink),
+      static_cast<float>(beta1),         static_cast<float>(1.0 - beta1),   static_cast<float>(root_correction2),
+      static_cast<float>(eps),           static_cast<float>(largest_ratio), static_cast<float>(step_size)};
+}
+
 // Correctly rounded, on both.
 TORCHBAGUA_ELEMENT float square_root(float value) {
 #if defined(__CUDA_ARCH__)

@@ -1,46 +1,40 @@
-// QAdam's update on CUDA: one launch updates many tensors of one element type; element/qadam.h has the arithmetic.
-// nvcc and NVRTC compile this file as it is. They need --fmad=false: a fused multiply-add would round otherwise than
-// the CPU does.
+// QAdam on CUDA: its update, and what momenta and gradients are made of; element/qadam.h has the arithmetic. nvcc and
+// NVRTC compile this file as it is. They need --fmad=false: a fused multiply-add would round otherwise than the CPU
+// does.
 #pragma once
 
 #include "../element/qadam.h"
+#include "tensor_table.cuh"
 #include "vector.cuh"
 
 namespace torchbagua::cuda {
 
-constexpr int kMaxBlockThreads = 256;
-
-// The four tensors of one parameter, `num_elements` each. A launch reads a table of these in the device's memory.
+// The four tensors of one parameter.
 template <typename Element>
 struct QAdamTensors {
   Element* weight;
   const Element* gradient;
   Element* momentum;
   const Element* second_moment;
-  long long num_elements;
-  long long first_chunk;  // how many chunks the tensors before this one have
+
+  __device__ __forceinline__ QAdamTensors from(long long element) const {
+    return {weight + element, gradient + element, momentum + element, second_moment + element};
+  }
 };
 
-// What a launch works through. The tensors are cut into chunks of `chunk_elements`, the last of each tensor may be
-// shorter, and an empty tensor has none: so small and large tensors share the blocks evenly.
+// What changes its form, and the momentum that goes into it.
 template <typename Element>
-struct QAdamLaunch {
-  const QAdamTensors<Element>* tensors;
-  long long num_chunks;
-  int num_tensors;
-  int chunk_elements;  // at most 2^30; a multiple of 8 leaves the chunks of aligned tensors aligned
+struct FormTensors {
+  float* values;
+  const Element* momentum;
+
+  __device__ __forceinline__ FormTensors from(long long element) const {
+    return {values + element, momentum + element};
+  }
 };
 
-// Adds to a pointer in 64 bits, for tensors of more than 2^31 elements; within a chunk 32 are enough, and faster.
-template <typename Element>
-__device__ __forceinline__ QAdamTensors<Element> skip(QAdamTensors<Element> tensors, long long num_elements) {
-  tensors.weight += num_elements;
-  tensors.gradient += num_elements;
-  tensors.momentum += num_elements;
-  tensors.second_moment += num_elements;
-  tensors.num_elements -= num_elements;
-  return tensors;
-}
+// What a kernel may have for arguments.
+static_assert(sizeof(TensorTable<QAdamTensors<float>>) + sizeof(QAdamStep) <= 4096, "fewer rows");
 
 // The whole vectors of a chunk; returns how many elements they are.
 template <typename Element>
@@ -77,48 +71,94 @@ __device__ __forceinline__ void update_chunk(const QAdamStep& step, const QAdamT
   }
 }
 
-// The tensor that `chunk` is of: the last that begins no later. (An empty one begins where the next does.)
 template <typename Element>
-__device__ __forceinline__ const QAdamTensors<Element>& tensors_of(const QAdamLaunch<Element>& launch,
-                                                                   long long chunk) {
-  int first = 0, last = launch.num_tensors - 1;
-  while (first < last) {
-    const int middle = last - (last - first) / 2;
-    if (launch.tensors[middle].first_chunk <= chunk) {
-      first = middle;
-    } else {
-      last = middle - 1;
+__device__ __forceinline__ void update(const TensorTable<QAdamTensors<Element>>& table, const QAdamStep& step) {
+  for_each_chunk(table, [&](const QAdamTensors<Element>& of, int length) { update_chunk(step, of, length); });
+}
+
+// Gradients to momenta, or averaged momenta to gradients, in place.
+template <bool kToMomenta, typename Element>
+__device__ __forceinline__ float change_form(float value, Element momentum, float beta1, float share) {
+  return kToMomenta ? form_momentum(value, momentum, beta1, share) : form_gradient(value, momentum, beta1, share);
+}
+
+template <bool kToMomenta, typename Element>
+__device__ __forceinline__ void change_chunk(const FormTensors<Element>& of, int length, float beta1, float share) {
+  constexpr int kWidth = kVectorBytes / sizeof(float);
+  using Values = Vector<float, kWidth>;
+  using Momenta = Vector<Element, kWidth>;
+  const bool vectors_fit = is_aligned<kWidth>(of.values) && is_aligned<kWidth>(of.momentum);
+  const int num_vectors = vectors_fit ? length / kWidth : 0;
+  for (int i = threadIdx.x; i < num_vectors; i += blockDim.x) {
+    Values& place = reinterpret_cast<Values*>(of.values)[i];
+    const Momenta momenta = reinterpret_cast<const Momenta*>(of.momentum)[i];
+    Values values = place;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) {
+      values.elements[k] = change_form<kToMomenta>(values.elements[k], momenta.elements[k], beta1, share);
     }
+    place = values;
   }
-  return launch.tensors[first];
-}
-
-// Any number of blocks, of up to kMaxBlockThreads threads, does.
-template <typename Element>
-__device__ __forceinline__ void qadam_update(const QAdamLaunch<Element>& launch, const QAdamStep& step) {
-  for (long long chunk = blockIdx.x; chunk < launch.num_chunks; chunk += gridDim.x) {
-    const QAdamTensors<Element>& tensors = tensors_of(launch, chunk);
-    const long long begin = (chunk - tensors.first_chunk) * launch.chunk_elements;
-    const QAdamTensors<Element> rest = skip(tensors, begin);
-    const bool is_whole = rest.num_elements >= launch.chunk_elements;
-    update_chunk(step, rest, is_whole ? launch.chunk_elements : static_cast<int>(rest.num_elements));
+  for (int i = num_vectors * kWidth + threadIdx.x; i < length; i += blockDim.x) {
+    of.values[i] = change_form<kToMomenta>(of.values[i], of.momentum[i], beta1, share);
   }
 }
 
-// "C" and no templates: NVRTC's callers find a kernel by its plain name.
-extern "C" __global__ void __launch_bounds__(kMaxBlockThreads)
-    torchbagua_qadam_update_float32(QAdamLaunch<float> launch, QAdamStep step) {
-  qadam_update(launch, step);
+template <bool kToMomenta, typename Element>
+__device__ __forceinline__ void change_forms(const TensorTable<FormTensors<Element>>& table, float beta1, float share) {
+  for_each_chunk(
+      table, [&](const FormTensors<Element>& of, int length) { change_chunk<kToMomenta>(of, length, beta1, share); });
 }
 
-extern "C" __global__ void __launch_bounds__(kMaxBlockThreads)
-    torchbagua_qadam_update_bfloat16(QAdamLaunch<BFloat16> launch, QAdamStep step) {
-  qadam_update(launch, step);
+// --- Kernels: "C" and no templates, for NVRTC's callers find a kernel by its plain name ---
+
+#define TORCHBAGUA_KERNEL extern "C" __global__ void __launch_bounds__(kTableThreads)
+// Read where the launch has put it: a copy of its own would lie in every thread's stack.
+#define TORCHBAGUA_TABLE const __grid_constant__ TensorTable
+
+TORCHBAGUA_KERNEL torchbagua_qadam_update_float32(TORCHBAGUA_TABLE<QAdamTensors<float>> table, QAdamStep step) {
+  update(table, step);
 }
 
-extern "C" __global__ void __launch_bounds__(kMaxBlockThreads)
-    torchbagua_qadam_update_float16(QAdamLaunch<Float16> launch, QAdamStep step) {
-  qadam_update(launch, step);
+TORCHBAGUA_KERNEL torchbagua_qadam_update_bfloat16(TORCHBAGUA_TABLE<QAdamTensors<BFloat16>> table, QAdamStep step) {
+  update(table, step);
 }
+
+TORCHBAGUA_KERNEL torchbagua_qadam_update_float16(TORCHBAGUA_TABLE<QAdamTensors<Float16>> table, QAdamStep step) {
+  update(table, step);
+}
+
+TORCHBAGUA_KERNEL torchbagua_qadam_form_momenta_float32(TORCHBAGUA_TABLE<FormTensors<float>> table, float beta1,
+                                                        float share) {
+  change_forms<true>(table, beta1, share);
+}
+
+TORCHBAGUA_KERNEL torchbagua_qadam_form_momenta_bfloat16(TORCHBAGUA_TABLE<FormTensors<BFloat16>> table, float beta1,
+                                                         float share) {
+  change_forms<true>(table, beta1, share);
+}
+
+TORCHBAGUA_KERNEL torchbagua_qadam_form_momenta_float16(TORCHBAGUA_TABLE<FormTensors<Float16>> table, float beta1,
+                                                        float share) {
+  change_forms<true>(table, beta1, share);
+}
+
+TORCHBAGUA_KERNEL torchbagua_qadam_form_gradients_float32(TORCHBAGUA_TABLE<FormTensors<float>> table, float beta1,
+                                                          float share) {
+  change_forms<false>(table, beta1, share);
+}
+
+TORCHBAGUA_KERNEL torchbagua_qadam_form_gradients_bfloat16(TORCHBAGUA_TABLE<FormTensors<BFloat16>> table, float beta1,
+                                                           float share) {
+  change_forms<false>(table, beta1, share);
+}
+
+TORCHBAGUA_KERNEL torchbagua_qadam_form_gradients_float16(TORCHBAGUA_TABLE<FormTensors<Float16>> table, float beta1,
+                                                          float share) {
+  change_forms<false>(table, beta1, share);
+}
+
+#undef TORCHBAGUA_TABLE
+#undef TORCHBAGUA_KERNEL
 
 }  // namespace torchbagua::cuda

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 # A kernel's argument, of the type of its parameter.
-Argument = ctypes.c_void_p | ctypes.c_longlong | ctypes.c_float
+Argument = ctypes.c_void_p | ctypes.c_longlong | ctypes.c_float | ctypes.Structure
 
 
 @dataclass(frozen=True)

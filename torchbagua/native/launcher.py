@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from torchbagua.native.cuda_driver import Argument, Driver, LoadedKernels
 from torchbagua.native.nvrtc import Compiler
-from torchbagua.native.schema import check_codec, check_feedback, check_mean, check_mean_encode
+from torchbagua.native.schema import (
+    check_codec,
+    check_feedback,
+    check_forms,
+    check_mean,
+    check_mean_encode,
+    check_qadam,
+)
+from torchbagua.native.tensor_tables import TABLE_THREADS, QAdamStep, tables_of
 
 # As in csrc_cuda/kernels/blocks.cuh and cuda/launch.h: a thread block for each row of the table, up to so many.
 THREADS = 64
@@ -48,6 +56,9 @@ class CudaKernels:
             self.minmax_uint8_decode_mean,
             self.minmax_uint8_decode_mean_encode,
             self.minmax_uint8_encode_feedback,
+            self.qadam_update,
+            self.qadam_form_momenta,
+            self.qadam_form_gradients,
         ]
         for kernel in kernels:
             torch.library.impl(f"torchbagua::{kernel.__name__}", "cuda", kernel)
@@ -89,14 +100,53 @@ class CudaKernels:
         sums = (x, residual, x.numel())
         self._launch(operation, table, *sums, table, len(table), wire, wire.numel(), left_out)
 
+    def qadam_update(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        momenta: list[Tensor],
+        second_moments: list[Tensor],
+        **numbers: float,
+    ) -> None:
+        """`torchbagua::qadam_update`, see schema.py."""
+        check_qadam(weights, gradients=gradients, momenta=momenta, second_moments=second_moments)
+        step = QAdamStep(one_minus_beta1=1.0 - numbers["beta1"], **numbers)
+        self._launch_tables("qadam_update", (weights, gradients, momenta, second_moments), weights, step)
+
+    def qadam_form_momenta(self, gradients: list[Tensor], momenta: list[Tensor], *, beta1: float, share: float) -> None:
+        """`torchbagua::qadam_form_momenta`, see schema.py."""
+        check_forms("qadam_form_momenta", "gradients", gradients, momenta)
+        numbers = (ctypes.c_float(beta1), ctypes.c_float(share))
+        self._launch_tables("qadam_form_momenta", (gradients, momenta), momenta, *numbers)
+
+    def qadam_form_gradients(
+        self, averages: list[Tensor], momenta: list[Tensor], *, beta1: float, share: float
+    ) -> None:
+        """`torchbagua::qadam_form_gradients`, see schema.py."""
+        check_forms("qadam_form_gradients", "averages", averages, momenta)
+        numbers = (ctypes.c_float(beta1), ctypes.c_float(share))
+        self._launch_tables("qadam_form_gradients", (averages, momenta), momenta, *numbers)
+
     def _launch(self, kernel: str, table: Tensor, *arguments: Tensor | int | float) -> None:
-        """Launches over the rows of `table`, where that is; a table without rows is nothing to do."""
-        num_blocks = len(table)
+        """Launches over the rows of `table`, where that is."""
+        self._launch_blocks(kernel, table, len(table), THREADS, [_argument(one) for one in arguments])
+
+    def _launch_tables(
+        self, operation: str, lists: Sequence[list[Tensor]], kinds: list[Tensor], *numbers: Argument
+    ) -> None:
+        """Launches over the tensors of `lists`, by kernels for the element types of `kinds`, one of them."""
+        for table, first in tables_of(lists, kinds):
+            kernel = f"{operation}_{_TYPE_NAMES[first.dtype]}"
+            self._launch_blocks(kernel, first, table.num_chunks, TABLE_THREADS, [table, *numbers])
+
+    def _launch_blocks(
+        self, kernel: str, there: Tensor, num_blocks: int, num_threads: int, arguments: Sequence[Argument]
+    ) -> None:
+        """Launches thread blocks where the tensor `there` is; none is nothing to do."""
         if num_blocks == 0:
             return
-        grid = min(num_blocks, LARGEST_GRID)
-        kernels = self._on(table.get_device())
-        self._driver.launch(kernels, f"torchbagua_{kernel}", grid, THREADS, [_argument(one) for one in arguments])
+        kernels = self._on(there.get_device())
+        self._driver.launch(kernels, f"torchbagua_{kernel}", min(num_blocks, LARGEST_GRID), num_threads, arguments)
 
     def _on(self, device: int) -> LoadedKernels:
         """The kernels on a device, compiled and loaded when first asked for."""

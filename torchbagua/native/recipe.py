@@ -72,7 +72,7 @@ CUDA = Binary(
 # The kernels alone, without a binding.
 NVRTC = Binary(
     "torchbagua_nvrtc_",
-    "kernels/minmax_uint8.cuh",
+    "kernels/all.cuh",
     (".cuh", ".h"),
     others=("cpu", "cuda"),
     nvcc_flags=_KERNEL_FLAGS,

@@ -1,0 +1,5 @@
+// All kernels, for NVRTC.
+#pragma once
+
+#include "minmax_uint8.cuh"
+#include "qadam.cuh"

@@ -1,0 +1,89 @@
+"""Lists of tensors as the tables that csrc_cuda/kernels/tensor_table.cuh takes for arguments, and QAdam's numbers.
+
+What cuda/tensor_lists.h is in C++.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+# As in csrc_cuda/kernels/tensor_table.cuh and cuda/tensor_lists.h.
+TABLE_THREADS = 256
+TABLE_ROWS = 64
+CHUNK_ELEMENTS = 8192
+
+
+class QAdamStep(ctypes.Structure):
+    """As in csrc_cuda/element/qadam.h."""
+
+    _fields_ = [
+        (name, ctypes.c_float)
+        for name in (
+            "gradient_sign",
+            "weight_decay",
+            "shrink",
+            "beta1",
+            "one_minus_beta1",
+            "root_correction2",
+            "eps",
+            "largest_ratio",
+            "step_size",
+        )
+    ]
+
+
+class TensorTable(ctypes.Structure):
+    """The tensors of one launch: what tables of any number of pointers have."""
+
+    rows: Any
+    num_chunks: int
+    num_rows: int
+    chunk_elements: int
+
+
+@functools.cache
+def table_type(num_pointers: int) -> type[TensorTable]:
+    """The table whose rows have so many pointers."""
+
+    class Row(ctypes.Structure):
+        _fields_ = [
+            ("pointers", ctypes.c_void_p * num_pointers),
+            ("num_elements", ctypes.c_longlong),
+            ("first_chunk", ctypes.c_longlong),
+        ]
+
+    class Table(TensorTable):
+        _fields_ = [
+            ("rows", Row * TABLE_ROWS),
+            ("num_chunks", ctypes.c_longlong),
+            ("num_rows", ctypes.c_int),
+            ("chunk_elements", ctypes.c_int),
+        ]
+
+    return Table
+
+
+def tables_of(lists: Sequence[list[Tensor]], kinds: list[Tensor]) -> Iterator[tuple[TensorTable, Tensor]]:
+    """Yield tables that together hold all the tensors, each with the first of `kinds`, one of the lists, that it holds.
+
+    A table holds the next ones that are alike in device and, in the list `kinds`, in element type.
+    """
+    start = 0
+    while start < len(kinds):
+        first = kinds[start]
+        table = table_type(len(lists))(chunk_elements=CHUNK_ELEMENTS)
+        for kind, *tensors in zip(*(some[start : start + TABLE_ROWS] for some in (kinds, *lists)), strict=True):
+            if (kind.dtype, kind.device) != (first.dtype, first.device):
+                break
+            row = table.rows[table.num_rows]
+            row.pointers[:] = [tensor.data_ptr() for tensor in tensors]
+            row.num_elements, row.first_chunk = kind.numel(), table.num_chunks
+            table.num_rows += 1
+            table.num_chunks += -(-kind.numel() // CHUNK_ELEMENTS)
+        start += table.num_rows
+        yield table, first
