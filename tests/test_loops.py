@@ -189,7 +189,7 @@ def test_steps_that_a_grad_scaler_skips_and_closures_that_clear_gradients_are_st
                 scaler.scale(ddp(torch.ones(1, 3)).sum() * float("inf")).backward()
                 scaler.step(optimizer)
                 scaler.update()
-        searching = torch.optim.LBFGS(ddp.parameters(), max_iter=60, max_eval=60, tolerance_grad=0, tolerance_change=0)
+        searching = torch.optim.LBFGS(ddp.parameters(), lr=1e-3, max_iter=60, max_eval=60)
 
         def closure() -> torch.Tensor:
             searching.zero_grad()
