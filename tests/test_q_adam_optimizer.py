@@ -164,6 +164,40 @@ def test_state_goes_to_adam_and_comes_from_it() -> None:
     assert_equal_models(second, fourth)
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
+def test_updates_are_counted_as_adam_counts_them_whoever_has_written_the_state(options: dict[str, Any]) -> None:
+    model, other = small_model(), small_model()
+    adam = torch.optim.Adam(other.parameters(), **options)
+    train(other, adam, 5)
+    optimizer = tb.QAdamOptimizer(model.parameters(), **options)
+
+    def count(optimizer: tb.QAdamOptimizer) -> int:
+        (count,) = set(optimizer.num_updates)
+        assert {float(optimizer.state[p]["step"]) if p in optimizer.state else 0 for p in optimizer.parameters} == {
+            count
+        }
+        return count
+
+    assert count(optimizer) == 0
+    train(model, optimizer, 3)
+    assert count(optimizer) == 3
+    assert count(copy.deepcopy(optimizer)) == 3
+    optimizer.load_state_dict(copy.deepcopy(adam.state_dict()))
+    assert count(optimizer) == 5
+    train(model, optimizer, 1)
+    assert count(optimizer) == 6
+    for parameter in model.parameters():
+        optimizer.state[parameter]["step"].fill_(9.0)
+    assert count(optimizer) == 9
+    optimizer.state.clear()
+    train(model, optimizer, 2)
+    assert count(optimizer) == 2
+    wrapped = tb.QAdamOptimizer.wrap(adam)
+    assert count(wrapped) == 5
+    train(other, adam, 1)  # which it must not
+    assert count(wrapped) == 6
+
+
 def test_wrap_takes_over_an_adam() -> None:
     first, second = small_model(), small_model()
     options = {"lr": 0.01, "weight_decay": 0.1}

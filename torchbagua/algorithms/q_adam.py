@@ -193,7 +193,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def on_step(self, moved: Collection[torch.Tensor]) -> None:
         """Take what compression left out of these parameters' momenta for their residuals: the optimizer moves them."""
         if self.residuals is not None:
-            self.residuals.commit([parameter for parameter in moved if _has_gradient(parameter)])
+            self.residuals.commit(_with_average(moved))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals that this rank holds, where there is error feedback."""
@@ -297,16 +297,29 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             yield parts, momenta, beta1, (1.0 - beta1) / self._loss_scale
 
 
-def _has_gradient(parameter: torch.Tensor) -> bool:
-    """Return whether DDP has put an average into the gradient.
+def _with_average(parameters: Collection[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those into whose gradient DDP has put an average.
 
     What no rank has used it leaves as it was: None, or the zeros that zero_grad(set_to_none=False) has written.
     """
-    gradient = parameter.grad
-    if gradient is None or not gradient.numel():
-        return False
-    is_first_zero = gradient[(0,) * gradient.dim()].item() == 0  # seldom: then the others need not be looked at
-    return not is_first_zero or bool(gradient.any())
+    gradients = {p: p.grad for p in parameters if p.grad is not None and p.grad.numel()}
+    # Where it is not zero, and it seldom is, the first element says it.
+    first = _which_are_not_zero({p: gradient[(0,) * gradient.dim()] for p, gradient in gradients.items()})
+    rest = _which_are_not_zero({p: gradient.any() for p, gradient in gradients.items() if p not in first})
+    return [*first, *rest]
+
+
+def _which_are_not_zero(numbers: Mapping[torch.Tensor, torch.Tensor]) -> set[torch.Tensor]:
+    """Return the parameters whose number is not zero: all of a device are read at once, since that waits for it."""
+    alike: dict[torch.device, list[torch.Tensor]] = {}
+    for parameter, number in numbers.items():
+        alike.setdefault(number.device, []).append(parameter)
+    return {
+        parameter
+        for members in alike.values()
+        for parameter, number in zip(members, torch.stack([numbers[p] for p in members]).tolist(), strict=True)
+        if number
+    }
 
 
 def _run_parts(whole: BaguaBucket, parts: Sequence[BaguaBucket]) -> None:

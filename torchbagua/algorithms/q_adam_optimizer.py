@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchbagua import native
+from torchbagua.algorithms.adam_updates import AdamUpdates
 from torchbagua.algorithms.q_adam_options import check_group, check_numbers
 from torchbagua.memory_order import flatten_like, shape_like
 from torchbagua.native.reference import qadam_update_double
@@ -65,6 +66,7 @@ class QAdamOptimizer(torch.optim.Adam):
         fused: bool | None = None,
     ) -> None:
         self._group_of: dict[int, dict[str, Any]] = {}
+        self._adam_updates = AdamUpdates()
         self._default_warmup_steps = warmup_steps
         self._server: weakref.ref[MomentumServer] | None = None
         check_numbers({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -128,6 +130,7 @@ class QAdamOptimizer(torch.optim.Adam):
         """Take over a state, of Adam perhaps."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's is not typed
         self._server = getattr(self, "_server", None)
+        self._adam_updates = AdamUpdates()
         self._default_warmup_steps = self.defaults["warmup_steps"]
         self._adopt_groups()
 
@@ -181,8 +184,8 @@ class QAdamOptimizer(torch.optim.Adam):
     @property
     def num_updates(self) -> list[int]:
         """Updates of each parameter so far."""
-        states = [self.state.get(parameter) or {"step": 0} for parameter in self.parameters]
-        return [int(state["step"]) + state.get(_UPDATES_SINCE, 0) for state in states]
+        states = [(parameter, self.state.get(parameter, {})) for parameter in self.parameters]
+        return [self._adam_updates.of(parameter, state) + state.get(_UPDATES_SINCE, 0) for parameter, state in states]
 
     def beta1_of(self, parameter: Tensor) -> float:
         """Return the decay of its momentum."""
@@ -198,7 +201,7 @@ class QAdamOptimizer(torch.optim.Adam):
         group, state = self._group_of.get(id(parameter)), self.state.get(parameter)
         if group is None or not state:
             return False
-        if not state.get(_UPDATES_SINCE) and state["step"] < group["warmup_steps"]:
+        if not state.get(_UPDATES_SINCE) and self._adam_updates.of(parameter, state) < group["warmup_steps"]:
             return False
         frozen, betas = tuple(group.setdefault(_FROZEN_BETAS, group["betas"])), tuple(group["betas"])
         if betas != frozen:
@@ -228,7 +231,10 @@ class QAdamOptimizer(torch.optim.Adam):
                     raise ValueError(
                         f"QAdamOptimizer: gradients must be dense, got a sparse one of shape {list(parameter.shape)}"
                     )
-            past = [parameter for parameter in with_gradient if self.is_past_warmup(parameter)]
+            warm: list[Tensor] = []
+            past: list[Tensor] = []
+            for parameter in with_gradient:
+                (past if self.is_past_warmup(parameter) else warm).append(parameter)
             server = self._living_server
             if past and server is None:
                 raise RuntimeError(
@@ -236,16 +242,15 @@ class QAdamOptimizer(torch.optim.Adam):
                     f"{self._group_of[id(past[0])]['warmup_steps']} steps momenta have to be averaged: "
                     "torchbagua.attach(ddp, optimizer, torchbagua.QAdamAlgorithm(optimizer))"
                 )
-            if len(past) < len(with_gradient) or not with_gradient:
-                self._adam_step(without=past)
-                for parameter in with_gradient:
-                    self.state[parameter].setdefault(_UPDATES_SINCE, 0)
+            if warm or not past:
+                self._adam_step(warm, without=past)
             self._update(past)
             if past and server is not None:
                 server.on_step(past)
         return loss
 
-    def _adam_step(self, without: list[Tensor]) -> None:
+    def _adam_step(self, warm: list[Tensor], without: list[Tensor]) -> None:
+        counts = [self._adam_updates.of(parameter, self.state[parameter]) for parameter in warm]
         gradients = [parameter.grad for parameter in without]
         for parameter in without:
             parameter.grad = None
@@ -258,15 +263,19 @@ class QAdamOptimizer(torch.optim.Adam):
         finally:
             for parameter, gradient in zip(without, gradients, strict=True):
                 parameter.grad = gradient
+        for parameter, count in zip(warm, counts, strict=True):
+            self.state[parameter].setdefault(_UPDATES_SINCE, 0)
+            self._adam_updates.set_to(count + 1, parameter, self.state[parameter])
 
     def _update(self, parameters: list[Tensor]) -> None:
         """Take QAdam's step of these parameters; those alike go through one call of the kernel."""
-        alike: dict[tuple[int, float, int, bool], list[Tensor]] = {}
+        alike: dict[tuple[int, int, int, bool], list[Tensor]] = {}
         for parameter in parameters:
             state = self.state[parameter]
             state[_UPDATES_SINCE] = state.get(_UPDATES_SINCE, 0) + 1
+            num_warm = self._adam_updates.of(parameter, state)
             is_double = parameter.dtype == torch.float64
-            key = (id(self._group_of[id(parameter)]), float(state["step"]), state[_UPDATES_SINCE], is_double)
+            key = (id(self._group_of[id(parameter)]), num_warm, state[_UPDATES_SINCE], is_double)
             alike.setdefault(key, []).append(parameter)
         for (_, num_warm, num_since, is_double), members in alike.items():
             group = self._group_of[id(members[0])]
