@@ -1,6 +1,8 @@
 """Settings of all tests, and the devices that the tests of several run on."""
 
+import gc
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -20,6 +22,13 @@ hypothesis.settings.load_profile("torchbagua")
 # A test of what such a pool computes sets its size itself.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_groups_left() -> Iterator[None]:
+    """Ends the groups that reference cycles keep: each has threads, which look at their sockets every 10 ms."""
+    yield
+    gc.collect()
 
 
 # Of the module: hypothesis calls a test many times with one fixture.

@@ -3,6 +3,7 @@
 Run as a program, it waits until the pytest that started it is gone, however that ended, and ends what it has left.
 """
 
+import atexit
 import contextlib
 import functools
 import itertools
@@ -100,10 +101,11 @@ def _default_interrupt() -> Iterator[None]:
 
 
 @functools.cache
-def _start_reaper() -> "subprocess.Popen[bytes]":
+def _start_reaper() -> None:
     """Starts this file as a program, once; its stdin ends with this process."""
     command = [sys.executable, "-S", __file__, f"{_OURS}/"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    atexit.register(reaper.communicate)
 
 
 if __name__ == "__main__":

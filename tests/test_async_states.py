@@ -119,6 +119,7 @@ class AbortAndResume(RuleBasedStateMachine):
         finally:
             for rank in self.ranks:
                 rank.thread.shutdown(wait=False)
+            GROUPS.clear()
 
 
 TestAbortAndResume = AbortAndResume.TestCase

@@ -1,6 +1,7 @@
 """Which weights are averaged, and how they change: in place, of any dtype, frozen or free, buffers too."""
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -123,13 +124,14 @@ def test_running_variances_stay_positive(name: str) -> None:
                     x = torch.tensor([[1.0, 0.01], [-1.0, -0.01]]) * (30 if is_large else 0.1)
                     module(x).square().mean().backward()
                 optimizer.step()
+                time.sleep(0.01 if name == "async" else 0)  # so that there is a round between two steps
                 smallest = min(smallest, module.norm.running_var.min().item())
                 largest = max(largest, module.norm.running_var.max().item())
         return min(smallest, module.norm.running_var.min().item()), largest
 
-    for smallest, largest in run_ranks(4, body):
-        assert smallest > 0
-        assert largest > 100
+    results = run_ranks(4, body)
+    assert all(smallest > 0 for smallest, _ in results)
+    assert results[0][1] > 100
 
 
 def test_buffers_are_left_alone_where_that_is_asked_for() -> None:

@@ -77,7 +77,7 @@ def test_survivors_raise_and_exit(fault: str, algorithm: str, tmp_path: Path) ->
         # A rank that is gone is noticed at once, one that stands still after the timeout.
         assert raised_after < (TIMEOUT_S + 2 if fault == "stop" else TIMEOUT_S), output
     assert any(f"from rank {SIZE - 1}" in output or f"to rank {SIZE - 1}" in output for output in outputs), outputs
-    assert seconds_until_exit < TIMEOUT_S + 5, outputs
+    assert seconds_until_exit < TIMEOUT_S + 10, outputs
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_model_averaging_survivors_raise_and_exit(fault: str, algorithm: str, tm
         raised_after = float(re.findall("seconds (.*)", output)[0])
         assert raised_after < (TIMEOUT_S + 2 if fault == "stop" else TIMEOUT_S), output
     assert any(f"from rank {size - 1}" in output or f"to rank {size - 1}" in output for output in outputs), outputs
-    assert seconds_until_exit < TIMEOUT_S + 5, outputs
+    assert seconds_until_exit < TIMEOUT_S + 10, outputs
 
 
 @pytest.mark.parametrize(("fault", "algorithm"), cases(["early"], ["all", "shift_one", "low_precision"]))
