@@ -13,10 +13,10 @@ from torch.nn.parameter import is_lazy
 
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.wrapped_optimizer import step_hooks_of
 from torchbagua.bucket import check_elements
-from torchbagua.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, ddps_around, is_joining
+from torchbagua.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, ddps_around
 from torchbagua.grad_scaler import is_stepped_by_scaler
+from torchbagua.torch_private import has_delayed_all_reduce, is_joining, step_hooks_of
 from torchbagua.user_warning import warn_user
 
 # On a module with an algorithm attached, inside of its wrapper: its id, which a copy has not, and the impl's name.
@@ -85,7 +85,7 @@ def check_module(module: torch.nn.Module) -> None:
     inner, ignored_names = module, set[str]()
     if isinstance(module, DistributedDataParallel):
         inner, ignored_names = module.module, module.parameters_to_ignore
-        if module._delay_all_reduce_params:
+        if has_delayed_all_reduce(module):
             raise ValueError(
                 "attach: the module was made with delay_all_reduce_named_params, whose gradients bypass communication "
                 "hooks; wrap the model without it"

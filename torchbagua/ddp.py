@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from torchbagua.torch_private import comm_hooks_of, has_learnt_graph, is_joining
+
 T = TypeVar("T")
 
 JOIN_REFUSAL = (
@@ -52,11 +54,6 @@ def check_around(module: torch.nn.Module, ddp: DistributedDataParallel) -> None:
         )
 
 
-def is_joining(ddp: DistributedDataParallel) -> bool:
-    """Return whether `ddp` is in a Join context, or has been in one, which torch (2.13) takes for the same."""
-    return bool(ddp._join_config.enable)
-
-
 def ddp_sync_disabled(ddp: DistributedDataParallel) -> ExitStack:
     """Keep `ddp` from sending gradients and buffers until what is returned is closed, whatever the loop sets."""
 
@@ -67,7 +64,7 @@ def ddp_sync_disabled(ddp: DistributedDataParallel) -> ExitStack:
             raise RuntimeError(f"torchbagua: {JOIN_REFUSAL}")
         # What no_sync sets, and what that leads to a forward later. Loops that accumulate gradients set the first one
         # themselves before each forward, and DDP reads it in forward only.
-        ddp.require_backward_grad_sync = not _has_learnt_graph(ddp)
+        ddp.require_backward_grad_sync = not has_learnt_graph(ddp)
         ddp.require_forward_param_sync = False
 
     with ExitStack() as undo:  # closed here only where one of these steps raises
@@ -75,16 +72,11 @@ def ddp_sync_disabled(ddp: DistributedDataParallel) -> ExitStack:
             undo.callback(setattr, ddp, attribute, getattr(ddp, attribute))
             setattr(ddp, attribute, False)
         undo.callback(ddp.register_forward_pre_hook(disable).remove)
-        if not _has_learnt_graph(ddp):
+        if not has_learnt_graph(ddp):
             # Where that backward sends nothing DDP fails (torch 2.13), so it sends what parameters were used, and a
             # hook leaves the gradients as they are.
             undo.enter_context(hooked(ddp, _keep_gradients))
         return undo.pop_all()
-
-
-def _has_learnt_graph(ddp: DistributedDataParallel) -> bool:
-    """Return False until the first backward of a DDP with static_graph, in which it notes which parameters are used."""
-    return not ddp.static_graph or ddp._static_graph_delay_allreduce_enqueued
 
 
 def _keep_gradients(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -119,8 +111,7 @@ def _trampoline_hook(state: Trampoline, bucket: dist.GradBucket) -> torch.future
 
 def check_no_foreign_hook(module: DistributedDataParallel) -> None:
     """Raise ValueError where `module` has a communication hook that is not ours."""
-    # DDP's own list of its hooks; there is no public way to ask whether one is registered.
-    for hook, state in module._comm_hooks:
+    for hook, state in comm_hooks_of(module):
         if not isinstance(state, Trampoline):
             raise ValueError(
                 f"attach: the module has the communication hook {hook.__qualname__} already, and DDP takes only one; "
@@ -140,14 +131,15 @@ def hooked(module: DistributedDataParallel, hook: Hook) -> ExitStack:
 def _trampoline_of(module: DistributedDataParallel) -> Trampoline:
     """Return the module's trampoline, which is registered when it is first needed."""
     check_no_foreign_hook(module)
-    for _, state in module._comm_hooks:
+    hooks = comm_hooks_of(module)
+    for _, state in hooks:
         if isinstance(state, Trampoline) and state.module_id == id(module):
             return state
-    module._comm_hooks.clear()
+    hooks.clear()
     trampoline = Trampoline(module)
     try:
         module.register_comm_hook(trampoline, _trampoline_hook)
     except RuntimeError as error:
-        module._comm_hooks.clear()  # where DDP has entered the hook before it refused it
+        hooks.clear()  # where DDP has entered the hook before it refused it
         raise ValueError(f"attach: DDP takes no communication hook for this module: {error}") from error
     return trampoline

@@ -1,22 +1,18 @@
 """What attach does to a GradScaler, and where it finds one that it was not given."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.step_clock import StepClock
+from torchbagua.torch_private import FindInf, FoundInf, replace_find_inf, scaled_step_code
 
 # On a GradScaler that attachments have been given.
-_ATTACHED = "_torchbagua_attached"
-
-
-class _Attached(NamedTuple):
-    impl: AlgorithmImpl
-    clock: StepClock
+_SHARED = "_torchbagua_shared"
 
 
 def is_stepped_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
@@ -25,7 +21,7 @@ def is_stepped_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
         return True
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is torch.amp.GradScaler._maybe_opt_step.__code__:
+        if frame.f_code is scaled_step_code():
             return True
         frame = frame.f_back
     return False
@@ -37,37 +33,51 @@ def agree_on_overflow(
     """Let `impl` decide what `scaler` takes for an overflow of `optimizers`, until what is returned is closed.
 
     `clock` hears of it.
-
-    Every way on which GradScaler looks for Inf leads through its `_unscale_grads_` (torch 2.11 to 2.13), which has no
-    public hook.
     """
-    # Several attachments may share a scaler, and end in any order: by the optimizer that is attached.
-    attached: dict[int, _Attached] = scaler.__dict__.setdefault(_ATTACHED, {})
-    if not attached:
-        find_inf = scaler._unscale_grads_
+    # Several attachments may share a scaler, and end in any order.
+    shared: _Shared | None = scaler.__dict__.get(_SHARED)
+    if shared is None:
+        shared = _Shared()
+        shared.undo = replace_find_inf(scaler, shared.agreeing)
+        scaler.__dict__[_SHARED] = shared
+    own = {id(optimizer): (impl, clock) for optimizer in optimizers}
+    shared.attached.update(own)
 
-        def find_inf_on_all_ranks(
-            optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
-        ) -> dict[torch.device, torch.Tensor]:
+    def remove() -> None:
+        for optimizer_id in own:
+            del shared.attached[optimizer_id]
+        if not shared.attached:
+            shared.undo()
+            del scaler.__dict__[_SHARED]
+
+    stack = ExitStack()
+    stack.callback(remove)
+    return stack
+
+
+class _Shared:
+    """What the attachments that share a GradScaler have put into it.
+
+    Attributes:
+        attached: the impl, and the clock, of each optimizer that is attached, by its id.
+        undo: gives the scaler back what it was.
+    """
+
+    def __init__(self) -> None:
+        self.attached: dict[int, tuple[AlgorithmImpl, StepClock]] = {}
+        self.undo: Callable[[], None] = lambda: None
+
+    def agreeing(self, find_inf: FindInf) -> FindInf:
+        """Return what looks for Inf with `find_inf`, and has the impl of an attached optimizer decide."""
+
+        def find_inf_on_all_ranks(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> FoundInf:
             found = find_inf(optimizer, *args, **kwargs)
-            if id(optimizer) in attached:
-                impl, clock = attached[id(optimizer)]
+            if id(optimizer) in self.attached:
+                impl, clock = self.attached[id(optimizer)]
                 overflow = impl.agree_on_overflow(any(bool(one) for one in found.values()))
                 for one in found.values():
                     one.fill_(float(overflow))
                 clock.after_search_for_inf(optimizer, overflow=overflow)
             return found
 
-        scaler._unscale_grads_ = find_inf_on_all_ranks  # type: ignore[method-assign]
-    own = {id(optimizer): _Attached(impl, clock) for optimizer in optimizers}
-    attached.update(own)
-
-    def remove() -> None:
-        for optimizer_id in own:
-            del attached[optimizer_id]
-        if not attached:
-            del scaler._unscale_grads_, scaler.__dict__[_ATTACHED]
-
-    stack = ExitStack()
-    stack.callback(remove)
-    return stack
+        return find_inf_on_all_ranks

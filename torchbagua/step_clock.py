@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from torchbagua.torch_private import num_writes, takes_found_inf
 from torchbagua.user_warning import warn_user
 
 # So many backward passes in a row may have their gradients cleared before the optimizer steps: a GradScaler that
@@ -64,7 +65,7 @@ class StepClock:
     def after_search_for_inf(self, optimizer: torch.optim.Optimizer, *, overflow: bool) -> None:
         """Take note of what a GradScaler has found: it skips the optimizer's next step where there was an overflow."""
         progress = self._progress[id(optimizer)]
-        progress.skips = overflow and getattr(optimizer, "_step_supports_amp_scaling", False)
+        progress.skips = overflow and takes_found_inf(optimizer)
         if overflow:
             progress.gradients.forget()
             progress.is_done = True
@@ -166,4 +167,4 @@ class _UnusedGradients:
 def _mark_of(gradient: torch.Tensor | None) -> tuple[int, int]:
     """Return what changes where the gradient is written to, or is another tensor."""
     assert gradient is not None
-    return gradient.data_ptr(), gradient._version
+    return gradient.data_ptr(), num_writes(gradient)

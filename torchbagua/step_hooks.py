@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.gpu_clock import Moment
 from torchbagua.grad_scaler import agree_on_overflow
 from torchbagua.step_clock import StepClock
+from torchbagua.torch_private import leaves, queue_callback
 from torchbagua.tracer import Tracer
 
 
@@ -88,7 +88,7 @@ def install_step_hooks(
 
 def _leaves(outputs: Any) -> Iterator[Any]:
     """Yield what a module's outputs are made of, dataclasses opened, as DDP looks for tensors in them."""
-    for leaf in tree_leaves(outputs):
+    for leaf in leaves(outputs):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
         else:
@@ -130,7 +130,7 @@ class _Backward:
                 self._clock.before_backward()
             self._is_queued = True
             self._start = self._tracer.now()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            queue_callback(self._end)
 
     def _end(self) -> None:
         self._is_queued = False

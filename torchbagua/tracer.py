@@ -14,6 +14,7 @@ from torch.autograd import profiler
 
 from torchbagua.events import CommEvent, Details, Observer, Phase, Run, Trace, TraceError
 from torchbagua.gpu_clock import Ended, LateValues, Moment, StepsOnGpu
+from torchbagua.torch_private import is_profiling
 from torchbagua.user_warning import warn_user
 
 # Where no step ends for long.
@@ -81,7 +82,7 @@ class Tracer:
     @property
     def is_idle(self) -> bool:
         """Whether a span would be for nothing: nobody listens, and torch.profiler is not at work."""
-        return not (self._observers or profiler._is_profiler_enabled)
+        return not (self._observers or is_profiling())
 
     @property
     def compares_clocks(self) -> bool:
@@ -121,13 +122,13 @@ class Tracer:
             on_host: the host does it, also where there is a GPU.
         """
         # On a thread that the profiler does not follow, asking is cheaper than a range that nobody sees.
-        if profiler._is_profiler_enabled and phase != "send":
+        if is_profiling() and phase != "send":
             return _ProfiledSpan(self, phase, details, on_host)
         return _Span(self, phase, details, on_host) if self._observers else NO_SPAN
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """Return a range for torch.profiler, where it is at work, of which observers hear nothing."""
-        return profiler.record_function(f"torchbagua: {name}") if profiler._is_profiler_enabled else nullcontext()
+        return profiler.record_function(f"torchbagua: {name}") if is_profiling() else nullcontext()
 
     def tell(self, phase: Phase, start: Moment, end: Moment, details: Details = _NO_DETAILS) -> None:
         """Have observers told, at the end of the step, of a phase; of none that ended before it could start."""

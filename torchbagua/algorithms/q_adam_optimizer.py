@@ -12,6 +12,7 @@ from torchbagua.algorithms.adam_updates import AdamUpdates
 from torchbagua.algorithms.q_adam_options import check_group, check_numbers
 from torchbagua.memory_order import flatten_like, shape_like
 from torchbagua.native.reference import qadam_update_double
+from torchbagua.torch_private import mark_as_stepped, unhooked_step
 
 # In the state of a parameter: updates since its warm-up. Adam's own "step" stands still with the second moment whose
 # bias it corrects, so that Adam can go on from this state.
@@ -106,8 +107,7 @@ class QAdamOptimizer(torch.optim.Adam):
         own = cls(first["params"], warmup_steps=warmup_steps)
         own.defaults.update(optimizer.defaults)
         own.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
-        # Its schedulers would warn that nobody calls its step (torch 2.13).
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+        mark_as_stepped(optimizer)
         return own
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -255,11 +255,7 @@ class QAdamOptimizer(torch.optim.Adam):
         for parameter in without:
             parameter.grad = None
         try:
-            step = torch.optim.Adam.step
-            # An instance of Adam itself makes Adam.step call the optimizer's hooks, which step has called (torch 2.13).
-            if getattr(step, "hooked", False):
-                step = step.__wrapped__  # type: ignore[attr-defined]
-            step(self)
+            unhooked_step(torch.optim.Adam.step)(self)  # step has called the hooks
         finally:
             for parameter, gradient in zip(without, gradients, strict=True):
                 parameter.grad = gradient

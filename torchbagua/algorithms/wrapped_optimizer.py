@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from torchbagua.torch_private import step_hooks_of
+
 
 def unwrap(optimizer: Any) -> Any:
     """Return the torch optimizer whose `step` is called in the end, where `optimizer` only hands calls on to it.
@@ -16,9 +18,3 @@ def unwrap(optimizer: Any) -> Any:
             break
         optimizer = inner
     return optimizer
-
-
-def step_hooks_of(optimizer: Any) -> int | None:
-    """Return what tells an optimizer's post-step hooks from another's; None where it can have none."""
-    hooks = getattr(optimizer, "_optimizer_step_post_hooks", None)
-    return None if hooks is None else id(hooks)

@@ -10,6 +10,7 @@ import torch
 from torchbagua.native import cuda_toolkit, first_use, nvrtc, recipe
 from torchbagua.native.cuda_driver import Driver
 from torchbagua.native.launcher import CudaKernels
+from torchbagua.torch_private import is_forked_from_cuda
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -37,8 +38,7 @@ class DeviceKernels:
 
 def here() -> list[DeviceKernels]:
     """Those of the devices that this process can use."""
-    # A process forked from one that uses CUDA cannot.
-    return [CPU, CUDA] if torch.cuda.is_available() and not torch.cuda._is_in_bad_fork() else [CPU]
+    return [CPU, CUDA] if torch.cuda.is_available() and not is_forked_from_cuda() else [CPU]
 
 
 def capabilities() -> list[int]:

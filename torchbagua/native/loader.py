@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from torchbagua import torch_private
 from torchbagua.native import devices, first_use, recipe
 from torchbagua.native.devices import DeviceKernels
 from torchbagua.user_warning import warn_user
@@ -144,8 +145,7 @@ def loaded_path(kernels: DeviceKernels) -> NativePath | None:
 
 def has_kernel(operation: str, kernels: DeviceKernels) -> bool:
     """Whether an operation has a native kernel for the device, loaded and registered."""
-    key = kernels.device.upper()
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"torchbagua::{operation}", key))
+    return torch_private.has_kernel(f"torchbagua::{operation}", kernels.device.upper())
 
 
 def _load(kernels: DeviceKernels) -> None:

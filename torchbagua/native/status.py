@@ -7,6 +7,7 @@ import torch
 
 from torchbagua.native import devices, loader
 from torchbagua.native.devices import DeviceKernels
+from torchbagua.torch_private import operators_of
 
 _WHY = {
     "aot": "built ahead of time",
@@ -44,14 +45,7 @@ def status() -> list[OperationStatus]:
         ValueError: TORCHBAGUA_NATIVE has a value that is not allowed.
         RuntimeError: TORCHBAGUA_NATIVE asks for a path that this machine does not have.
     """
-    return [_status_of(operation, kernels) for kernels in devices.here() for operation in _operations()]
-
-
-def _operations() -> list[str]:
-    """Every operation that schema.py has registered and that takes tensors, without its namespace."""
-    registered = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
-    names = sorted(name for namespace, name in registered if namespace == "torchbagua")
-    return [name for name in names if getattr(torch.ops.torchbagua, name).default._schema.arguments]
+    return [_status_of(operation, kernels) for kernels in devices.here() for operation in operators_of("torchbagua")]
 
 
 def _status_of(operation: str, kernels: DeviceKernels) -> OperationStatus:

@@ -1,0 +1,186 @@
+"""Canaries: every private name of torch that torchbagua uses is still there, and does what it is used for."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import _JoinConfig
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.tensorboard import SummaryWriter
+
+import torchbagua.native
+from torchbagua import torch_private
+
+
+@pytest.fixture
+def group() -> dist.ProcessGroup:
+    """A group of one, that torch's registry does not know."""
+    store, timeout = dist.HashStore(), timedelta(seconds=7)
+    backend = dist.ProcessGroupGloo(store, 0, 1, timeout)
+    return torch_private.new_group(store, 0, 1, "cpu", dist.ProcessGroup.BackendType.GLOO, backend)
+
+
+def test_groups(group: dist.ProcessGroup) -> None:
+    group.allreduce([torch.ones(1)]).wait()
+    assert torch_private.timeout_of(group) == timedelta(seconds=7)
+    assert isinstance(torch_private.backend_of(group), dist.ProcessGroupGloo)
+    assert isinstance(torch_private.backend_of(group, "cpu"), dist.ProcessGroupGloo)
+    assert torch_private.backend_of(group, "cuda") is None
+
+
+def test_ddp(group: dist.ProcessGroup) -> None:
+    module = torch.nn.Linear(2, 2)
+    ddp = DistributedDataParallel(module, process_group=group, static_graph=True)
+    assert not torch_private.comm_hooks_of(ddp)
+    assert not torch_private.has_delayed_all_reduce(ddp)
+    assert not torch_private.is_joining(ddp)
+    ddp._join_config = _JoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=True)
+    assert torch_private.is_joining(ddp)
+    ddp._join_config = _JoinConfig.construct_disabled_join_config()
+    assert not torch_private.has_learnt_graph(ddp)
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert torch_private.has_learnt_graph(ddp)
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    hooked = DistributedDataParallel(module, process_group=group)
+    hooked.register_comm_hook("state", hook)
+    assert torch_private.comm_hooks_of(hooked) == [(hook, "state")]
+    delayed = DistributedDataParallel(
+        module,
+        process_group=group,
+        delay_all_reduce_named_params=[("weight", module.weight)],
+        param_to_hook_all_reduce=module.bias,
+    )
+    assert torch_private.has_delayed_all_reduce(delayed)
+
+
+def test_autograd() -> None:
+    called: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda gradient: torch_private.queue_callback(lambda: called.append("end")))
+    x.register_post_accumulate_grad_hook(lambda x: called.append("gradient"))
+    x.sum().backward()
+    assert called == ["gradient", "end"]
+    with pytest.raises(RuntimeError, match="during backward"):
+        torch_private.queue_callback(lambda: None)
+
+    assert x.grad is not None
+    before = torch_private.num_writes(x.grad)
+    x.grad.zero_()
+    assert torch_private.num_writes(x.grad) > before
+    assert list(torch_private.leaves({"a": [1, (2,)], "b": None})) == [1, 2, None]
+
+
+def test_profiler() -> None:
+    assert not torch_private.is_profiling()
+    with torch.profiler.profile():
+        assert torch_private.is_profiling()
+    assert not torch_private.is_profiling()
+
+
+def test_summary_writer(tmp_path: Path) -> None:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        torch_private.write_summary(writer, Summary(value=[Summary.Value(tag="tag", simple_value=1.0)]), 3)
+    (file,) = tmp_path.iterdir()
+    assert b"tag" in file.read_bytes()
+
+
+def test_optimizers() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    plain, fused = torch.optim.Adam([parameter]), torch.optim.Adam([parameter], fused=True)
+    assert torch_private.step_hooks_of(plain) not in (None, torch_private.step_hooks_of(fused))
+    assert torch_private.step_hooks_of(object()) is None
+    assert torch_private.takes_found_inf(fused)
+    assert not torch_private.takes_found_inf(plain)
+
+    called: list[str] = []
+    plain.register_step_post_hook(lambda *_: called.append("hook"))
+    parameter.grad = torch.ones(2)
+    torch_private.unhooked_step(torch.optim.Adam.step)(plain)
+    assert not called
+    assert torch_private.unhooked_step(torch_private.unhooked_step) is torch_private.unhooked_step
+    plain.step()
+    assert called == ["hook"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_scheduler_of_an_optimizer_that_another_steps() -> None:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    torch_private.mark_as_stepped(optimizer)
+    scheduler.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"unscales": True}], ids=str)
+def test_grad_scaler(options: dict[str, bool]) -> None:
+    """Whatever looks for Inf goes through what can be replaced, and what is replaced is given back."""
+    unscales = options.pop("unscales", False)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([parameter], **options), torch.amp.GradScaler("cpu", init_scale=8.0)
+    original = scaler._unscale_grads_
+    seen: list[float] = []
+
+    def replace(find_inf: torch_private.FindInf) -> torch_private.FindInf:
+        def find(*args: object, **kwargs: object) -> torch_private.FoundInf:
+            found = find_inf(*args, **kwargs)
+            seen.extend(float(one) for one in found.values())
+            for one in found.values():
+                one.fill_(1.0)
+            return found
+
+        return find
+
+    undo = torch_private.replace_find_inf(scaler, replace)
+    scaler.scale(parameter.sum()).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert seen == [0.0]
+    assert torch.equal(parameter, torch.ones(2)), "an overflow was found, so the step is skipped"
+    undo()
+    assert scaler._unscale_grads_ == original
+
+
+def test_a_grad_scaler_of_another_kind_is_refused() -> None:
+    class Another(torch.amp.GradScaler):
+        _unscale_grads_ = None
+
+    with pytest.raises(RuntimeError, match=r"Another of torch 2\..* has no _unscale_grads_"):
+        torch_private.replace_find_inf(Another("cpu"), lambda find_inf: find_inf)
+
+
+def test_the_step_of_a_grad_scaler() -> None:
+    """The code that is looked for among the callers of a step is what calls it."""
+    import inspect
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), torch.amp.GradScaler("cpu")
+    callers: list[bool] = []
+    code = torch_private.scaled_step_code()
+    optimizer.register_step_post_hook(
+        lambda *_: callers.append(any(frame.frame.f_code is code for frame in inspect.stack(0)))
+    )
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    optimizer.step()
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    assert callers == [True, False, False]
+
+
+def test_dispatcher() -> None:
+    torchbagua.native.load()
+    names = torch_private.operators_of("torchbagua")
+    assert "minmax_uint8_encode" in names
+    assert "qadam_update" in names
+    assert torch_private.has_kernel("aten::add.Tensor", "CPU")
+    assert not torch_private.has_kernel("torchbagua::minmax_uint8_encode", "MPS")
+    assert torch_private.is_forked_from_cuda() is False

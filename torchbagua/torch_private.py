@@ -1,0 +1,172 @@
+"""Private names of torch that this package cannot do without: why, and in which versions of torch they were seen.
+
+tests/test_torch_private.py has a canary for each, which fails where a new torch has moved one.
+"""
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import profiler
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree
+
+FoundInf = dict[torch.device, torch.Tensor]
+FindInf = Callable[..., FoundInf]
+
+
+# torch.distributed. Groups that torch's registry does not know are made by hand: torch's own new_group wants the whole
+# world to take part. Seen in 2.11 to 2.13.
+
+
+def new_group(
+    store: dist.Store, rank: int, size: int, device_type: str, kind: dist.ProcessGroup.BackendType, backend: Any
+) -> dist.ProcessGroup:
+    """Return a group whose tensors on devices of one type `backend` moves."""
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(device_type), kind, backend)
+    return group
+
+
+def backend_of(group: dist.ProcessGroup, device_type: str | None = None) -> Any:
+    """Return what moves tensors of a type of devices in `group`; None where nothing does. Default: its first type."""
+    types = [device.type for device in group._device_types]
+    device_type = device_type or types[0]
+    return group._get_backend(torch.device(device_type)) if device_type in types else None
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return the bound on every wait of the group's operations."""
+    timeout: timedelta = backend_of(group).options._timeout
+    return timeout
+
+
+# DistributedDataParallel. Seen in 2.11 to 2.13.
+
+
+def comm_hooks_of(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
+    """Return DDP's own list of hooks and their states: there is no way to ask whether one is registered.
+
+    It grows also where a registration fails, so whoever registers one clears it.
+    """
+    return ddp._comm_hooks
+
+
+def has_delayed_all_reduce(ddp: DistributedDataParallel) -> bool:
+    """Return whether it was made with delay_all_reduce_named_params, whose gradients bypass communication hooks."""
+    return bool(ddp._delay_all_reduce_params)
+
+
+def is_joining(ddp: DistributedDataParallel) -> bool:
+    """Return whether `ddp` is in a Join context, or has been in one, which torch takes for the same."""
+    return bool(ddp._join_config.enable)
+
+
+def has_learnt_graph(ddp: DistributedDataParallel) -> bool:
+    """Return False until the first backward of a DDP with static_graph, in which it notes which parameters are used."""
+    return not ddp.static_graph or ddp._static_graph_delay_allreduce_enqueued
+
+
+# Autograd and tensors. Seen in 2.11 to 2.13.
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Have the autograd engine call `callback` at the end of the backward under way; without one RuntimeError."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def num_writes(tensor: torch.Tensor) -> int:
+    """Return a number that grows with every write to the tensor in place."""
+    return tensor._version
+
+
+def write_summary(writer: Any, summary: Any, num_steps: int) -> None:
+    """Have a SummaryWriter write several points as one record, which takes far less time than add_scalar for each."""
+    writer._get_file_writer().add_summary(summary, num_steps)
+
+
+def leaves(values: Any) -> Iterable[Any]:
+    """Return what lists, tuples and mappings within each other are made of, as DDP looks for tensors in them."""
+    return _pytree.tree_leaves(values)
+
+
+def is_profiling() -> bool:
+    """Return whether torch.profiler is at work, on whatever thread: a range that nobody sees costs microseconds."""
+    return bool(profiler._is_profiler_enabled)
+
+
+# Optimizers and GradScaler. Seen in 2.11 to 2.13.
+
+
+def step_hooks_of(optimizer: Any) -> int | None:
+    """Return what tells an optimizer's post-step hooks from another's; None where it can have none.
+
+    A class that does not call Optimizer.__init__ has none, and registering one ends in an AttributeError.
+    """
+    hooks = getattr(optimizer, "_optimizer_step_post_hooks", None)
+    return None if hooks is None else id(hooks)
+
+
+def unhooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an optimizer class's `step` without the calls of hooks that torch puts around it at the first instance."""
+    unhooked: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+    return unhooked
+
+
+def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Keep schedulers of an optimizer that another steps in its place from warning that nobody calls its step."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether GradScaler steps it also after an overflow, and has it skip by itself, as fused optimizers do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def scaled_step_code() -> CodeType:
+    """Return the code with which a GradScaler that is enabled calls an optimizer that is not fused."""
+    return torch.amp.GradScaler._maybe_opt_step.__code__
+
+
+def replace_find_inf(scaler: torch.amp.GradScaler, replace: Callable[[FindInf], FindInf]) -> Callable[[], None]:
+    """Put `replace(f)` in the place of the `f` that looks for Inf in an optimizer's gradients; returns what undoes it.
+
+    Every way on which GradScaler does so leads through `_unscale_grads_`. The public `unscale_` is not called for fused
+    optimizers; and to put an Inf into a gradient before, so that all ranks find one, takes a pass over all gradients
+    after each backward, also of a micro-step.
+
+    Raises:
+        RuntimeError: this torch has no such function.
+    """
+    find_inf = getattr(scaler, "_unscale_grads_", None)
+    if not callable(find_inf):
+        raise RuntimeError(
+            f"torchbagua: {type(scaler).__name__} of torch {torch.__version__} has no _unscale_grads_, through which "
+            "ranks agree to skip a step; attach without grad_scaler, in bfloat16, or with an earlier torch"
+        )
+    scaler._unscale_grads_ = replace(find_inf)  # type: ignore[method-assign]
+    return lambda: delattr(scaler, "_unscale_grads_")
+
+
+# Devices and the dispatcher. Seen in 2.11 to 2.13.
+
+
+def is_forked_from_cuda() -> bool:
+    """Return whether this process was forked from one that had used CUDA, and cannot use it."""
+    return torch.cuda._is_in_bad_fork()
+
+
+def has_kernel(operator: str, dispatch_key: str) -> bool:
+    """Return whether a kernel of `operator`, namespace::name, is registered for that key."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, dispatch_key))
+
+
+def operators_of(namespace: str) -> list[str]:
+    """Return the names of the operators of a namespace that have arguments."""
+    every = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
+    names = sorted(name for space, name in every if space == namespace)
+    return [name for name in names if getattr(getattr(torch.ops, namespace), name).default._schema.arguments]
