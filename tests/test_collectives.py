@@ -304,7 +304,7 @@ def test_a_rank_that_fails_between_the_phases_tells_the_others_at_once() -> None
         bucket.append_centralized_synchronous_op(compression=FailsInTheMiddle(fails=group.rank() == 1))
         lane = Lane("failing", on_failure=bagua_group.close)
         start = time.monotonic()
-        expected = "MemoryError: no room" if group.rank() == 1 else "CommunicationError: .* all_gather of gradients"
+        expected = "MemoryError: no room" if group.rank() == 1 else "^torchbagua: all_gather of gradients"
         with pytest.raises(RuntimeError, match=expected):
             lane.submit(bucket.run).wait()
         seconds[group.rank()] = time.monotonic() - start
@@ -338,5 +338,5 @@ def test_closed_group_raises() -> None:
         bagua_group.close()
         Exchange(bagua_group.world, "all_to_all", [torch.ones(1)] * 2, "x")
 
-    with pytest.raises(tb.CommunicationError, match=r"all_to_all of x over the world group of ranks \[0, 1\]: the gr"):
+    with pytest.raises(tb.CommunicationError, match=r"all_to_all of x over .* failed on rank 0: the group is closed"):
         run_ranks(2, body)

@@ -126,7 +126,7 @@ def test_python_op_that_raises_fails_the_step() -> None:
             return FailingImpl(process_group, 1.0)
 
     model = build(Tower)
-    message = "take_signs on gradient bucket 0 failed: ZeroDivisionError: in the user's operation"
+    message = "take_signs on gradient bucket 0 failed on rank 0: ZeroDivisionError: in the user's operation"
     with pytest.raises(RuntimeError, match=message):
         run_ranks(1, lambda group: train(group, model, FailingAlgorithm()))
 

@@ -8,9 +8,11 @@ import torch
 
 from torchbagua.collectives import (
     BaguaProcessGroup,
+    CommunicationError,
     ErrorFeedback,
     Mean,
     Replicas,
+    cause_of,
     centralized_mean,
     decentralized_mean,
     low_precision_ring,
@@ -159,8 +161,8 @@ class BaguaBucket:
         Leave sending to the operations beside it, which work on both. The function may also send tensors of the CPU
         with torch.distributed over `group.world.process_group`, a gloo group, which fails with tensors of a GPU, and
         of which observers hear nothing. It runs on the lane's thread, or over NCCL on that of backward; with a GPU, on
-        the lane's stream. Where it raises, the training step raises a RuntimeError that names the function, the bucket
-        and the error.
+        the lane's stream. Where it raises, the training step raises a RuntimeError that names the function, the bucket,
+        the rank and the error.
         """
         group = self._using(group)
         name = getattr(python_function, "__qualname__", repr(python_function))
@@ -168,9 +170,12 @@ class BaguaBucket:
         def operation(bucket: "BaguaBucket") -> None:
             try:
                 python_function(bucket, group)
+            except CommunicationError:
+                raise
             except Exception as error:
+                cause = f"{type(error).__name__}: {cause_of(error)}"
                 raise RuntimeError(
-                    f"torchbagua: {name} on {bucket.name} failed: {type(error).__name__}: {error}"
+                    f"torchbagua: {name} on {bucket.name} failed on rank {group.rank}: {cause}"
                 ) from error
 
         self._operations.append(operation)

@@ -27,8 +27,8 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
         bucket: DDP's bucket of gradients.
 
     Returns:
-        A future of the bucket's buffer. Where communication fails, backward raises a RuntimeError that names operation,
-        bucket and peer.
+        A future of the bucket's buffer. Where communication fails, backward raises a CommunicationError that names
+        operation, bucket, rank and peer.
 
     Raises:
         TypeError: `state` is not the impl of a gradient algorithm.
@@ -59,7 +59,10 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
         state.use_device(flat.device)
         if flat.is_cuda and state.process_group.has_nccl:
             return state.lane.enqueue(run)
-        return state.lane.submit(run)
+        future = state.lane.submit(run)
+    if bucket.is_last() and state.has_joined:
+        future.wait()  # DDP waits for it now, but hears of no error there
+    return future
 
 
 def _queue(callback: Callable[[], None]) -> bool:

@@ -85,7 +85,7 @@ class Lane:
         return future
 
     def submit(self, run: Callable[[], T]) -> "torch.futures.Future[T]":
-        """Queue `run`; the future completes with what it returns, or raises a RuntimeError that names its error.
+        """Queue `run`; the future completes with what it returns, or raises its error, as a RuntimeError if it is none.
 
         Raises:
             RuntimeError: the lane is closed.
@@ -158,9 +158,10 @@ class Job(Generic[T]):
         self._done: torch.futures.Future[Any] = torch.futures.Future() if side is None else side.new_future()
 
     def future(self) -> "torch.futures.Future[T]":
-        """Return the same for torch, which makes a RuntimeError of whatever is raised."""
-        # Not Future.set_exception, which casts its value to a tensor and garbles the message.
-        return self._done.then(self._result)
+        """Return the same for torch; an error is raised as a RuntimeError, if it is none."""
+        future: torch.futures.Future[Any] = self._done.then(self._outcome)
+        future._set_unwrap_func(_raise_failure)
+        return future
 
     def is_done(self) -> bool:
         """Return whether it has returned or raised."""
@@ -170,7 +171,9 @@ class Job(Generic[T]):
         """Wait until it is done, and return what it returned or raise what it raised."""
         with nullcontext() if self._done.done() else self._waiting():
             self._done.wait()  # this thread's stream too, where there is one
-        return self._result(self._done)
+        if self._failure is not None:
+            raise self._failure
+        return self._value
 
     def run(self) -> None:
         """Run it; on the lane's thread."""
@@ -189,10 +192,33 @@ class Job(Generic[T]):
         self._failure = error
         self._done.set_result(None)
 
-    def _result(self, _: "torch.futures.Future[Any]") -> T:
-        if self._failure is not None:
-            raise self._failure
-        return self._value
+    def _outcome(self, _: "torch.futures.Future[Any]") -> "T | _Failure":
+        return self._value if self._failure is None else _Failure(self._failure)
+
+
+class _Failure:
+    """What a future holds in place of a tensor: whoever takes it for one gets the error.
+
+    Of a future that raises, torch makes another error, whose message is the whole traceback (torch 2.13).
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __str__(self) -> str:
+        """Raise the error: torch asks for these words where it finds that this is no tensor, as DDP's reducer does."""
+        if isinstance(self._error, RuntimeError):
+            raise self._error
+        raise RuntimeError(f"{type(self._error).__name__}: {self._error}") from self._error
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Hold nothing: torch pickles what a future of a GPU completes with, to find tensors in it."""
+        return object, ()
+
+
+def _raise_failure(value: object) -> None:
+    if isinstance(value, _Failure):
+        str(value)
 
 
 class _Worker:

@@ -1,7 +1,7 @@
 """Collectives over explicit groups: the only place that exchanges tensors between ranks."""
 
 from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
-from torchbagua.collectives.communicator import CommunicationError, Communicator
+from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.decentralized_mean import (
     PEER_SELECTION_MODES,
     PeerMean,
@@ -11,6 +11,7 @@ from torchbagua.collectives.decentralized_mean import (
     shift_one_peer,
 )
 from torchbagua.collectives.error_feedback import ErrorFeedback, Held
+from torchbagua.collectives.errors import CommunicationError, cause_of
 from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.lockstep import check_in_step, fingerprint, maximum
 from torchbagua.collectives.low_precision_ring import LowPrecisionRing, Replicas, low_precision_ring
@@ -32,6 +33,7 @@ __all__ = [
     "TwoPhaseMean",
     "broadcast_state",
     "broadcast_tensors",
+    "cause_of",
     "centralized_mean",
     "check_in_step",
     "check_peers",

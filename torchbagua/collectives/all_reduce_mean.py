@@ -4,7 +4,8 @@ from typing import Literal
 
 import torch
 
-from torchbagua.collectives.communicator import CommunicationError, Communicator
+from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.errors import cause_of
 from torchbagua.collectives.private_groups import all_reduce
 from torchbagua.tracer import Span
 
@@ -62,9 +63,6 @@ class AllReduceMean:
             try:
                 all_reduce(communicator.nccl, out_N)
             except RuntimeError as error:
-                rank = communicator.ranks[communicator.rank]
-                raise CommunicationError(
-                    f"torchbagua: all_reduce of {self._bucket} failed on rank {rank}: {error}"
-                ) from error
+                raise communicator.failure(f"all_reduce of {self._bucket}", cause_of(error)) from error
         if self._divisor is not None and not self._divides_first:
             out_N.div_(self._divisor)

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from torchbagua.collectives.communicator import CommunicationError, Communicator
+from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.errors import cause_of
 from torchbagua.collectives.private_groups import broadcast
 
 
@@ -24,10 +25,8 @@ def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor
             try:
                 broadcast(group, values.view(-1).view(torch.uint8))
             except RuntimeError as error:
-                rank = communicator.ranks[communicator.rank]
-                raise CommunicationError(
-                    f"torchbagua: broadcast of {purpose} by rank {communicator.ranks[0]} failed on rank {rank}: {error}"
-                ) from error
+                operation = f"broadcast of {purpose} by rank {communicator.ranks[0]}"
+                raise communicator.failure(operation, cause_of(error)) from error
             tensor.copy_(values)
 
 

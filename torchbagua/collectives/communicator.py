@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from torchbagua.collectives.errors import CommunicationError, cause_of
 from torchbagua.collectives.private_groups import gloo_group
 from torchbagua.collectives.staging import Staging
 from torchbagua.events import Details, Phase
@@ -18,10 +19,6 @@ from torchbagua.tracer import Span, Tracer
 SMALL_MESSAGE_BYTES = 1 << 18
 
 Direction = Literal["receiving from", "sending to"]
-
-
-class CommunicationError(RuntimeError):
-    """An exchange with another rank failed or ran out of time; its group cannot be used any more."""
 
 
 class _Pending(NamedTuple):
@@ -86,7 +83,7 @@ class Communicator:
         except RuntimeError as error:
             raise CommunicationError(
                 f"torchbagua: the {scope} group of ranks {list(ranks)} could not be opened on rank {ranks[rank]} "
-                f"within {timeout.total_seconds():g} s; the ranks have to be started again: {error}"
+                f"within {timeout.total_seconds():g} s; the ranks have to be started again: {cause_of(error)}"
             ) from error
 
     @property
@@ -162,9 +159,9 @@ class Communicator:
             self._pending[key] = _Pending(post([on_host], peer, tag), tensor, posted_s)
             return
         except RuntimeError as error:
-            failure = str(error)
+            cause = cause_of(error)
         del backend, post
-        self._fail(direction, peer, purpose, failure)
+        self._fail(direction, peer, purpose, cause)
 
     def wait(self, direction: Direction, peer: int, *, tag: int, purpose: str) -> None:
         """Wait until what was posted with these arguments is done; nothing where there is none.
@@ -179,7 +176,7 @@ class Communicator:
         try:
             pending.work.wait()
         except RuntimeError as error:
-            failure = str(error)
+            cause = cause_of(error)
         else:
             if direction == "receiving from":
                 if pending.tensor.nbytes > SMALL_MESSAGE_BYTES:
@@ -189,7 +186,7 @@ class Communicator:
                     self._staging.bring((tag, direction, peer), pending.tensor)
             return
         del pending
-        self._fail(direction, peer, purpose, failure)
+        self._fail(direction, peer, purpose, cause)
 
     def span(
         self,
@@ -253,18 +250,20 @@ class Communicator:
         if nccl is not None:
             nccl.abort()
 
+    def failure(self, purpose: str, cause: str, whom: str = "") -> CommunicationError:
+        """Return the error that says that `purpose` has failed on this rank, " receiving from rank 3" say, and why."""
+        rank = self.ranks[self.rank]
+        return CommunicationError(
+            f"torchbagua: {purpose} over the {self.scope} group failed on rank {rank}{whom}: {cause}"
+        )
+
     def _open_group(self, purpose: str) -> dist.ProcessGroup:
         if self._process_group is None:
-            raise CommunicationError(
-                f"torchbagua: {purpose} over the {self.scope} group of ranks {list(self.ranks)}: the group is closed"
-            )
+            raise self.failure(purpose, "the group is closed")
         return self._process_group
 
-    def _fail(self, direction: Direction, peer: int, purpose: str, failure: str) -> NoReturn:
+    def _fail(self, direction: Direction, peer: int, purpose: str, cause: str) -> NoReturn:
         # Closing the connections is what tells the other ranks. The frames that the error's traceback keeps must not
         # hold them open, so none has the group or a work in a variable by now.
         self.close()
-        raise CommunicationError(
-            f"torchbagua: {purpose} over the {self.scope} group failed on rank {self.ranks[self.rank]} {direction} "
-            f"rank {self.ranks[peer]}: {failure}"
-        )
+        raise self.failure(purpose, cause, f" {direction} rank {self.ranks[peer]}")

@@ -5,7 +5,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, CommunicationError, Communicator
+from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, Communicator
+from torchbagua.collectives.errors import cause_of
 from torchbagua.collectives.private_groups import all_to_all
 from torchbagua.tracer import NO_SPAN, Span
 
@@ -136,8 +137,7 @@ class Exchange:
                 [sends.get(rank, nothing) for rank in everybody],
             )
         except RuntimeError as error:
-            rank = self._communicator.ranks[self._communicator.rank]
-            raise CommunicationError(f"torchbagua: {self._purpose} failed on rank {rank}: {error}") from error
+            raise self._communicator.failure(self._purpose, cause_of(error)) from error
         for span in spans:
             span.end()
         for source in receives:

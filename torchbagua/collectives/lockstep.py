@@ -6,7 +6,8 @@ from typing import NoReturn
 
 import torch
 
-from torchbagua.collectives.communicator import CommunicationError, Communicator
+from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.errors import CommunicationError
 from torchbagua.collectives.exchange import Exchange
 
 

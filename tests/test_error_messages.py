@@ -1,0 +1,219 @@
+"""What a user reads when another rank is gone: rank, peer, operation, bucket and cause, in one line."""
+
+import copy
+import re
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._jit_internal import _extract_tensors
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import run_ranks
+from torchbagua.collectives import cause_of
+from torchbagua.lane import Lane
+from training import build
+
+SHORT = timedelta(seconds=2)
+SIZE = 3
+LEAVER = SIZE - 1
+GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
+ADVICE = "Check the logs of the remote worker before reporting an error. GLHF! 🏖️"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (
+            f"{GLOO}pair.cc:537] Read error [127.0.0.1]:2550: Connection reset by peer. This is typically caused by a "
+            f"remote worker hanging or bugs in the application. {ADVICE}",
+            "Read error [127.0.0.1]:2550: Connection reset by peer",
+        ),
+        (
+            f"{GLOO}pair.cc:553] Connection closed by peer [::1]:508. This is typically caused by a remote worker "
+            f"crashing. {ADVICE}",
+            "Connection closed by peer [::1]:508",
+        ),
+        (
+            f"{GLOO}unbound_buffer.cc:81] Timed out waiting 2000ms for recv operation to complete",
+            "Timed out waiting 2000ms for recv operation to complete",
+        ),
+        (f"[enforce fail at {GLOO[1:]}device.cc:83] ifa != nullptr. No address", "ifa != nullptr. No address"),
+        (
+            "\nwait timeout after 2000ms, keys: /x\nException raised from doWait at /pytorch/torch/TCPStore.cpp:1\n",
+            "wait timeout after 2000ms, keys: /x",
+        ),
+        (
+            "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, remote process exited or there was a"
+            " network error, NCCL version 2.27.3\nncclRemoteError: A call failed.\nLast error:\nsocketProgress: gone\n",
+            "NCCL error: remote process exited or there was a network error, NCCL version 2.27.3; socketProgress: gone",
+        ),
+        ("NCCL error, Last error:\nLast error:", "NCCL error, Last error:"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_the_cause_is_one_line_without_places_in_torchs_sources(text: str, cause: str) -> None:
+    assert cause_of(RuntimeError(text)) == cause
+
+
+def check_message(error: BaseException, operation: str) -> None:
+    assert isinstance(error, tb.CommunicationError)
+    first = (
+        f"torchbagua: {operation} over the world group failed on rank [01] (receiving from|sending to) rank [0-2]: ."
+    )
+    assert re.match(first, str(error)), error
+    assert not re.search(r"\n|/|GLHF|callback", str(error)), error
+
+
+def survivors_errors(
+    algorithm: tb.Algorithm | type[tb.QAdamAlgorithm], first_failure: int, **ddp_options: Any
+) -> list[BaseException]:
+    """What is raised in two steps by the ranks that are left, when the last one has closed its groups."""
+    model = build(lambda: nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30)))
+    errors: list[BaseException] = []
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, bucket_cap_mb=0.001, **ddp_options)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        own = algorithm
+        if not isinstance(own, tb.Algorithm):
+            optimizer = tb.QAdamOptimizer(ddp.parameters(), warmup_steps=1)
+            own = own(optimizer)
+        impl = own.reify(group, timeout=SHORT)
+        ddp.register_comm_hook(impl, tb.comm_hook)
+        for step in range(first_failure + 2):
+            if step == first_failure and group.rank() == LEAVER:
+                impl.process_group.close()
+                return
+            optimizer.zero_grad()
+            loss = ddp(torch.ones(3, 30)).sum()
+            if step < first_failure:
+                loss.backward()
+                optimizer.step()
+            else:
+                with pytest.raises(RuntimeError) as caught:
+                    loss.backward()
+                errors.append(caught.value)
+                ddp._check_reducer_finalized()  # DDP has come to its end all the same: there may be another backward
+        impl.close()
+
+    run_ranks(SIZE, body)
+    return errors
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        tb.ByteGradAlgorithm(),
+        tb.GradientAllReduceAlgorithm(),
+        tb.QAdamAlgorithm,
+    ],
+    ids=["bytegrad", "gradient_allreduce", "qadam"],
+)
+def test_backward_raises_the_very_error(algorithm: tb.Algorithm | type[tb.QAdamAlgorithm]) -> None:
+    errors = survivors_errors(algorithm, first_failure=2)
+    assert len(errors) == 4
+    for error in errors:
+        check_message(error, r"(all_to_all|all_gather) of gradient bucket \d")
+
+
+def test_a_graph_that_ddp_learns_first_raises_the_very_error() -> None:
+    """With static_graph DDP calls its hooks when the first backward has ended."""
+    for error in survivors_errors(tb.ByteGradAlgorithm(), first_failure=0, static_graph=True):
+        check_message(error, r"all_to_all of gradient bucket \d")
+
+
+@pytest.mark.parametrize("algorithm", ["decentralized", "low_precision_decentralized", "async"])
+def test_a_weight_algorithm_raises_such_an_error_too(algorithm: str) -> None:
+    errors: list[BaseException] = []
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        own = tb.BaguaProcessGroup(group)
+        attachment = tb.attach(module, optimizer, algorithm, process_group=own, timeout=SHORT)
+        if group.rank() == LEAVER:
+            attachment.impl.process_group.close()
+            return
+
+        def train() -> None:
+            for _ in range(1000):
+                module(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                time.sleep(0.01)
+
+        with pytest.raises(RuntimeError) as caught:
+            train()
+        errors.append(caught.value)
+        attachment.impl.close()
+
+    run_ranks(SIZE, body)
+    assert len(errors) == 2
+    for error in errors:
+        check_message(error, "(agreement|peer_exchange|all_to_all|all_gather) of .*")
+
+
+def test_a_rank_that_has_joined_raises_the_very_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP waits there for a future that it has made anew."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # Join asks torch's registry
+
+    def body(group: dist.ProcessGroup) -> BaseException | None:
+        ddp = DistributedDataParallel(nn.Linear(3, 1), process_group=group)
+        impl = tb.ByteGradAlgorithm().reify(group, timeout=SHORT)
+        ddp.register_comm_hook(impl, tb.comm_hook)
+
+        def train() -> None:
+            with Join([ddp]):
+                if group.rank() == 0:
+                    loss = ddp(torch.ones(2, 3)).sum()
+                    impl.process_group.close()
+                    loss.backward()
+
+        with pytest.raises(RuntimeError) as caught:
+            train()
+        impl.close()
+        return caught.value
+
+    closed, joined = run_ranks(2, body)
+    assert str(closed) == (
+        "torchbagua: all_to_all of gradient bucket 0 over the world group failed on rank 0: the group is closed"
+    )
+    check_message(joined, "all_to_all of gradient bucket 0")
+
+
+def test_a_wrapper_of_the_hook_hears_of_the_error() -> None:
+    """Whether it waits for the future or goes on from it; torch writes of its own there, but not first of all."""
+    lane = Lane("failing", on_failure=lambda: None)
+
+    def fail() -> torch.Tensor:
+        raise tb.CommunicationError("a peer is gone")
+
+    future = lane.submit(fail)
+    for read in (future.wait, future.value):
+        with pytest.raises(tb.CommunicationError, match=r"^a peer is gone$"):
+            read()
+    with pytest.raises(RuntimeError, match="CommunicationError: a peer is gone"):
+        future.then(lambda done: done.value() / 2).wait()
+    lane.close()
+
+
+def test_torch_finds_no_tensors_in_an_error() -> None:
+    """It looks for them in what a future of a GPU holds."""
+    lane = Lane("failing", on_failure=lambda: None)
+
+    def fail() -> torch.Tensor:
+        raise tb.CommunicationError("a peer is gone")
+
+    held: list[object] = []
+    job = lane.start(fail)
+    with pytest.raises(tb.CommunicationError):
+        job.result()
+    held.append(job._outcome(job._done))
+    assert _extract_tensors(held) == []
+    lane.close()
