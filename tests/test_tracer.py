@@ -4,6 +4,7 @@ import copy
 import itertools
 import re
 import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchbagua as tb
 from ranks import run_ranks
+from torchbagua.compressors.blocks import WireLayout
 from torchbagua.events import Trace
 from tracing import NAMES, NUM_STEPS, ON_LANE, TRAINING, check_nested, record, train_traced
 from training import Tower, build
@@ -78,6 +80,29 @@ def test_what_is_waited_for_ends_when_the_lane_is_done() -> None:
             for wait in waits:
                 assert wait.start_ns >= backward.end_ns
                 assert last_ns <= wait.end_ns <= whole.end_ns
+
+
+def test_samples_are_laid_out_when_an_observer_wants_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_out = WireLayout.beginning
+    asked_for: list[str] = []
+
+    def counted(layout: WireLayout, num_elements: int) -> WireLayout:
+        asked_for.append(threading.current_thread().name)
+        return lay_out(layout, num_elements)
+
+    monkeypatch.setattr(WireLayout, "beginning", counted)
+
+    class Sampler(tb.traces.Recorder, Trace):
+        def samples(self, step: int) -> bool:
+            return step > 0
+
+    for observer in (None, tb.traces.Recorder()):
+        train_traced(2, "bytegrad", lambda group, one=observer: [one] if one and group.rank() == 0 else [])
+    assert not asked_for
+    sampler = Sampler()
+    train_traced(2, "bytegrad", lambda group: [sampler] if group.rank() == 0 else [])
+    buckets = {event.bucket for event in sampler.events if event.phase == "measure"}
+    assert len(asked_for) == len(buckets) > 0, "once for a bucket"
 
 
 def test_sampled_values_are_right() -> None:

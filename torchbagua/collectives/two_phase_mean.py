@@ -4,6 +4,7 @@ Shape suffixes: N elements, W wire bytes, R ranks, L elements of a chunk.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.sampled_values import SAMPLED_ELEMENTS, tell_error, tell_residuals
 from torchbagua.compressors import Compressor, Identity
-from torchbagua.compressors.blocks import block_bounds, deal_blocks
+from torchbagua.compressors.blocks import WireLayout, block_bounds, deal_blocks
 from torchbagua.compressors.cast import sum_dtype
 from torchbagua.events import Phase
 from torchbagua.tracer import Span
@@ -138,7 +139,6 @@ class TwoPhaseMean:
         self._device = device
         self._layout = compressor.layout(bounds_B, deal_blocks(bounds_B, communicator.size), dtype, device)
         self._chunks = [self._layout.chunk(rank) for rank in range(communicator.size)]
-        self._sample = self._chunks[communicator.rank].beginning(SAMPLED_ELEMENTS)
         lengths = [elements.stop - elements.start for elements in self._layout.elements]
         own_length = [lengths[communicator.rank]] * communicator.size
         self._scattered = Contents(sent=lengths, received=own_length, element_bytes=dtype.itemsize)
@@ -214,6 +214,11 @@ class TwoPhaseMean:
             return
         compressor.decode_mean(rows_RW, layout, self._divisor, mean_L)
         self._feedback.mean.encode(mean_L, compressor, layout, mean_W, slice(0, mean_L.numel()))
+
+    @cached_property
+    def _sample(self) -> WireLayout:
+        """The beginning of own chunk, of which observers are told; on a GPU its table is waited for."""
+        return self._chunks[self._communicator.rank].beginning(SAMPLED_ELEMENTS)
 
     def _tell_error(self, x_L: torch.Tensor, wire_W: torch.Tensor) -> None:
         """Tell observers what encoding own chunk has left out of it; with error feedback `x_L` may hold anything."""
