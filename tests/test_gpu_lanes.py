@@ -1,5 +1,6 @@
 """What a GPU's lane does and in which order, told without a GPU: NCCL and CUDA's streams are played by the test."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import torchbagua as tb
 from ranks import run_ranks
+from torchbagua import side_stream
 from torchbagua.collectives import staging, two_phase_mean
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.communicator import Communicator
@@ -132,6 +134,9 @@ class PlayedSideStream:
     def new_future(self) -> "torch.futures.Future[Any]":
         return torch.futures.Future()
 
+    def bind_thread(self) -> None:
+        self._log.append(f"bound {threading.current_thread().name}")
+
     def mark(self) -> str:
         self._log.append(f"marked on {threading.current_thread().name}")
         return f"mark {len(self._log)}"
@@ -169,9 +174,54 @@ def test_a_job_runs_on_the_side_stream_after_what_its_submitter_did(
     assert job.result().sum() == 3
     assert torch.equal(lane.submit(run).wait(), torch.ones(3))
     lane.close()
-    assert log[:3] == [f"marked on {own}", "begins after mark 1", "runs on lane"]
+    assert log[:4] == [f"marked on {own}", "bound lane", "begins after mark 1", "runs on lane"]
     assert log.count("runs on lane") == log.count("ends") == 2
     assert log[-1] == "joined", "what the lane writes to may be let go"
+
+
+def test_the_lanes_thread_makes_the_gpu_its_own_before_it_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a thread that runs when the GPU becomes known. Every thread begins on GPU 0, and returns there."""
+    gpu = torch.device("cuda", 1)
+    here = threading.local()
+    used: list[tuple[str, torch.device]] = []
+
+    def note() -> None:
+        used.append((threading.current_thread().name, getattr(here, "device", torch.device("cuda", 0))))
+
+    @contextmanager
+    def within(stream: PlayedStream) -> Iterator[None]:
+        note()
+        yield
+
+    class Played(PlayedStream):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__([])
+
+        def wait_event(self, mark: object) -> None:
+            pass
+
+        wait_stream = wait_event
+
+    class Torch:
+        class cuda:
+            Stream = Played
+            current_stream = staticmethod(Played)
+            stream = staticmethod(within)
+            set_device = staticmethod(functools.partial(setattr, here, "device"))
+
+        class futures:
+            Future = staticmethod(lambda devices: torch.futures.Future())
+
+        empty = staticmethod(lambda size, device: torch.empty(size))
+
+    monkeypatch.setattr(side_stream, "torch", Torch)
+    lane = Lane("lane", on_failure=lambda: None)
+    lane.start(lambda: None).result()
+    lane.use_gpu(gpu)
+    lane.start(lambda: None).result()
+    lane.enqueue(lambda: torch.ones(1))
+    lane.close()
+    assert used == [("lane", gpu), (threading.current_thread().name, torch.device("cuda", 0))]
 
 
 def test_what_is_enqueued_runs_at_once_on_the_callers_thread(

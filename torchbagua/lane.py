@@ -182,6 +182,7 @@ class Job(Generic[T]):
             del self._run  # and what it holds
             self._done.set_result(None)
             return
+        self._side.bind_thread()
         with self._side.after(self._ready):
             self._value = self._run()
             del self._run

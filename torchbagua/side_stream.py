@@ -22,6 +22,13 @@ class SideStream:
         # A future records an event for the devices of the tensors that it is completed with, and for no other.
         self.token = torch.empty(1, device=device)
 
+    def bind_thread(self) -> None:
+        """Make this GPU the calling thread's own.
+
+        A thread begins on the first GPU, and whatever returns there, as leaving a stream does, opens a context on it.
+        """
+        torch.cuda.set_device(self.device)
+
     def new_future(self) -> "torch.futures.Future[torch.Tensor]":
         """Return a future of tensors of this GPU: whose waiter's stream waits for what it was completed after."""
         return torch.futures.Future(devices=[self.device])
