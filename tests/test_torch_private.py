@@ -77,6 +77,23 @@ def test_autograd() -> None:
     assert list(torch_private.leaves({"a": [1, (2,)], "b": None})) == [1, 2, None]
 
 
+def test_futures() -> None:
+    def check(value: int) -> None:
+        if value == 1:
+            raise ValueError(value)
+
+    for value in (0, 1):
+        future: torch.futures.Future[int] = torch.futures.Future()
+        torch_private.check_value(future, check)
+        future.set_result(value)
+        for read in (future.wait, future.value):
+            if value:
+                with pytest.raises(ValueError, match="1"):
+                    read()
+            else:
+                assert read() == 0
+
+
 def test_profiler() -> None:
     assert not torch_private.is_profiling()
     with torch.profiler.profile():

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import BaguaBucket, check_elements
 from torchbagua.gpu_clock import Moment
+from torchbagua.torch_private import queue_callback
 from torchbagua.tracer import Tracer
 
 
@@ -68,7 +69,7 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
 def _queue(callback: Callable[[], None]) -> bool:
     """Have `callback` called when all gradients are computed; return False, and do nothing, outside of a backward."""
     try:
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        queue_callback(callback)
     except RuntimeError:
         return False
     return True

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from torchbagua.side_stream import SideStream
+from torchbagua.torch_private import check_value
 
 T = TypeVar("T")
 
@@ -160,7 +161,7 @@ class Job(Generic[T]):
     def future(self) -> "torch.futures.Future[T]":
         """Return the same for torch; an error is raised as a RuntimeError, if it is none."""
         future: torch.futures.Future[Any] = self._done.then(self._outcome)
-        future._set_unwrap_func(_raise_failure)
+        check_value(future, _raise_failure)
         return future
 
     def is_done(self) -> bool:

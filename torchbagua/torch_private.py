@@ -79,6 +79,11 @@ def queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def check_value(future: "torch.futures.Future[Any]", check: Callable[[Any], None]) -> None:
+    """Have `check` called with the value of a future, which it may raise for, wherever Python asks for that."""
+    future._set_unwrap_func(check)
+
+
 def num_writes(tensor: torch.Tensor) -> int:
     """Return a number that grows with every write to the tensor in place."""
     return tensor._version

@@ -13,6 +13,7 @@ from torchbagua.collectives.errors import CommunicationError, cause_of
 from torchbagua.collectives.private_groups import gloo_group
 from torchbagua.collectives.staging import Staging
 from torchbagua.events import Details, Phase
+from torchbagua.torch_private import backend_of
 from torchbagua.tracer import Span, Tracer
 
 # A shorter message tells little of a link's rate: it may be gone in one burst.
@@ -144,10 +145,9 @@ class Communicator:
         """
         if not tensor.numel():
             return
-        # The backend itself: the torch group's methods take a detour through the dispatcher. Torch's stubs (2.13) do
-        # not know that it has send and recv.
-        backend = self._open_group(purpose)._get_backend(torch.device("cpu"))
-        post = backend.recv if direction == "receiving from" else backend.send  # type: ignore[attr-defined]
+        # The backend itself: the torch group's methods take a detour through the dispatcher.
+        backend = backend_of(self._open_group(purpose))
+        post = backend.recv if direction == "receiving from" else backend.send
         key = (tag, direction, peer)
         assert key not in self._pending
         on_host = tensor

@@ -5,25 +5,21 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from torchbagua.torch_private import backend_of, new_group
+
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Return a gloo group for tensors of the CPU. Collective."""
-    group = dist.ProcessGroup(store, rank, size)
     backend = dist.ProcessGroupGloo(store, rank, size, timeout)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    return group
+    return new_group(store, rank, size, "cpu", dist.ProcessGroup.BackendType.GLOO, backend)
 
 
 def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Return an NCCL group for tensors of GPUs, which connects when it is first used."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    group = dist.ProcessGroup(store, rank, size)
     backend = dist.ProcessGroupNCCL(store, rank, size, options)
-    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
-    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
-    return group
+    return new_group(store, rank, size, "cuda", dist.ProcessGroup.BackendType.NCCL, backend)
 
 
 # Torch's own functions (`dist.all_reduce` and its like) look the group up in torch's registry when they fail, and raise
@@ -56,8 +52,6 @@ def _finish(work: dist.Work | None) -> None:
 
 def has_nccl(process_group: dist.ProcessGroup) -> bool:
     """Return whether NCCL is what moves tensors of GPUs in this group."""
-    if torch.device("cuda") not in process_group._device_types:
-        return False
-    backend = process_group._get_backend(torch.device("cuda"))
+    backend = backend_of(process_group, "cuda")
     backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
     return dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)

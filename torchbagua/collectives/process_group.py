@@ -13,6 +13,7 @@ from torchbagua.collectives.clock import clock_of_machine, clock_offset
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.private_groups import has_nccl, nccl_group
 from torchbagua.events import ClockOffset, Observer, check_observers
+from torchbagua.torch_private import timeout_of
 from torchbagua.tracer import Tracer
 from torchbagua.version import __version__
 
@@ -71,7 +72,7 @@ class BaguaProcessGroup:
         self.process_group = process_group
         self.rank = process_group.rank()
         self.size = process_group.size()
-        self.timeout = timeout or _timeout_of(process_group)
+        self.timeout = timeout or timeout_of(process_group)
         self.has_nccl = has_nccl(process_group)
         node_indices = None if nodes is None else _number_nodes(nodes)
         if node_indices is not None and len(node_indices) != self.size:
@@ -196,11 +197,6 @@ class BaguaProcessGroup:
     def _communicators(self) -> list[Communicator]:
         every = (self.world, self.intra_node, self.inter_node)
         return [communicator for communicator in every if communicator is not None]
-
-
-def _timeout_of(process_group: dist.ProcessGroup) -> timedelta:
-    backend = process_group._get_backend(process_group._device_types[0])
-    return backend.options._timeout
 
 
 def _number_nodes(nodes: Sequence[str | int]) -> list[int]:
