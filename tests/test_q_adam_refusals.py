@@ -80,6 +80,32 @@ def test_a_rank_that_skips_a_step_in_the_warm_up() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize(
+    ("saved_after", "message"),
+    [
+        (1, r"rank 0 has 0 parameters past their warm-up, rank 1 has 6\."),
+        (NUM_WARM, r"rank 0 has 18 updates of parameters past their warm-up, rank 1 has 30\."),
+    ],
+)
+def test_a_state_that_one_rank_alone_has_loaded_after_the_warm_up(saved_after: int, message: str) -> None:
+    """Of the warm-up: it would send gradients where the others send momenta. Of a later step: its momenta are old."""
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model)
+        with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer)):
+            for step in range(NUM_WARM + 2):
+                if step == saved_after:
+                    state = copy.deepcopy(trainer.optimizer.state_dict())
+                trainer.step()
+            if group.rank() == 0:
+                trainer.optimizer.load_state_dict(state)
+            with pytest.raises(RuntimeError, match=message):
+                trainer.step()
+
+    run_ranks(2, body)
+
+
 def test_nothing_keeps_the_impl_of_a_forgotten_hook() -> None:
     model = build(Tower)
 

@@ -143,7 +143,6 @@ def test_residuals_are_sent_only_where_there_are_some() -> None:
 
     for sent in run_ranks(2, body):
         in_full, in_one_bit = sent[1], sent[NUM_WARM]
-        # In the first of these, ranks still agree on how many parameters are past their warm-up.
         assert max(sent[NUM_WARM : NUM_STEPS - 1]) - min(sent[NUM_WARM : NUM_STEPS - 1]) < 100
         assert 20 < in_full / in_one_bit < 32
         # The agreement on what was loaded, and the sum: DDP's chunks are cut at blocks, in one bit as in full.

@@ -158,9 +158,15 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         """Return True where parameters have come to the end of their warm-up since the last backward."""
         # Once a backward: on a GPU it waits for what has been computed so far.
         self._loss_scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
-        before, self._num_past_warmup = self._num_past_warmup, self.optimizer.num_past_warmup
-        if before < len(self.optimizer.parameters):  # what is sent may change its form, and ranks must do so together
-            facts = {"parameters past their warm-up": self._num_past_warmup}
+        num_updates = self.optimizer.num_updates_past_warmup
+        before, self._num_past_warmup = self._num_past_warmup, len(num_updates)
+        if self.process_group.size > 1:
+            # Each time: what is sent may change its form after the warm-up too, by a state that is loaded, and a rank
+            # that has not loaded it does not know.
+            facts = {
+                "parameters past their warm-up": len(num_updates),
+                "updates of parameters past their warm-up": sum(num_updates),
+            }
             in_step = self.lane.start(lambda: check_in_step(self.process_group.world, facts, "the gradients"))
             if self.process_group.has_nccl:  # its collectives do not wait for their turn in the lane
                 in_step.result()

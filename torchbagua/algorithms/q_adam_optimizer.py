@@ -177,15 +177,19 @@ class QAdamOptimizer(torch.optim.Adam):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @property
-    def num_past_warmup(self) -> int:
-        """Parameters whose second moment stands still."""
-        return sum(map(self.is_past_warmup, self.parameters))
-
-    @property
     def num_updates(self) -> list[int]:
         """Updates of each parameter so far."""
-        states = [(parameter, self.state.get(parameter, {})) for parameter in self.parameters]
-        return [self._adam_updates.of(parameter, state) + state.get(_UPDATES_SINCE, 0) for parameter, state in states]
+        return list(map(self._num_updates_of, self.parameters))
+
+    @property
+    def num_updates_past_warmup(self) -> list[int]:
+        """Updates so far of each parameter whose second moment stands still."""
+        return list(map(self._num_updates_of, filter(self.is_past_warmup, self.parameters)))
+
+    def _num_updates_of(self, parameter: Tensor) -> int:
+        state = self.state.get(parameter, {})
+        since: int = state.get(_UPDATES_SINCE, 0)
+        return self._adam_updates.of(parameter, state) + since
 
     def beta1_of(self, parameter: Tensor) -> float:
         """Return the decay of its momentum."""

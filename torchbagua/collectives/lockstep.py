@@ -77,7 +77,7 @@ def _fail_out_of_step(
     )
     raise CommunicationError(
         f"torchbagua: ranks are out of step in {purpose}: rank {low_rank} has {low_value} {name}, rank {high_rank} has "
-        f"{high_value}. All ranks must do the same, in the same order: backward passes, optimizer steps, layers set "
-        "free, abort and resume. A rank that has run out of data, or left early, does not; nor does one that a "
-        "GradScaler has made skip a step, unless it is given to attach(..., grad_scaler=scaler)."
+        f"{high_value}. All ranks must do the same, in the same order: backward passes, optimizer steps, states "
+        "loaded, layers set free, abort and resume. A rank that has run out of data, or left early, does not; nor does "
+        "one that a GradScaler has made skip a step, unless it is given to attach(..., grad_scaler=scaler)."
     )
