@@ -147,6 +147,7 @@ def not_conserved(
     *,
     warm_ups: Sequence[int] = (NUM_WARM,),
     num_micro_batches: int = 1,
+    synchronises_each: bool = False,
     num_steps: int = 12,
     reload_after: int | None = None,
     **ddp_options: Any,
@@ -157,6 +158,7 @@ def not_conserved(
     def body(group: dist.ProcessGroup) -> tuple[Tensors, Tensors, dict[str, Any]]:
         trainer = Trainer(group, model, **ddp_options)
         trainer.num_micro_batches = num_micro_batches
+        trainer.synchronises_each = synchronises_each
         groups = [
             {"params": [parameter], "warmup_steps": warm_up}
             for parameter, warm_up in zip(trainer.named.values(), itertools.cycle(warm_ups), strict=False)
@@ -220,6 +222,22 @@ ROUNDING = 2e-6
 )
 def test_nothing_is_lost(options: dict[str, Any]) -> None:
     assert not_conserved(build(Tower), **options) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_micro_batches": 3, "warm_ups": [2, 5, 3], "bucket_cap_mb": 0.01},
+        {"size": 5, "nodes": [0, 1, 1, 0, 1], "reload_after": 7},
+        {"gradient_as_bucket_view": True},
+    ],
+    ids=str,
+)
+def test_nothing_counts_twice_of_several_synchronised_backward_passes_before_a_step(options: dict[str, Any]) -> None:
+    """DDP sends in each what it has averaged in those before, in which the residual is."""
+    options = {"num_micro_batches": 2, "synchronises_each": True, **options}
+    # Each of them rounds once more.
+    assert not_conserved(build(Tower), **options) < options["num_micro_batches"] * ROUNDING
 
 
 def test_nothing_is_lost_of_parameters_in_another_order_of_memory() -> None:

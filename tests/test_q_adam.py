@@ -65,6 +65,48 @@ def test_accumulation_moves_the_momentum_once() -> None:
     check_lives(run_ranks(2, body), initial_of(model))
 
 
+def test_two_synchronised_backward_passes_before_a_step_move_the_momentum_once() -> None:
+    """Each rank sends the mean of the first with its own gradient of the second: what arrives is rounded twice."""
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> dict[str, tuple[torch.Tensor, ...]]:
+        trainer = Trainer(group, model)
+        trainer.hook()
+        for _ in range(NUM_STEPS):
+            trainer.step()
+        before = {name: trainer.optimizer.state[p]["exp_avg"].clone() for name, p in trainer.named.items()}
+        trainer.life.local.append({})
+        local = copy.deepcopy(trainer.ddp.module)
+        trainer.optimizer.zero_grad()
+        local.zero_grad()
+        for _ in range(2):
+            x = torch.randn(6, 10, generator=trainer.data)
+            for one in (trainer.ddp, local):
+                one(x, 0).square().sum().backward()
+        trainer.optimizer.step()
+        return {
+            name: (
+                p.grad,
+                trainer.named[name].grad,
+                before[name],
+                trainer.optimizer.state[trainer.named[name]]["exp_avg"],
+                p,
+            )
+            for name, p in local.named_parameters()
+        }
+
+    first, second = run_ranks(2, body)
+    beta1, decay = SETTINGS["betas"][0], SETTINGS["weight_decay"]
+    for name, (own, gradient, before, after, weight) in first.items():
+        mean = (own + second[name][0]) / 2
+        assert torch.equal(gradient, second[name][1])
+        # Two roundings to 8 bits of a momentum, of which a gradient is 1 / (1 - beta1).
+        momentum = beta1 * before + (1 - beta1) * mean
+        step = float(momentum.max() - momentum.min()) / 255 / (1 - beta1)
+        assert torch.allclose(gradient, mean, rtol=1e-4, atol=4 * step), name
+        torch.testing.assert_close(after, beta1 * before + (1 - beta1) * (gradient + decay * weight.detach()))
+
+
 @pytest.mark.parametrize("as_views", [False, True])
 def test_parameters_in_another_order_of_memory(as_views: bool) -> None:
     """DDP flattens them as they lie in memory; each is one block here, whose codes do not depend on the order."""

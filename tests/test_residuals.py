@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import torchbagua as tb
-from q_adam_life import NUM_STEPS, NUM_WARM, Trainer, equal, tensors_in
+from q_adam_life import NUM_STEPS, NUM_WARM, Trainer, equal, initial_of, tensors_in
 from ranks import run_ranks
 from training import Branches, Tower, build
 
@@ -104,6 +104,74 @@ def test_a_backward_that_no_step_follows_counts_nothing() -> None:
         return equal(list(plain.life.weights[-1].values()), list(extra.life.weights[-1].values()))
 
     assert run_ranks(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_was_cleared_counts_nothing_though_others_are_added(set_to_none: bool) -> None:
+    """A backward whose gradients are cleared, and then two for a step of which the second is synchronised."""
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> bool:
+        plain, extra = Trainer(group, model), Trainer(group, model)
+        impls = [trainer.hook(**ONE_BIT) for trainer in (plain, extra)]
+        for step in range(NUM_STEPS):
+            for trainer in (plain, extra):
+                trainer.life.local.append({})
+                if trainer is extra and step > NUM_WARM:
+                    trainer.ddp(torch.ones(6, 10), 0).square().sum().backward()
+                trainer.optimizer.zero_grad(set_to_none=set_to_none)
+                with trainer.ddp.no_sync():
+                    trainer.ddp(torch.randn(6, 10, generator=trainer.data), 0).square().sum().backward()
+                trainer.ddp(torch.randn(6, 10, generator=trainer.data), 0).square().sum().backward()
+                trainer.optimizer.step()
+        for impl in impls:
+            impl.close()
+        return equal(list(initial_of(plain.ddp.module).values()), list(initial_of(extra.ddp.module).values()))
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def two_synchronised_passes(trainer: Trainer, choices: tuple[int, int]) -> None:
+    """One step."""
+    trainer.optimizer.zero_grad()
+    for choice in choices:
+        trainer.ddp(torch.ones(6, 10), choice).square().sum().backward()
+    trainer.optimizer.step()
+
+
+def test_buckets_that_are_formed_anew_between_two_passes_of_a_step() -> None:
+    """As in the first step of a run that is resumed after the warm-up."""
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> None:
+        first, second = (Trainer(group, model, bucket_cap_mb=0.01) for _ in range(2))
+        for trainer in (first, second):
+            with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer, **ONE_BIT)):
+                if trainer is first:
+                    for _ in range(NUM_STEPS):
+                        two_synchronised_passes(trainer, (0, 0))
+                    continue
+                trainer.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+                with pytest.raises(RuntimeError, match=r"formed its buckets anew .* accumulate .* under ddp.no_sync"):
+                    two_synchronised_passes(trainer, (0, 0))
+
+    run_ranks(2, body)
+
+
+def test_a_parameter_with_a_gradient_in_the_first_pass_alone() -> None:
+    """DDP leaves there what it had averaged, if no rank has one: then what was sent of it the second time is lost."""
+    model = build(Branches)
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model, find_unused_parameters=True)
+        with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer, **ONE_BIT)):
+            for _ in range(NUM_WARM):
+                two_synchronised_passes(trainer, (0, 1))
+            two_synchronised_passes(trainer, (0, 0))
+            with pytest.raises(RuntimeError, match=r"left\.weight must have a gradient in every .* or in none"):
+                two_synchronised_passes(trainer, (0, 1))
+
+    run_ranks(2, body)
 
 
 def test_a_second_step_counts_nothing_twice() -> None:

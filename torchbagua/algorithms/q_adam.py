@@ -36,12 +36,13 @@ class QAdamAlgorithm(Algorithm):
 
     With error feedback every rank adds to its momentum what compression left out of the one before, and the owner of a
     chunk likewise to the mean (1-bit Adam, Algorithm 1). What is left out counts when the optimizer's step has used
-    what was sent, so accumulate under `no_sync`: of two synchronised backward passes before a step, the second adds the
-    same residual again. Residuals are float32, two of each for a step that may be skipped: 8 bytes a parameter, and 8
-    divided by the number of ranks. They are in `state_dict`, other ones on each rank; a new attachment starts from
-    zero, or from that, with the same `error_feedback` and `compression`: what one bit leaves out is of another size
-    than what 8 bits do. Under AMP they need the loss scale: `attach(..., grad_scaler=scaler)`, or behind the plain hook
-    `impl.grad_scaler = scaler`.
+    what was sent. Accumulate under `no_sync`, which sends once; of several synchronised backward passes before a step
+    it counts once too, for 4 bytes a parameter more, but those of a parameter must all have a gradient for it, and DDP
+    must not form its buckets anew between them, as after its first: both raise. Residuals are float32, two of each for
+    a step that may be skipped: 8 bytes a parameter, and 8 divided by the number of ranks. They are in `state_dict`,
+    other ones on each rank; a new attachment starts from zero, or from that, with the same `error_feedback` and
+    `compression`: what one bit leaves out is of another size than what 8 bits do. Under AMP they need the loss scale:
+    `attach(..., grad_scaler=scaler)`, or behind the plain hook `impl.grad_scaler = scaler`.
 
     Under `torch.distributed.algorithms.Join` a rank that has run out of data takes no more steps; its momenta follow
     the others'. Its warm-up stands still, and where theirs ends meanwhile all ranks raise.
@@ -226,14 +227,17 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self.reset()
 
     def close(self) -> None:
-        """End the lane, and let go of the optimizer."""
+        """End the lane, and let go of the optimizer and its parameters."""
         super().close()
         self.optimizer.release(self)
+        if self.residuals is not None:
+            self.residuals.close()
 
     def _append_mean_of_momenta(self, bucket: BaguaBucket) -> None:
         feedback = None
         if self.residuals is not None and self.process_group.size > 1:  # one rank sends nothing, and leaves nothing out
             feedback = self.residuals.of_bucket(bucket)
+            bucket.append_python_op(self._continue_residuals)
         bucket.append_python_op(self._form_momenta)
         bucket.append_centralized_synchronous_op(
             hierarchical=self.hierarchical,
@@ -265,6 +269,10 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         """The optimizer's parameters, by their names in the module; by their places behind the plain hook."""
         named = {self._names.get(id(p), f"parameter {index}"): p for index, p in enumerate(self.optimizer.parameters)}
         return {name: p for name, p in named.items() if self.compressor.encodes(p.dtype)}
+
+    def _continue_residuals(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+        assert self.residuals is not None
+        self.residuals.before_sending(bucket)
 
     @torch.no_grad()
     def _form_momenta(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:

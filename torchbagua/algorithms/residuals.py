@@ -1,10 +1,12 @@
 """The residuals of an algorithm's buckets, kept by parameter: buckets come and go."""
 
+import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
+from torchbagua.algorithms.accumulation import Accumulation
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import ErrorFeedback, Held
 from torchbagua.memory_order import flatten_like, shape_like
@@ -15,26 +17,73 @@ class ResidualsByParameter:
 
     A bucket that takes the place of others, as when DDP rebuilds its buckets or a run is resumed, goes on from the
     residuals of its parameters.
+
+    Of a gradient that was sent, and neither used by a step nor cleared before the next backward pass is synchronised,
+    the residual is in what is sent again: then what compression left out the last time is added in its place.
     """
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[ErrorFeedback, slice]] = {}  # by the parameter's id
+        self._accumulations: dict[int, Accumulation] = {}  # the same
+        # Also where the impl is forgotten behind a hook of DDP.
+        self._let_go = weakref.finalize(self, _close, self._accumulations)
+        self._let_go.atexit = False
 
     def of_bucket(self, bucket: BaguaBucket) -> ErrorFeedback:
-        """Return the error feedback of a new bucket."""
+        """Return the error feedback of a new bucket.
+
+        Raises:
+            RuntimeError: it has other parameters than the bucket before, of which something was sent that is in the
+                gradients that are sent now.
+        """
         parameters = [tensor.parameter for tensor in bucket.tensors]
         before = [self._places.get(id(parameter)) for parameter in parameters]
         slices = _consecutive_slices(parameters)
         if before[0] is not None and before == [(before[0][0], part) for part in slices]:
             feedback = before[0][0]  # a bucket of the same parameters
         elif any(place is not None for place in before):
+            kept = [tensor.name for tensor in bucket.tensors if self._is_kept(tensor.parameter)]
+            if kept:
+                raise RuntimeError(
+                    f"QAdamAlgorithm: DDP has formed its buckets anew between two synchronised backward passes of one "
+                    f"step, as it does once after its first, and with error_feedback what was left out of {kept[0]} in "
+                    "the first of them is not known in the other bucket; accumulate gradients under ddp.no_sync()"
+                )
             held = [self._held(parameter) for parameter in parameters]
             feedback = ErrorFeedback(bucket.flat.device, Held(*map(torch.cat, zip(*held, strict=True))))
         else:
             feedback = ErrorFeedback(bucket.flat.device)
         for parameter, part in zip(parameters, slices, strict=True):
             self._places[id(parameter)] = (feedback, part)
+            if id(parameter) not in self._accumulations:
+                self._accumulations[id(parameter)] = Accumulation(parameter)
         return feedback
+
+    def before_sending(self, bucket: BaguaBucket) -> None:
+        """Find out which gradients of a bucket, about to be sent, have in them what was sent of them before.
+
+        Raises:
+            RuntimeError: one of them has got nothing since, so that it is not known whether DDP will write to it.
+        """
+        kept: list[slice] = []
+        for tensor in bucket.tensors:
+            parameter_id = id(tensor.parameter)
+            feedback, part = self._places[parameter_id]
+            accumulation = self._accumulations[parameter_id]
+            if accumulation.is_alone:
+                raise RuntimeError(
+                    f"QAdamAlgorithm: with error_feedback, {tensor.name} must have a gradient in every synchronised "
+                    "backward pass of a step or in none, got one and then none; accumulate gradients under "
+                    "ddp.no_sync()"
+                )
+            if accumulation.is_kept:
+                kept.append(part)
+            accumulation.begin()
+        feedback.continue_from_staged(kept)
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        self._let_go()
 
     def commit(self, used: Collection[torch.Tensor]) -> None:
         """Commit what is staged of the parameters in `used`; of others nothing that was sent has been used."""
@@ -46,6 +95,8 @@ class ResidualsByParameter:
                 parts.append(place)
         for feedback, parts in unused.items():
             feedback.commit(without=parts)
+        for accumulation in self._accumulations.values():
+            accumulation.end()
 
     def state_dict(self, named: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
         """Return what this rank holds, by "sent" and "mean" and by the name of the parameter, in its shape.
@@ -73,10 +124,15 @@ class ResidualsByParameter:
                 f"parameters of the optimizer, in their shapes, got others{f', {wrong[:5]}' if wrong else ''}"
             )
         self._places = {}
+        for accumulation in self._accumulations.values():
+            accumulation.end()
         for name in first:
             parameter = named[name]
             held = Held(*(flatten_like(parameter, state[kind][name].float()).clone() for kind in Held._fields))
             self._places[id(parameter)] = (ErrorFeedback(parameter.device, held), slice(0, parameter.numel()))
+
+    def _is_kept(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._accumulations and self._accumulations[id(parameter)].is_kept
 
     def _held(self, parameter: torch.Tensor) -> Held:
         if id(parameter) in self._places:
@@ -84,6 +140,11 @@ class ResidualsByParameter:
             return feedback.spread(place)
         nothing = torch.zeros(parameter.numel(), device=parameter.device)
         return Held(nothing, nothing)
+
+
+def _close(accumulations: dict[int, Accumulation]) -> None:
+    for accumulation in accumulations.values():
+        accumulation.close()
 
 
 def _consecutive_slices(parameters: list[torch.Tensor]) -> list[slice]:

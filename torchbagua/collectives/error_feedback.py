@@ -16,7 +16,7 @@ class Residual:
     """What compression has left out of a slice of a bucket, in float32.
 
     What is left out is staged at first, and is the residual once it is committed: a step that is not taken leaves no
-    trace. Memory: 8 bytes an element of the slice.
+    trace. Memory: 8 bytes an element of the slice, and 4 more where what was encoded is encoded again before a commit.
 
     Attributes:
         place: the slice.
@@ -28,13 +28,27 @@ class Residual:
         self.values = torch.zeros(place.stop - place.start, device=device)
         self._staged = torch.zeros_like(self.values)
         self._is_staged = False
+        self._continued: torch.Tensor | None = None
 
     def encode(
         self, x_L: torch.Tensor, compressor: Compressor, layout: WireLayout, wire_W: torch.Tensor, elements: slice
     ) -> None:
         """Encode `x_L` with the residual of `elements` added, and stage what the wire leaves out of it."""
-        compressor.encode_feedback(x_L, self.values[elements], layout, wire_W, self._staged[elements])
+        added = self.values if self._continued is None else self._continued
+        compressor.encode_feedback(x_L, added[elements], layout, wire_W, self._staged[elements])
         self._is_staged = True
+
+    def continue_from_staged(self, parts: Sequence[slice]) -> None:
+        """Prepare to encode what may have in it what was encoded last, in these slices of the bucket.
+
+        There the residual has been added already, and what is staged has been left out since.
+        """
+        self._continued = None
+        if self._is_staged and parts:
+            self._continued = self.values.clone()
+            for part in parts:
+                own = _overlap(part, self.place)
+                self._continued[own] = self._staged[own]
 
     def staged(self, elements: slice) -> torch.Tensor:
         """Return what is staged of `elements`."""
@@ -49,6 +63,7 @@ class Residual:
             self._staged[own] = self.values[own]
         self.values, self._staged = self._staged, self.values
         self._is_staged = False
+        self._continued = None
 
     def spread(self, part: slice) -> torch.Tensor:
         """Return what this rank holds of `part` of the bucket, with zeros where it holds nothing."""
@@ -106,6 +121,11 @@ class ErrorFeedback:
         if self.held is not None:
             return Held(self.held.sent[part], self.held.mean[part])
         return Held(self.sent.spread(part), self.mean.spread(part))
+
+    def continue_from_staged(self, parts: Sequence[slice]) -> None:
+        """Prepare both, see `Residual.continue_from_staged`."""
+        self.sent.continue_from_staged(parts)
+        self.mean.continue_from_staged(parts)
 
     def commit(self, without: Sequence[slice] = ()) -> None:
         """Commit both, see `Residual.commit`."""
