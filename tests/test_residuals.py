@@ -174,6 +174,22 @@ def test_a_parameter_with_a_gradient_in_the_first_pass_alone() -> None:
     run_ranks(2, body)
 
 
+def test_parameters_keep_no_hook_of_an_algorithm_that_has_ended() -> None:
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> list[int]:
+        trainer = Trainer(group, model)
+        numbers = []
+        with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer, **ONE_BIT)):
+            for _ in range(NUM_STEPS):
+                trainer.step()
+            numbers.append(sum(len(p._backward_hooks or ()) for p in trainer.named.values()))
+        numbers.append(sum(len(p._backward_hooks or ()) for p in trainer.named.values()))
+        return numbers
+
+    assert run_ranks(2, body) == [[6, 0], [6, 0]]
+
+
 def test_a_second_step_counts_nothing_twice() -> None:
     model = build(Tower)
 
