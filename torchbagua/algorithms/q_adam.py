@@ -287,10 +287,12 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     @torch.no_grad()
     def _follow(self, bucket: BaguaBucket, feedback: ErrorFeedback | None) -> None:
         """Do what the other ranks' steps do with the mean: this rank takes none, and what it sends must not be old."""
+        if self.residuals is not None:
+            self.residuals.end_accumulation(bucket)
         if not bool(bucket.flat.isfinite().all()):  # then they skip it
             return
         for tensor, mean in bucket.views(bucket.flat):
-            self.optimizer.state[tensor.parameter]["exp_avg"].copy_(mean)
+            self.optimizer.follow(tensor.parameter, mean)
         if feedback is not None:
             feedback.commit()
 

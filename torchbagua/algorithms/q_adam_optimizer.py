@@ -191,6 +191,12 @@ class QAdamOptimizer(torch.optim.Adam):
         since: int = state.get(_UPDATES_SINCE, 0)
         return self._adam_updates.of(parameter, state) + since
 
+    def follow(self, parameter: Tensor, momentum: Tensor) -> None:
+        """Take over the momentum of a step that other ranks take and this one does not, after the warm-up."""
+        state = self.state[parameter]
+        state["exp_avg"].copy_(momentum)
+        state[_UPDATES_SINCE] = state.get(_UPDATES_SINCE, 0) + 1
+
     def beta1_of(self, parameter: Tensor) -> float:
         """Return the decay of its momentum."""
         beta1: float = self._group_of[id(parameter)]["betas"][0]

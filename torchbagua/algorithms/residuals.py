@@ -81,6 +81,11 @@ class ResidualsByParameter:
             accumulation.begin()
         feedback.continue_from_staged(kept)
 
+    def end_accumulation(self, bucket: BaguaBucket) -> None:
+        """Take note that what is sent next of a bucket has nothing in it of what was sent before."""
+        for tensor in bucket.tensors:
+            self._accumulations[id(tensor.parameter)].end()
+
     def close(self) -> None:
         """Let go of the parameters."""
         self._let_go()
