@@ -261,6 +261,32 @@ def test_optimizers_in_a_wrapper(wrapper: type[Any], name: str) -> None:
         assert_same_weights([*direct, *handed_on])
 
 
+def test_an_optimizer_with_a_state_of_another_form() -> None:
+    """As a Lookahead's, which has slow weights beside the state of the optimizer in it; rank 0's is all ranks' in the end."""
+
+    class Slow(torch.optim.SGD):
+        def __init__(self, parameters: Any, slow: float) -> None:
+            super().__init__(parameters, lr=0.1)
+            self.slow = torch.tensor(slow)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"slow": self.slow, "fast": super().state_dict()}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.slow = state_dict["slow"]
+            super().load_state_dict(state_dict["fast"])
+
+    def body(group: dist.ProcessGroup) -> float:
+        ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
+        optimizer = Slow(ddp.parameters(), float(group.rank() + 1))
+        with tb.attach(ddp, optimizer, "decentralized"):
+            ddp(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        return float(optimizer.slow)
+
+    assert run_ranks(2, body) == [1.0, 1.0]
+
+
 def test_an_optimizer_without_hooks_is_refused() -> None:
     class Hookless(torch.optim.Optimizer):
         def __init__(self, parameters: Any) -> None:

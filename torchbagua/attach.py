@@ -199,9 +199,10 @@ class Attachment:
         for optimizer in self._optimizers:
             # Not its groups: learning rates belong to the loop, and to its schedulers.
             own = optimizer.state_dict()
-            state = broadcast_state(world, own["state"], f"the state of {type(optimizer).__name__}")
+            without_groups = {key: value for key, value in own.items() if key != "param_groups"}
+            state = broadcast_state(world, without_groups, f"the state of {type(optimizer).__name__}")
             if world.rank != 0:
-                optimizer.load_state_dict({**own, "state": state})
+                optimizer.load_state_dict({**own, **state})
         if self._grad_scaler is not None and self._grad_scaler.is_enabled():
             state = broadcast_state(world, self._grad_scaler.state_dict(), "the state of the GradScaler")
             self._grad_scaler.load_state_dict(state)
