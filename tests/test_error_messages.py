@@ -10,14 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._jit_internal import _extract_tensors
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.collectives import cause_of
-from torchbagua.lane import Lane
 from training import build
 
 SHORT = timedelta(seconds=2)
@@ -183,35 +181,3 @@ def test_a_rank_that_has_joined_raises_the_very_error(monkeypatch: pytest.Monkey
         "torchbagua: all_to_all of gradient bucket 0 over the world group failed on rank 0: the group is closed"
     )
     check_message(joined, "all_to_all of gradient bucket 0")
-
-
-def test_a_wrapper_of_the_hook_hears_of_the_error() -> None:
-    """Whether it waits for the future or goes on from it; torch writes of its own there, but not first of all."""
-    lane = Lane("failing", on_failure=lambda: None)
-
-    def fail() -> torch.Tensor:
-        raise tb.CommunicationError("a peer is gone")
-
-    future = lane.submit(fail)
-    for read in (future.wait, future.value):
-        with pytest.raises(tb.CommunicationError, match=r"^a peer is gone$"):
-            read()
-    with pytest.raises(RuntimeError, match="CommunicationError: a peer is gone"):
-        future.then(lambda done: done.value() / 2).wait()
-    lane.close()
-
-
-def test_torch_finds_no_tensors_in_an_error() -> None:
-    """It looks for them in what a future of a GPU holds."""
-    lane = Lane("failing", on_failure=lambda: None)
-
-    def fail() -> torch.Tensor:
-        raise tb.CommunicationError("a peer is gone")
-
-    held: list[object] = []
-    job = lane.start(fail)
-    with pytest.raises(tb.CommunicationError):
-        job.result()
-    held.append(job._outcome(job._done))
-    assert _extract_tensors(held) == []
-    lane.close()

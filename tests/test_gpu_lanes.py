@@ -91,8 +91,9 @@ class PlayedStream:
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
-    def synchronize(self) -> None:
+    def query(self) -> bool:
         self._log.append("host waits")
+        return True
 
     def record_event(self) -> "PlayedStream":
         return self
@@ -313,9 +314,6 @@ class CountingStream:
     def wait_event(self, mark: str) -> None:
         self.told.append(f"waits for {mark}")
 
-    def synchronize(self) -> None:
-        self.told.append("host waits")
-
 
 def test_a_baton_is_passed_from_stream_to_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     training, lane = CountingStream("training"), CountingStream("lane")
@@ -326,16 +324,15 @@ def test_a_baton_is_passed_from_stream_to_stream(monkeypatch: pytest.MonkeyPatch
     baton.pass_on()
     assert training.told == ["mark"], "nobody had passed it"
     current[0] = lane
-    baton.finish()
     baton.pass_on()
-    assert lane.told == ["host waits", "waits for mark 1 of training", "mark"], "after what was passed before"
+    assert lane.told == ["waits for mark 1 of training", "mark"], "after what was passed before"
     current[0] = training
     baton.take()
-    assert training.told[1:] == ["waits for mark 3 of lane"]
+    assert training.told[1:] == ["waits for mark 2 of lane"]
 
 
 def test_a_baton_of_the_cpu_asks_nothing_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: pytest.fail("there is none"))
     baton = Baton(torch.device("cpu"))
-    for use in (baton.take, baton.pass_on, baton.finish, baton.take):
+    for use in (baton.take, baton.pass_on, baton.take):
         use()

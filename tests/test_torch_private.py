@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._jit_internal import _extract_tensors
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
@@ -77,21 +78,31 @@ def test_autograd() -> None:
     assert list(torch_private.leaves({"a": [1, (2,)], "b": None})) == [1, 2, None]
 
 
-def test_futures() -> None:
-    def check(value: int) -> None:
-        if value == 1:
-            raise ValueError(value)
+def test_a_future_that_raises(group: dist.ProcessGroup) -> None:
+    """Whoever asks for its value gets the error, from Python or, as DDP's reducer does, from C++."""
 
-    for value in (0, 1):
-        future: torch.futures.Future[int] = torch.futures.Future()
-        torch_private.check_value(future, check)
-        future.set_result(value)
-        for read in (future.wait, future.value):
-            if value:
-                with pytest.raises(ValueError, match="1"):
-                    read()
-            else:
-                assert read() == 0
+    def fail() -> torch.Tensor:
+        raise ConnectionError("a peer is gone")
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        done: torch.futures.Future[None] = torch.futures.Future()
+        futures.append(torch_private.future_of(done, fail))
+        done.set_result(None)
+        return futures[-1]
+
+    futures: list[torch.futures.Future[torch.Tensor]] = []
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+    ddp.register_comm_hook(None, hook)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^ConnectionError: a peer is gone$"):
+            ddp(torch.ones(1, 2)).sum().backward()
+    for read in (futures[0].wait, futures[0].value):
+        with pytest.raises(RuntimeError, match=r"^ConnectionError: a peer is gone$"):
+            read()
+    with pytest.raises(RuntimeError, match="ConnectionError: a peer is gone"):
+        futures[0].then(lambda done: done.value() / 2).wait()
+    # Torch looks for tensors in what a future of a GPU holds.
+    assert _extract_tensors(torch_private._Failure(ConnectionError())) == []
 
 
 def test_profiler() -> None:

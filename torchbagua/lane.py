@@ -6,16 +6,18 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from torchbagua.side_stream import SideStream
-from torchbagua.torch_private import check_value
+from torchbagua.torch_private import future_of
 
 T = TypeVar("T")
+
+_WATCH_EVERY_S = 0.05
 
 
 class Lane:
@@ -31,6 +33,8 @@ class Lane:
         name: of the thread.
         on_failure: called on the lane's thread when a job has raised, before anybody hears of it.
         waiting: entered while another thread waits for a job that is not done.
+        watch: asked on the lane's thread, between jobs, whether a GPU is still at what they have launched; then again
+            until it is not. What it raises ends the lane, and every job raises it from then on.
     """
 
     def __init__(
@@ -38,8 +42,9 @@ class Lane:
         name: str,
         on_failure: Callable[[], None],
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        watch: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._worker = _Worker(on_failure, waiting)
+        self._worker = _Worker(on_failure, waiting, watch)
         self._side: SideStream | None = None
         self._name = name
         self._lock = threading.Lock()  # nothing is queued behind the stop
@@ -115,6 +120,11 @@ class Lane:
                 self._interrupt = weakref.WeakMethod(interrupt)
             return self._worker.submit(run, self._side)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a job has raised."""
+        return self._worker.failure is not None
+
     def close(self) -> None:
         """Finish the queued jobs and end the thread; waits as long as the job that is running may wait."""
         with self._lock:
@@ -149,10 +159,15 @@ class Job(Generic[T]):
     """A function that a lane runs."""
 
     def __init__(
-        self, run: Callable[[], T], waiting: Callable[[], AbstractContextManager[None]], side: SideStream | None
+        self,
+        run: Callable[[], T],
+        waiting: Callable[[], AbstractContextManager[None]],
+        later_failure: Callable[[], BaseException | None],
+        side: SideStream | None,
     ) -> None:
         self._run = run
         self._waiting = waiting
+        self._later_failure = later_failure
         self._side = side
         self._ready = None if side is None else side.mark()
         self._failure: BaseException | None = None
@@ -160,9 +175,7 @@ class Job(Generic[T]):
 
     def future(self) -> "torch.futures.Future[T]":
         """Return the same for torch; an error is raised as a RuntimeError, if it is none."""
-        future: torch.futures.Future[Any] = self._done.then(self._outcome)
-        check_value(future, _raise_failure)
-        return future
+        return future_of(self._done, self._outcome)
 
     def is_done(self) -> bool:
         """Return whether it has returned or raised."""
@@ -172,9 +185,9 @@ class Job(Generic[T]):
         """Wait until it is done, and return what it returned or raise what it raised."""
         with nullcontext() if self._done.done() else self._waiting():
             self._done.wait()  # this thread's stream too, where there is one
-        if self._failure is not None:
-            raise self._failure
-        return self._value
+        if (failure := self._later_failure()) is not None:
+            raise failure
+        return self._outcome()
 
     def run(self) -> None:
         """Run it; on the lane's thread."""
@@ -194,33 +207,10 @@ class Job(Generic[T]):
         self._failure = error
         self._done.set_result(None)
 
-    def _outcome(self, _: "torch.futures.Future[Any]") -> "T | _Failure":
-        return self._value if self._failure is None else _Failure(self._failure)
-
-
-class _Failure:
-    """What a future holds in place of a tensor: whoever takes it for one gets the error.
-
-    Of a future that raises, torch makes another error, whose message is the whole traceback (torch 2.13).
-    """
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def __str__(self) -> str:
-        """Raise the error: torch asks for these words where it finds that this is no tensor, as DDP's reducer does."""
-        if isinstance(self._error, RuntimeError):
-            raise self._error
-        raise RuntimeError(f"{type(self._error).__name__}: {self._error}") from self._error
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Hold nothing: torch pickles what a future of a GPU completes with, to find tensors in it."""
-        return object, ()
-
-
-def _raise_failure(value: object) -> None:
-    if isinstance(value, _Failure):
-        str(value)
+    def _outcome(self) -> T:
+        if self._failure is not None:
+            raise self._failure
+        return self._value
 
 
 class _Worker:
@@ -230,15 +220,22 @@ class _Worker:
         failure: that error, None before.
     """
 
-    def __init__(self, on_failure: Callable[[], None], waiting: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        on_failure: Callable[[], None],
+        waiting: Callable[[], AbstractContextManager[None]],
+        watch: Callable[[], bool],
+    ) -> None:
         self._on_failure = on_failure
         self._waiting = waiting
+        self._watch = watch
+        self._launch_failure: BaseException | None = None  # of what jobs had launched and returned
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # between a job that is queued and the failure after which none runs
         self.failure: BaseException | None = None
 
     def submit(self, run: Callable[[], T], side: SideStream | None) -> Job[T]:
-        job = Job(run, self._waiting, side)
+        job = Job(run, self._waiting, lambda: self._launch_failure, side)
         with self._lock:
             if self.failure is None:
                 self._jobs.put(job)
@@ -255,21 +252,37 @@ class _Worker:
 
     def _run_next(self) -> bool:
         """Run the next job; a function of its own, so that an idle thread keeps no finished job alive."""
-        job = self._jobs.get()
-        if job is None:
-            return False
+        job: Job[Any] | None = None
         try:
-            job.run()
+            job = self._next_job()
+            if job is not None:
+                job.run()
         except BaseException as error:  # whatever it is, the training thread must not wait for ever
             with self._lock:
                 self.failure = error
             try:
+                if self._is_under_way():
+                    self._launch_failure = error
                 _clear_frames(error)
                 self._on_failure()
             finally:
-                job.fail(error)
+                if job is not None:
+                    job.fail(error)
                 while not self._jobs.empty():
                     if (queued := self._jobs.get()) is not None:
                         queued.fail(error)
             return False
-        return True
+        return job is not None
+
+    def _next_job(self) -> "Job[Any] | None":
+        """Wait for a job, and meanwhile watch what others have launched."""
+        while self._watch():
+            with suppress(queue.Empty):
+                return self._jobs.get(timeout=_WATCH_EVERY_S)
+        return self._jobs.get()
+
+    def _is_under_way(self) -> bool:
+        try:
+            return self._watch()
+        except BaseException:  # too long by now
+            return True

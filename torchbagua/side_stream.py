@@ -1,9 +1,27 @@
 """The CUDA stream that a lane works on, beside the one that trains."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+# The wait for a GPU is this much longer than it need be at most, and as short as the scheduler of the host can.
+_OVERSHOOT = 0.1
+_LONGEST_SLEEP_S = 0.01
+
+
+def wait_on_host(mark: torch.cuda.Event, timeout_s: float) -> None:
+    """Wait until the GPU has come to `mark`. Raises TimeoutError.
+
+    CUDA's own wait has no end where what the GPU waits for, another rank for instance, never comes.
+    """
+    start_s = time.monotonic()
+    while not mark.query():
+        waited_s = time.monotonic() - start_s
+        if waited_s > timeout_s:
+            raise TimeoutError(f"the GPU has not come to it within {timeout_s:g} s")
+        time.sleep(min(_OVERSHOOT * waited_s, _LONGEST_SLEEP_S))
 
 
 class SideStream:
@@ -71,8 +89,3 @@ class Baton:
         if self._device.type == "cuda":
             self.take()
             self._mark = torch.cuda.current_stream(self._device).record_event()
-
-    def finish(self) -> None:
-        """Wait until the calling thread's stream has done what it was told."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()

@@ -6,13 +6,15 @@ tests/test_torch_private.py has a canary for each, which fails where a new torch
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
+
+T = TypeVar("T")
 
 FoundInf = dict[torch.device, torch.Tensor]
 FindInf = Callable[..., FoundInf]
@@ -79,9 +81,44 @@ def queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def check_value(future: "torch.futures.Future[Any]", check: Callable[[Any], None]) -> None:
-    """Have `check` called with the value of a future, which it may raise for, wherever Python asks for that."""
-    future._set_unwrap_func(check)
+class _Failure:
+    """What a future holds in place of a tensor: whoever takes it for one gets the error."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __str__(self) -> str:
+        """Raise the error: torch asks for these words where it finds that this is no tensor, as DDP's reducer does."""
+        if isinstance(self._error, RuntimeError):
+            raise self._error
+        raise RuntimeError(f"{type(self._error).__name__}: {self._error}") from self._error
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Hold nothing: torch pickles what a future of a GPU completes with, to find tensors in it."""
+        return object, ()
+
+
+def _raise_failure(value: object) -> None:
+    if isinstance(value, _Failure):
+        str(value)
+
+
+def future_of(done: "torch.futures.Future[Any]", outcome: Callable[[], T]) -> "torch.futures.Future[T]":
+    """Return a future of what `outcome` returns when `done` is; an error is raised as a RuntimeError, if it is none.
+
+    Of a future that raises, torch makes an error of its own for DDP, whose message is the whole traceback; and of
+    Future.set_exception one that says that the error is no tensor.
+    """
+
+    def complete(_: object) -> T | _Failure:
+        try:
+            return outcome()
+        except BaseException as error:
+            return _Failure(error)
+
+    future: torch.futures.Future[Any] = done.then(complete)
+    future._set_unwrap_func(_raise_failure)
+    return future
 
 
 def num_writes(tensor: torch.Tensor) -> int:

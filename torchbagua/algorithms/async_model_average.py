@@ -253,11 +253,13 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         """Stop averaging, with all ranks, as `abort` does."""
         if failed or self._leaver is not None or self.is_alone:
             return False
+        has_mean = self.final_average
         if self._rounds is not None:
-            return self._stop("detach", self.final_average).has_mean
-        if self.final_average:
+            has_mean = self._stop("detach", self.final_average).has_mean
+        elif has_mean:
             self.end_with_mean()
-        return self.final_average
+        self.ends_in_order = self._leaver is None
+        return has_mean
 
     def close(self) -> None:
         """End the rounds of all ranks, where they are still running, and the lane."""

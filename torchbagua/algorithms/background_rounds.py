@@ -91,7 +91,8 @@ class BackgroundRounds:
         # Guards everything below. Snapshots are the training thread's while one is wanted, and the lane's otherwise.
         self._turn = threading.Condition()
         self._snapshots = snapshots
-        self._baton = Baton(impl.flats[0].device if impl.flats else torch.device("cpu"))
+        self._device = impl.flats[0].device if impl.flats else torch.device("cpu")
+        self._baton = Baton(self._device)
         self._differences = [torch.zeros_like(flat) for flat in impl.flats]
         self._buffer_snapshots = [torch.zeros_like(bucket.flat) for bucket in impl.buffer_buckets]
         self._has_differences = False
@@ -253,7 +254,8 @@ class BackgroundRounds:
     def _hand_over(self) -> None:
         averaged = list(zip(self._impl.buckets, self._snapshots, strict=True))
         of_buffers = [snapshot.clone() for bucket, snapshot in averaged if bucket in self._impl.buffer_buckets]
-        self._baton.finish()  # so that a training thread that takes them does not wait for the network
+        # So that a training thread that takes them does not wait for the network.
+        self._impl.process_group.wait_for_gpu(self._device, f"averaging round {self.num_rounds}")
         with self._turn:
             self._baton.take()
             if self._has_differences:  # the training thread has not come since the last round

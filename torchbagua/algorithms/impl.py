@@ -31,6 +31,7 @@ class AlgorithmImpl:
         grad_scaler: what `attach` was given.
         has_joined: whether this rank has run out of data, and takes part with gradients of zero until the others have
             too (`torch.distributed.algorithms.Join`).
+        ends_in_order: whether all ranks are expected to close it, and NCCL's groups to be shut down and not broken off.
         compressor: how values of parameters are sent; an impl that compresses sets its own. See `codec_for`.
 
     Raises:
@@ -55,11 +56,13 @@ class AlgorithmImpl:
             f"torchbagua lane of {cls.__name__}",
             on_failure=process_group.close,
             waiting=partial(process_group.tracer.span, "wait"),
+            watch=process_group.watch,
         )
         self.buckets: list[BaguaBucket] = []
         self.ignored_names: frozenset[str] = frozenset()
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.has_joined = False
+        self.ends_in_order = False
         self._gradient_buckets: dict[int, BaguaBucket] = {}
         self._names: Mapping[int, str] = {}
         self._module: torch.nn.Module | None = None
@@ -166,12 +169,14 @@ class AlgorithmImpl:
         Args:
             failed: an exception ends it, and other ranks may not be at this point.
         """
+        self.ends_in_order = not failed
         return False
 
     def close(self) -> None:
         """Finish what is queued, end the lane's thread, the private groups and traces. May be called again."""
         self.lane.close()
-        self.process_group.shut_down_nccl()
+        if self.ends_in_order and not self.lane.has_failed:
+            self.process_group.shut_down_nccl()
         self.process_group.close()  # before the traces, which may have much to write: peers hear of it at once
         self.tracer.end()
 
@@ -180,6 +185,9 @@ class AlgorithmImpl:
         self._module = module
         self.ignored_names = ignored_names
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        devices = {parameter.device for parameter in module.parameters() if parameter.requires_grad}
+        if len(devices) == 1 and not self.owns_buckets:  # else they come with its buckets
+            self.use_device(devices.pop())
         self.reset()
 
     def reset(self) -> None:
@@ -193,10 +201,16 @@ class AlgorithmImpl:
                 self.init_operations(self._module, bucket)
 
     def use_device(self, device: torch.device) -> None:
-        """Make known where the tensors are that the lane works on."""
+        """Make known where the tensors are that the lane works on. Collective when it comes to a GPU first.
+
+        Raises:
+            ValueError: it is another GPU than before.
+            CommunicationError: NCCL could not connect the ranks there.
+        """
         if device.type == "cuda":
             self.lane.use_gpu(device)
             self.tracer.use_gpu(device)
+            self.process_group.connect_nccl(device)
 
     def gradient_bucket(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor, *, index: int) -> BaguaBucket:
         """Return the bucket that stands for a DDP bucket of these parameters, with `flat` as its flat tensor.
@@ -224,6 +238,7 @@ class AlgorithmImpl:
             self.init_operations(self._module, bucket)
             self._gradient_buckets[id(parameters[0])] = bucket
         bucket.flat = flat
+        self.ends_in_order = True  # behind the plain hook nobody calls finish
         return bucket
 
 

@@ -78,10 +78,11 @@ class SynchronousAveragingImpl(ModelAveragingImpl):
         if failed:
             return False
         self.settle()
-        if self.is_alone or not self.final_average:
-            return False
-        self.end_with_mean()
-        return True
+        has_mean = self.final_average and not self.is_alone
+        if has_mean:
+            self.end_with_mean()
+        self.ends_in_order = True
+        return has_mean
 
     def facts(self, *, is_last: bool = False) -> dict[str, int]:
         """Return how far this rank has come."""

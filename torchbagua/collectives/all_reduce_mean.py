@@ -5,7 +5,6 @@ from typing import Literal
 import torch
 
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.errors import cause_of
 from torchbagua.collectives.private_groups import all_reduce
 from torchbagua.tracer import Span
 
@@ -34,7 +33,7 @@ class AllReduceMean:
         """Write the mean of `x_N` to `out_N`, another tensor like it; by default in place.
 
         Raises:
-            CommunicationError: NCCL refuses. What fails later, NCCL's watchdog reports.
+            CommunicationError: NCCL refuses, see `Communicator.launching`.
         """
         communicator = self._communicator
         if out_N is None:
@@ -58,11 +57,11 @@ class AllReduceMean:
                 wire_bytes=num_bytes,
             )
 
-        assert communicator.nccl is not None
-        with message("send", communicator.rank_after(1)), message("receive", communicator.rank_before(1)):
-            try:
-                all_reduce(communicator.nccl, out_N)
-            except RuntimeError as error:
-                raise communicator.failure(f"all_reduce of {self._bucket}", cause_of(error)) from error
+        with (
+            communicator.launching(f"all_reduce of {self._bucket}") as nccl,
+            message("send", communicator.rank_after(1)),
+            message("receive", communicator.rank_before(1)),
+        ):
+            all_reduce(nccl, out_N)
         if self._divisor is not None and not self._divides_first:
             out_N.div_(self._divisor)

@@ -2,7 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal, NamedTuple, NoReturn
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from torchbagua.collectives.errors import CommunicationError, cause_of
 from torchbagua.collectives.private_groups import gloo_group
+from torchbagua.collectives.private_nccl import PrivateNccl
 from torchbagua.collectives.staging import Staging
 from torchbagua.events import Details, Phase
 from torchbagua.torch_private import backend_of
@@ -50,6 +52,7 @@ class Communicator:
 
     Attributes:
         tracer, nccl: the same.
+        private_nccl: what `nccl` is where it is nobody else's, and closed with the communicator.
         link_bytes_per_s: for each rank, the best rate of a receive from it longer than SMALL_MESSAGE_BYTES, 0 before
             the first. Data are sent when their receive is posted and not before, so the link is at least as fast.
     """
@@ -72,8 +75,9 @@ class Communicator:
         self.link_bytes_per_s = [0.0] * len(ranks)
         self.tracer = tracer
         self.nccl = nccl
-        self._private_nccl: dist.ProcessGroup | None = None
-        self._staging = Staging()
+        self.private_nccl: PrivateNccl | None = None
+        self._timeout_s = timeout.total_seconds()
+        self._staging = Staging(self._timeout_s)
         # A work holds the connections open, so what is posted and not waited for is kept where `close` ends it.
         self._pending: dict[tuple[int, Direction, int], _Pending] = {}
         self._scratch: dict[str, torch.Tensor] = {}
@@ -100,9 +104,26 @@ class Communicator:
         """
         return self._open_group("an operation")
 
-    def use_private_nccl(self, nccl: dist.ProcessGroup) -> None:
-        """Have NCCL move tensors of GPUs over this group, which is closed with the communicator."""
-        self.nccl = self._private_nccl = nccl
+    def use_private_nccl(self, nccl: PrivateNccl) -> None:
+        """Have NCCL move tensors of GPUs over this group."""
+        self.nccl, self.private_nccl = nccl.group, nccl
+
+    @contextmanager
+    def launching(self, purpose: str) -> Iterator[dist.ProcessGroup]:
+        """Give NCCL's group for an operation on the current stream, which is launched within this context.
+
+        Raises:
+            CommunicationError: NCCL refuses, or the group is closed. What fails later is found by who watches a private
+                group, and by NCCL's own watchdog.
+        """
+        if self.nccl is None:
+            raise self.failure(purpose, "the group is closed")
+        try:
+            yield self.nccl
+        except RuntimeError as error:
+            raise self.failure(purpose, cause_of(error)) from error
+        if self.private_nccl is not None:
+            self.private_nccl.note(purpose)
 
     def rank_before(self, distance: int) -> int:
         """Return the rank `distance` places before own, around the ring."""
@@ -153,7 +174,10 @@ class Communicator:
         on_host = tensor
         if self.is_staged(tensor):
             stage = self._staging.place if direction == "receiving from" else self._staging.copied
-            on_host = stage(key, tensor)
+            try:
+                on_host = stage(key, tensor)
+            except TimeoutError as error:
+                self._fail(direction, peer, purpose, cause_of(error))
         posted_s = time.perf_counter()  # before data can flow
         try:
             self._pending[key] = _Pending(post([on_host], peer, tag), tensor, posted_s)
@@ -232,23 +256,17 @@ class Communicator:
             wire_bytes=wire_bytes,
         )
 
-    def shut_down_nccl(self) -> None:
-        """Let a private NCCL group finish what is under way, and close it."""
-        nccl, self._private_nccl = self._private_nccl, None
-        if nccl is not None:
-            nccl.shutdown()
-
     def close(self) -> None:
         """Close the connections; peers that still wait for this rank get an error at once.
 
         A wait that is under way on another thread keeps them open until it ends. What NCCL has under way over a private
-        group is broken off.
+        group is broken off, for which its `join` waits.
         """
         self._process_group = None
         self._pending.clear()
-        nccl, self._private_nccl = self._private_nccl, None
-        if nccl is not None:
-            nccl.abort()
+        if self.private_nccl is not None:
+            self.nccl = None
+            self.private_nccl.abort()
 
     def failure(self, purpose: str, cause: str, whom: str = "") -> CommunicationError:
         """Return the error that says that `purpose` has failed on this rank, " receiving from rank 3" say, and why."""

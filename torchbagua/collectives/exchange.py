@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple
 import torch
 
 from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, Communicator
-from torchbagua.collectives.errors import cause_of
 from torchbagua.collectives.private_groups import all_to_all
 from torchbagua.tracer import NO_SPAN, Span
 
@@ -124,20 +123,17 @@ class Exchange:
         sends = {target: send(target) for target, _ in self._rounds}
         receives = {source: self._receives[source] for _, source in self._rounds}
         nothing = next(iter(sends.values())).new_empty(0)
-        assert self._communicator.nccl is not None
         spans = [self._span("send", target, tensor) for target, tensor in sends.items()]
         spans += [self._span("receive", source, tensor) for source, tensor in receives.items()]
         for span in spans:
             span.begin()
         everybody = range(self._communicator.size)
-        try:
+        with self._communicator.launching(self._purpose) as nccl:
             all_to_all(
-                self._communicator.nccl,
+                nccl,
                 [receives.get(rank, nothing) for rank in everybody],
                 [sends.get(rank, nothing) for rank in everybody],
             )
-        except RuntimeError as error:
-            raise self._communicator.failure(self._purpose, cause_of(error)) from error
         for span in spans:
             span.end()
         for source in receives:

@@ -2,19 +2,27 @@
 
 import secrets
 import socket
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from torchbagua.collectives.agreement import Facts, check_agreement, exchange_facts
 from torchbagua.collectives.board import StoreBoard
 from torchbagua.collectives.clock import clock_of_machine, clock_offset
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.private_groups import has_nccl, nccl_group
+from torchbagua.collectives.errors import CommunicationError, cause_of
+from torchbagua.collectives.lockstep import maximum
+from torchbagua.collectives.private_groups import has_nccl
+from torchbagua.collectives.private_nccl import PrivateNccl, warn_of_launch_order
 from torchbagua.events import ClockOffset, Observer, check_observers
+from torchbagua.side_stream import wait_on_host
 from torchbagua.torch_private import timeout_of
 from torchbagua.tracer import Tracer
+from torchbagua.user_warning import warn_user
 from torchbagua.version import __version__
 
 
@@ -149,14 +157,32 @@ class BaguaProcessGroup:
     def use_private_nccl(self) -> None:
         """Have NCCL, where it is there, move tensors over a private group, for a lane that has a thread of its own.
 
-        On `process_group` it would come between what the training thread does, in another place on each rank.
+        On `process_group` it would come between what the training thread does, in another place on each rank. That
+        thread calls `watch` for this group, and those in and between nodes, from now on.
         """
-        self._open_nccl(self.world, "world")
+        if self.has_nccl:
+            warn_of_launch_order()
+            self._open_nccl(self.world, "world")
+            for _, nccl in self._private_nccl:
+                nccl.is_watched = True
 
     def _open_nccl(self, communicator: Communicator, key: str) -> None:
         if self.has_nccl:
             store = dist.PrefixStore(f"{key}/nccl", self._store)
-            communicator.use_private_nccl(nccl_group(store, communicator.rank, communicator.size, self.timeout))
+            communicator.use_private_nccl(PrivateNccl(store, communicator.rank, communicator.size, self.timeout))
+
+    def connect_nccl(self, device: torch.device) -> None:
+        """Connect the private NCCL groups on this GPU, where they are not connected. Collective.
+
+        Raises:
+            CommunicationError: a rank did not come within the group's timeout, or NCCL refuses.
+        """
+        for communicator, nccl in self._private_nccl:
+            try:
+                nccl.connect(device)
+            except (RuntimeError, TimeoutError) as error:
+                self.close()
+                raise communicator.failure("connecting NCCL", cause_of(error)) from error
 
     def compare_clocks(self) -> None:
         """Add to `clock_offsets`, where `compares_clocks`. Collective.
@@ -183,15 +209,68 @@ class BaguaProcessGroup:
             facts=facts,
         )
 
+    def watch(self) -> bool:
+        """Return whether NCCL is not done with what was launched over private groups.
+
+        Raises:
+            CommunicationError: it has been at something longer than the group's timeout, or the GPU has failed.
+        """
+        is_under_way = False
+        for communicator, nccl in self._private_nccl:
+            try:
+                launch = nccl.under_way()
+            except RuntimeError as error:
+                raise communicator.failure("an operation of NCCL", cause_of(error)) from error
+            if launch is None:
+                continue
+            is_under_way = True
+            timeout_s = self.timeout.total_seconds()
+            if time.monotonic() > launch.at_s + timeout_s:
+                cause = f"NCCL was not done after {timeout_s:g} s: a rank is gone, or stands still"
+                raise communicator.failure(launch.purpose, cause)
+        return is_under_way
+
+    def wait_for_gpu(self, device: torch.device, purpose: str) -> None:
+        """Wait, on the host, until the current stream of a GPU has done what it was told; on the CPU there is none.
+
+        Raises:
+            CommunicationError: it has not within the group's timeout; names what NCCL is at, or else `purpose`.
+        """
+        if device.type != "cuda":
+            return
+        try:
+            wait_on_host(torch.cuda.current_stream(device).record_event(), self.timeout.total_seconds())
+        except TimeoutError as error:
+            self.watch()
+            raise self.world.failure(purpose, cause_of(error)) from error
+        self.watch()  # which forgets what is done
+
     def shut_down_nccl(self) -> None:
-        """Let private NCCL groups finish what is under way, and close them."""
-        for communicator in self._communicators:
-            communicator.shut_down_nccl()
+        """Let private NCCL groups finish what is under way, and close them, if all ranks do so; collective.
+
+        Else it is left to `close` to break them off: NCCL would wait for a rank that is gone.
+        """
+        if not self._private_nccl:
+            return
+        with suppress(CommunicationError):
+            maximum(self.world, [0], "closing the NCCL groups")
+            try:
+                for _, nccl in self._private_nccl:
+                    nccl.shut_down()
+            except TimeoutError as error:
+                warn_user(f"torchbagua: {error}, and its groups are broken off")
 
     def close(self) -> None:
-        """Close the private groups, whatever is under way."""
+        """Close the private groups, whatever is under way; what NCCL is at is broken off."""
         for communicator in self._communicators:
             communicator.close()
+        for _, nccl in self._private_nccl:  # when all are broken off, since one may wait for another
+            nccl.join()
+
+    @property
+    def _private_nccl(self) -> list[tuple[Communicator, PrivateNccl]]:
+        every = [(communicator, communicator.private_nccl) for communicator in self._communicators]
+        return [(communicator, nccl) for communicator, nccl in every if nccl is not None]
 
     @property
     def _communicators(self) -> list[Communicator]:

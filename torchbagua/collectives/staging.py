@@ -4,14 +4,20 @@ from collections.abc import Hashable
 
 import torch
 
+from torchbagua.side_stream import wait_on_host
+
 
 class Staging:
     """Pinned buffers, one for each message that may be under way at a time; allocated once, for the longest.
 
     All copies are made on the current stream of the tensor's GPU.
+
+    Args:
+        timeout_s: bound on every wait for the GPU; then TimeoutError.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._last_reads: dict[Hashable, torch.cuda.Event] = {}
 
@@ -19,13 +25,13 @@ class Staging:
         """Return the bytes of `tensor` on the host; waits for the stream, which is the lane's."""
         host = self.place(key, tensor)
         host.copy_(_bytes_of(tensor), non_blocking=True)
-        torch.cuda.current_stream(tensor.device).synchronize()
+        wait_on_host(torch.cuda.current_stream(tensor.device).record_event(), self._timeout_s)
         return host
 
     def place(self, key: Hashable, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory on the host for the bytes of `tensor`; waits until what was there before has been read."""
         if (last_read := self._last_reads.pop(key, None)) is not None:
-            last_read.synchronize()
+            wait_on_host(last_read, self._timeout_s)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < tensor.nbytes:
             buffer = self._buffers[key] = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)

@@ -1,0 +1,342 @@
+"""The life of private NCCL groups, told without a GPU: connected at attach, watched, and closed in bounded time."""
+
+import functools
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import TIMEOUT, run_ranks
+from torchbagua.collectives import private_nccl, process_group
+from torchbagua.collectives.communicator import Communicator
+from torchbagua.lane import Lane
+from torchbagua.tracer import Tracer
+
+GPU = torch.device("cuda", 0)
+SHORT = timedelta(seconds=1)
+
+
+class Event:
+    """A place in a stream to which the GPU comes when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+class Nccl:
+    """What torch gives for NCCL groups, and for the GPU that they work on.
+
+    Attributes:
+        told: what each rank has told its groups, by the name of its thread.
+        timeouts: what groups were made with.
+        hangs: what does not return.
+        events: what has been recorded.
+    """
+
+    def __init__(self) -> None:
+        self.told: dict[str, list[str]] = {}
+        self.timeouts: list[timedelta] = []
+        self.hangs: set[str] = set()
+        self.events: list[Event] = []
+        self._end = threading.Event()
+
+    def make_group(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> "Group":
+        self.timeouts.append(timeout)
+        return Group(functools.partial(self._do, threading.current_thread().name))
+
+    def record_event(self) -> Event:
+        self.events.append(Event())
+        return self.events[-1]
+
+    def end(self) -> None:
+        self._end.set()
+
+    def _do(self, rank: str, what: str) -> None:
+        self.told.setdefault(rank, []).append(what)
+        if what in self.hangs:
+            self._end.wait(60)
+
+
+class Group:
+    """One of them."""
+
+    _device_types = (GPU,)
+
+    def __init__(self, do: Callable[[str], None]) -> None:
+        self._do = do
+        self.shutdown = functools.partial(do, "shutdown")
+        self.abort = functools.partial(do, "abort")
+
+    def _get_backend(self, device: torch.device) -> "Group":
+        return self
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self._do(f"connect on {device}")
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """NCCL is there, and every tensor is taken to lie on the first GPU where its place is made known."""
+    played = Nccl()
+    use_device = tb.AlgorithmImpl.use_device
+    monkeypatch.setattr(tb.AlgorithmImpl, "use_device", lambda impl, device: use_device(impl, GPU))
+    monkeypatch.setattr(Lane, "use_gpu", lambda lane, device: None)
+    monkeypatch.setattr(Tracer, "use_gpu", lambda tracer, device: None)
+    monkeypatch.setattr(process_group, "has_nccl", lambda group: True)
+    monkeypatch.setattr(private_nccl, "nccl_group", played.make_group)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: played)
+    yield played
+    played.end()
+
+
+def attached(
+    group: dist.ProcessGroup, algorithm: tb.Algorithm | str, timeout: timedelta = TIMEOUT
+) -> tuple[Callable[[], None], tb.Attachment]:
+    """A step of a small training, and the attachment."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(3, 2), process_group=group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    nodes = [0] * (group.size() - 1) + [1] if group.size() > 2 else None
+    own = tb.BaguaProcessGroup(group, nodes=nodes)
+    attachment = tb.attach(ddp, optimizer, algorithm, process_group=own, timeout=timeout)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        ddp(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+
+    return step, attachment
+
+
+WEIGHTS = ["decentralized", "low_precision_decentralized", "async"]
+
+
+@pytest.mark.parametrize("algorithm", WEIGHTS)
+def test_groups_are_connected_at_attach_and_shut_down_in_order(nccl: Nccl, algorithm: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        step, attachment = attached(group, algorithm)
+        told = nccl.told[threading.current_thread().name]
+        assert told == ["connect on cuda:0"], "before the first step"
+        for _ in range(2):
+            step()
+        attachment.detach()
+        assert told == ["connect on cuda:0", "shutdown"]
+
+    run_ranks(2, body)
+    assert min(nccl.timeouts) > TIMEOUT, "NCCL's watchdog, which ends the process, comes after ours"
+
+
+@pytest.mark.parametrize(
+    "algorithm", [tb.ByteGradAlgorithm(), tb.GradientAllReduceAlgorithm(hierarchical=True)], ids=str
+)
+def test_groups_in_nodes_are_connected_at_attach_too(nccl: Nccl, algorithm: tb.Algorithm) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        step, attachment = attached(group, algorithm)
+        num_groups = 1 if group.rank() == 1 else 2  # rank 1 owns no shard
+        told = nccl.told[threading.current_thread().name]
+        assert told == ["connect on cuda:0"] * num_groups
+        step()
+        attachment.detach()
+        assert told[num_groups:] == ["shutdown"] * num_groups
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("algorithm", ["decentralized", "async", "bytegrad"])
+def test_where_a_rank_leaves_all_break_off_and_wait_for_nobody(nccl: Nccl, algorithm: str) -> None:
+    """The others end in order, as far as they know, or by the error that they get."""
+    nccl.hangs = {"shutdown"}
+    stepped = threading.Barrier(3)
+    seconds: list[float] = []
+
+    def body(group: dist.ProcessGroup) -> None:
+        step, attachment = attached(group, algorithm)
+        with suppress(ZeroDivisionError, tb.CommunicationError), attachment:
+            step()
+            stepped.wait()
+            start_s = time.monotonic()
+            if group.rank() == 1:
+                raise ZeroDivisionError("on one rank")
+        seconds.append(time.monotonic() - start_s)
+
+    run_ranks(3, body)
+    assert max(seconds) < TIMEOUT.total_seconds() / 2
+    for told in nccl.told.values():
+        assert told.count("abort") == sum("connect" in what for what in told)
+        assert "shutdown" not in told
+
+
+def test_the_plain_hook_shuts_down_what_it_has_used(nccl: Nccl) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(nn.Linear(3, 2), process_group=group)
+        impl = tb.ByteGradAlgorithm().reify(tb.BaguaProcessGroup(group, nodes=[0, 0, 1]))
+        ddp.register_comm_hook(impl, tb.comm_hook)
+        ddp(torch.ones(1, 3)).sum().backward()
+        impl.close()
+        tb.ByteGradAlgorithm().reify(tb.BaguaProcessGroup(group, nodes=[0, 0, 1])).close()
+
+    run_ranks(3, body)
+    for rank, told in nccl.told.items():
+        num_groups = 1 if rank == "rank 1" else 2
+        assert [what for what in told if "connect" not in what] == ["shutdown"] * num_groups + ["abort"] * num_groups
+
+
+@pytest.mark.parametrize("hangs", [{"shutdown"}, {"shutdown", "abort"}], ids=str)
+def test_the_end_is_bounded_whatever_nccl_does(nccl: Nccl, hangs: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl.hangs = hangs
+    monkeypatch.setattr(private_nccl, "_LONGEST_ABORT_S", 1.0)
+
+    def body(group: dist.ProcessGroup) -> float:
+        step, attachment = attached(group, "decentralized", SHORT)
+        step()
+        start_s = time.monotonic()
+        attachment.detach()
+        return time.monotonic() - start_s
+
+    with pytest.warns(RuntimeWarning, match="NCCL did not shut down within 1 s, and its groups are broken off"):
+        seconds = run_ranks(2, body)
+    assert max(seconds) < 5
+    for told in nccl.told.values():
+        assert told == ["connect on cuda:0", "shutdown", "abort"]
+
+
+def test_a_rank_that_does_not_come_to_connect_is_an_error_within_the_timeout(nccl: Nccl) -> None:
+    nccl.hangs = {"connect on cuda:0"}
+    with pytest.raises(
+        tb.CommunicationError,
+        match=r"^torchbagua: connecting NCCL over the world group failed on rank 0: NCCL did not connect within 1 s$",
+    ):
+        run_ranks(2, lambda group: attached(group, "decentralized", SHORT))
+    assert all(told == ["connect on cuda:0", "abort"] for told in nccl.told.values())
+
+
+def watched_lane(group: dist.ProcessGroup) -> tuple[tb.BaguaProcessGroup, Lane]:
+    """The group and the lane of a weight algorithm."""
+    own = tb.BaguaProcessGroup(group, timeout=SHORT)
+    own.use_private_nccl()
+    return own, Lane("watched", on_failure=own.close, watch=own.watch)
+
+
+OVERDUE = (
+    r"^torchbagua: all_to_all of weight bucket 0 over the world group failed on rank 0: NCCL was not done after 1 s: "
+    r"a rank is gone, or stands still$"
+)
+
+
+def test_what_nccl_is_not_done_with_ends_the_lane(nccl: Nccl) -> None:
+    """A job has launched it and returned; whoever asks for what that gave, or for another job, gets the error."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        own, lane = watched_lane(group)
+
+        def launch(purpose: str) -> None:
+            with own.world.launching(purpose):
+                pass
+
+        good = lane.start(functools.partial(launch, "all_reduce of weight bucket 0"))
+        good.result()
+        nccl.events[0].is_done = True
+        bad = lane.start(functools.partial(launch, "all_to_all of weight bucket 0"))
+        bad.result()  # the host waits for no GPU
+        lane.start(lambda: None).result()
+        time.sleep(SHORT.total_seconds() + 0.5)
+        assert nccl.told["rank 0"] == ["abort"]
+        for job in (bad, lane.start(lambda: None)):
+            with pytest.raises(tb.CommunicationError, match=OVERDUE):
+                job.result()
+        with pytest.raises(tb.CommunicationError, match="failed on rank 0: the group is closed"):
+            launch("all_to_all of weight bucket 1")
+        lane.close()
+
+    run_ranks(1, body)
+
+
+def test_what_another_failure_breaks_off_was_not_done(nccl: Nccl) -> None:
+    """Ranks hear over gloo that one is gone, while NCCL waits for it."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        own, lane = watched_lane(group)
+
+        def launch() -> None:
+            with own.world.launching("all_to_all of weight bucket 0"):
+                pass
+
+        def fail() -> None:
+            raise tb.CommunicationError("rank 1 is gone")
+
+        launched = lane.start(launch)
+        launched.result()
+        for job in (lane.start(fail), launched):
+            with pytest.raises(tb.CommunicationError, match="rank 1 is gone"):
+                job.result()
+        lane.close()
+
+    run_ranks(1, body)
+
+
+def test_waits_of_the_host_for_the_gpu_are_bounded(nccl: Nccl) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        own, lane = watched_lane(group)
+        with pytest.raises(
+            tb.CommunicationError, match=r"round 3 over .* rank 0: the GPU has not come to it within 1 s"
+        ):
+            own.wait_for_gpu(GPU, "averaging round 3")
+        with own.world.launching("all_to_all of weight bucket 0"):
+            pass
+        with pytest.raises(tb.CommunicationError, match=OVERDUE):
+            own.wait_for_gpu(GPU, "averaging round 3")
+        for event in nccl.events:
+            event.is_done = True
+        threading.Timer(0.1, lambda: setattr(nccl.events[-1], "is_done", True)).start()
+        own.wait_for_gpu(GPU, "averaging round 4")
+        lane.close()
+
+    run_ranks(1, body)
+
+
+def test_messages_that_the_gpu_does_not_come_to_are_an_error(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over gloo the host waits for the GPU before it sends."""
+    monkeypatch.setattr(Communicator, "is_staged", lambda communicator, tensor: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group, timeout=SHORT)
+        own.world.post("sending to", 1 - group.rank(), torch.ones(3), tag=0, purpose="all_gather of x")
+
+    with pytest.raises(
+        tb.CommunicationError, match=r"^torchbagua: all_gather of x over .* rank 0 sending to rank 1: the"
+    ):
+        run_ranks(2, body)
+
+
+@pytest.mark.parametrize("variable", ["CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"])
+def test_settings_with_which_two_groups_wait_for_each_other_are_told_of(
+    nccl: Nccl, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    def body(group: dist.ProcessGroup, algorithm: str) -> None:
+        attached(group, algorithm)[1].detach()
+
+    monkeypatch.setenv(variable, "1")
+    with pytest.warns(RuntimeWarning, match=f"{variable}=1 is set.* wait for each other for ever"):
+        run_ranks(2, functools.partial(body, algorithm="decentralized"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_ranks(2, functools.partial(body, algorithm="bytegrad"))
+        monkeypatch.setenv(variable, "8")
+        run_ranks(2, functools.partial(body, algorithm="decentralized"))
