@@ -166,7 +166,10 @@ def test_nccl_moves_what_an_exchange_and_a_mean_send(group: dist.ProcessGroup, g
     """One rank has no peers: here it is told to send to itself, and to average with itself."""
     own = tb.BaguaProcessGroup(group)
     x = torch.arange(1000, dtype=torch.float32, device=gpu)
-    for _ in range(2):
+    for is_private in (False, True):
+        if is_private:
+            own.use_private_nccl()
+            own.connect_nccl(gpu)
         received = torch.zeros_like(x)
         exchange = Exchange(own.world, "all_to_all", [received], "bucket 0", [(0, 0)])
         exchange.expect()
@@ -175,7 +178,8 @@ def test_nccl_moves_what_an_exchange_and_a_mean_send(group: dist.ProcessGroup, g
         mean = torch.empty_like(x)
         AllReduceMean(own.world, x.dtype, gpu, 2.0, "bucket 0")(x, mean)
         assert torch.equal(mean, x / 2)
-        own.use_private_nccl()  # and once more, over a group of its own
-    assert own.world.nccl is not group
+        assert (own.world.nccl is group) != is_private
+    own.wait_for_gpu(gpu, "the end")
+    assert not own.watch()
     own.shut_down_nccl()
     own.close()
