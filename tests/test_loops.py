@@ -262,7 +262,7 @@ def test_optimizers_in_a_wrapper(wrapper: type[Any], name: str) -> None:
 
 
 def test_an_optimizer_with_a_state_of_another_form() -> None:
-    """As a Lookahead's, which has slow weights beside that of the optimizer in it; rank 0's is all ranks' in the end."""
+    """As a Lookahead's, with weights of its own beside a state; rank 0's is all ranks' in the end."""
 
     class Slow(torch.optim.SGD):
         def __init__(self, parameters: Any, slow: float) -> None:
