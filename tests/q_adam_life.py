@@ -69,9 +69,10 @@ class Trainer:
     def hook(self, nodes: Sequence[int] | None = None, **arguments: Any) -> tb.AlgorithmImpl:
         """Register the plain hook, which records local gradients on the way."""
         names = {parameter: name for name, parameter in self.named.items()}
+        life = self.life  # a hook that holds its DDP keeps it, and its groups, for ever
 
         def recording_hook(state: tb.AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            self.life.local[-1].update({names[one]: gradient.clone() for one, gradient in gradients_in(bucket)})
+            life.local[-1].update({names[one]: gradient.clone() for one, gradient in gradients_in(bucket)})
             return tb.comm_hook(state, bucket)
 
         group = self.group if nodes is None else tb.BaguaProcessGroup(self.group, nodes=nodes)
