@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import hypothesis
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
@@ -123,4 +124,9 @@ class AbortAndResume(RuleBasedStateMachine):
 
 
 TestAbortAndResume = AbortAndResume.TestCase
-TestAbortAndResume.settings = hypothesis.settings(max_examples=30, stateful_step_count=15, deadline=None)
+TestAbortAndResume.settings = hypothesis.settings(max_examples=10, stateful_step_count=15, deadline=None)
+
+
+@pytest.mark.slow
+class TestMoreOfIt(AbortAndResume.TestCase):
+    settings = hypothesis.settings(max_examples=30, stateful_step_count=15, deadline=None)

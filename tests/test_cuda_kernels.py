@@ -12,7 +12,10 @@ from host_kernels import CSRC, KERNEL_FILES
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc, of the CUDA toolkit, is not on PATH")
 @pytest.mark.parametrize("file", KERNEL_FILES)
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90", pytest.param("sm_100", marks=pytest.mark.slow)],
+)
 def test_nvcc_compiles_the_kernels_without_spills(file: str, architecture: str, tmp_path: Path) -> None:
     (tmp_path / "main.cu").write_text(f'#include "kernels/{file}"\n')
     command = ["nvcc", "-cubin", f"-arch={architecture}", "-std=c++17", "--fmad=false", "-Xptxas", "-v", f"-I{CSRC}"]

@@ -14,13 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 import oracle
 import torchbagua as tb
 from averaging import Normed, Trace, Trainer, assert_same_weights, check_unchanged, is_buffer, stacked, train
+from pairwise import pairwise
 from ranks import run_ranks
 from training import build
 
 F32 = np.float32
 NODES = {"2 x 2": [0, 0, 1, 1], "2 x 4": [0, 0, 0, 0, 1, 1, 1, 1], "uneven": [0, 1, 1, 0, 1]}
-BUCKET_CAPS_MB = pytest.mark.parametrize("bucket_cap_mb", [8.0, 0.001], ids=["one bucket", "several"])
-INTERVALS = pytest.mark.parametrize("interval", [1, 3])
+MODES = ["all", "shift_one"]
+INTERVALS = [1, 3]
+BUCKET_CAPS_MB = [8.0, 0.001]  # one bucket, several
 
 
 def check_decentralized(traces: Sequence[Trace], mode: str, interval: int, nodes: Sequence[int] | None) -> None:
@@ -47,10 +49,7 @@ def check_decentralized(traces: Sequence[Trace], mode: str, interval: int, nodes
     assert_same_weights([trace.final for trace in traces])
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("mode", ["all", "shift_one"])
-@INTERVALS
-@BUCKET_CAPS_MB
+@pairwise(size=[2, 4, 8], mode=MODES, interval=INTERVALS, bucket_cap_mb=BUCKET_CAPS_MB)
 def test_decentralized(device: torch.device, size: int, mode: str, interval: int, bucket_cap_mb: float) -> None:
     algorithm = tb.DecentralizedAlgorithm(True, mode, interval, bucket_cap_mb=bucket_cap_mb)
     model = build(Normed).to(device)
@@ -58,10 +57,7 @@ def test_decentralized(device: torch.device, size: int, mode: str, interval: int
     check_decentralized(traces, mode, interval, None)
 
 
-@pytest.mark.parametrize("nodes", NODES)
-@pytest.mark.parametrize("mode", ["all", "shift_one"])
-@INTERVALS
-@BUCKET_CAPS_MB
+@pairwise(nodes=list(NODES), mode=MODES, interval=INTERVALS, bucket_cap_mb=BUCKET_CAPS_MB)
 def test_decentralized_over_nodes(nodes: str, mode: str, interval: int, bucket_cap_mb: float) -> None:
     algorithm = tb.DecentralizedAlgorithm(True, mode, interval, bucket_cap_mb=bucket_cap_mb)
     model, on = build(Normed), NODES[nodes]
@@ -146,18 +142,14 @@ def check_low_precision(traces: Sequence[Trace], interval: int, nodes: Sequence[
     assert_same_weights([trace.final for trace in traces])
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@INTERVALS
-@BUCKET_CAPS_MB
+@pairwise(size=[2, 3, 4, 8], interval=INTERVALS, bucket_cap_mb=BUCKET_CAPS_MB)
 def test_low_precision(size: int, interval: int, bucket_cap_mb: float) -> None:
     algorithm = tb.LowPrecisionDecentralizedAlgorithm(True, interval, bucket_cap_mb=bucket_cap_mb)
     model = build(Normed)
     check_low_precision(run_ranks(size, lambda group: train(group, model, algorithm)), interval, None)
 
 
-@pytest.mark.parametrize("nodes", NODES)
-@INTERVALS
-@BUCKET_CAPS_MB
+@pairwise(nodes=list(NODES), interval=INTERVALS, bucket_cap_mb=BUCKET_CAPS_MB)
 def test_low_precision_over_nodes(nodes: str, interval: int, bucket_cap_mb: float) -> None:
     algorithm = tb.LowPrecisionDecentralizedAlgorithm(True, interval, bucket_cap_mb=bucket_cap_mb)
     model, on = build(Normed), NODES[nodes]
@@ -166,7 +158,8 @@ def test_low_precision_over_nodes(nodes: str, interval: int, bucket_cap_mb: floa
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_replicas_equal_their_originals_at_every_step(size: int) -> None:
+@pytest.mark.parametrize("num_steps", [50, pytest.param(500, marks=pytest.mark.slow)])
+def test_replicas_equal_their_originals_at_every_step(size: int, num_steps: int) -> None:
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> list[list[dict[str, torch.Tensor]]]:
@@ -176,17 +169,17 @@ def test_replicas_equal_their_originals_at_every_step(size: int) -> None:
             state = attachment.impl.state_dict()
             seen.append([state["weight"], state["left"], state["right"]])
 
-        train(group, model, tb.LowPrecisionDecentralizedAlgorithm(), num_steps=500, after_step=keep, lr=1e-3)
+        train(group, model, tb.LowPrecisionDecentralizedAlgorithm(), num_steps=num_steps, after_step=keep, lr=1e-3)
         return seen
 
     by_rank = run_ranks(size, body)
-    for step in range(500):
+    for step in range(num_steps):
         for rank in range(size):
             weight = by_rank[rank][step][0]
             for name in weight:
                 assert torch.equal(weight[name], by_rank[(rank + 1) % size][step][1][name]), (step, name)
                 assert torch.equal(weight[name], by_rank[rank - 1][step][2][name]), (step, name)
-    last = by_rank[0][499][0]["last.weight"]
+    last = by_rank[0][-1][0]["last.weight"]
     assert last.isfinite().all()
     assert not torch.equal(last, by_rank[0][0][0]["last.weight"])
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import oracle
 import torchbagua as tb
+from pairwise import pairwise
 from q_adam_life import (
     NUM_STEPS,
     NUM_WARM,
@@ -40,16 +41,15 @@ def feedback(compression: str) -> Any:
     return make_average
 
 
-@pytest.mark.parametrize("compression", BLOCKS)
-@pytest.mark.parametrize(
-    ("size", "nodes"),
-    [(2, None), (4, None), (8, None), (4, [0, 0, 1, 1]), (8, [0, 0, 0, 0, 1, 1, 1, 1]), (3, [0, 0, 1])],
+@pairwise(
+    compression=list(BLOCKS),
+    ranks=[(2, None), (4, None), (8, None), (4, [0, 0, 1, 1]), (8, [0, 0, 0, 0, 1, 1, 1, 1]), (3, [0, 0, 1])],
+    bucket_cap_mb=[25, 0.01],
 )
-@pytest.mark.parametrize("bucket_cap_mb", [25, 0.01])
 def test_the_whole_life_equals_the_oracle(
-    compression: str, size: int, nodes: list[int] | None, bucket_cap_mb: float
+    compression: str, ranks: tuple[int, list[int] | None], bucket_cap_mb: float
 ) -> None:
-    model = build(Tower)
+    model, (size, nodes) = build(Tower), ranks
 
     def body(group: dist.ProcessGroup) -> Life:
         trainer = Trainer(group, model, bucket_cap_mb=bucket_cap_mb)
@@ -62,12 +62,10 @@ def test_the_whole_life_equals_the_oracle(
     check_lives(run_ranks(size, body), initial_of(model), nodes, feedback(compression))
 
 
-@pytest.mark.parametrize("stop", [NUM_WARM - 1, NUM_WARM, NUM_WARM + 2])
-@pytest.mark.parametrize(("size", "nodes"), [(2, None), (4, [0, 0, 1, 1])])
-@pytest.mark.parametrize("later_cap_mb", [0.01, 25])
-def test_resume_bit_for_bit(stop: int, size: int, nodes: list[int] | None, later_cap_mb: float) -> None:
+@pairwise(stop=[NUM_WARM - 1, NUM_WARM, NUM_WARM + 2], ranks=[(2, None), (4, [0, 0, 1, 1])], later_cap_mb=[0.01, 25])
+def test_resume_bit_for_bit(stop: int, ranks: tuple[int, list[int] | None], later_cap_mb: float) -> None:
     """Chunks have other owners then: DDP makes other buckets in its first step, and for another bucket_cap_mb."""
-    model = build(Tower)
+    model, (size, nodes) = build(Tower), ranks
 
     def body(group: dist.ProcessGroup) -> tuple[Tensors, Tensors]:
         first = Trainer(group, model, bucket_cap_mb=0.01)

@@ -23,7 +23,11 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["tb.DecentralizedAlgorithm()", "tb.AsyncModelAverageAlgorithm(sync_interval_ms=5)"]
+    "algorithm",
+    [
+        pytest.param("tb.DecentralizedAlgorithm()", marks=pytest.mark.slow),
+        "tb.AsyncModelAverageAlgorithm(sync_interval_ms=5)",  # whose lane is at work at any time
+    ],
 )
 def test_exit_without_detach(algorithm: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import programs
+import torchbagua.cli.__main__
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -26,7 +27,7 @@ def side_of_diff(diff: str, marker: str) -> str:
     return "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in (" ", marker) or line == "\n")
 
 
-def test_python_blocks(tmp_path: Path) -> None:
+def test_python_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = [text for language, text in BLOCKS if language == "python"]
     script = tmp_path / "train.py"
     setting = side_of_diff(DIFF, "+").replace(LAST_LINE, "")  # the blocks go on where the script ends
@@ -34,11 +35,14 @@ def test_python_blocks(tmp_path: Path) -> None:
     output = programs.run(programs.torchrun(script), cwd=tmp_path).stdout
     assert len(re.findall(r"\d+ bytes sent by this rank; the first event: ", output)) == 2
     assert len(re.findall(r"ByteGradAlgorithm\(.*\), 2 ranks", output)) == 2, "a table on each rank"
+    monkeypatch.chdir(tmp_path)
     for line in TRACE_LINES:
         program, *arguments = shlex.split(line)
-        options = ["--inspect"] if program == "tensorboard" else []  # which does not serve for ever
-        command = [str(Path(sys.executable).with_name(program)), *arguments, *options]
-        programs.run(command, cwd=tmp_path)
+        if program == "torchbagua":
+            assert torchbagua.cli.__main__.main(arguments) == 0
+        else:
+            assert program == "tensorboard"
+            programs.run([str(Path(sys.executable).with_name(program)), *arguments, "--inspect"])  # and not serve
     assert {"timeline.png", "merged.json.gz"} <= {path.name for path in (tmp_path / "runs" / "train").iterdir()}
 
 

@@ -88,6 +88,7 @@ def test_resume_bit_for_bit(name: str, nodes: list[int] | None) -> None:
     run_ranks(4, body)
 
 
+@pytest.mark.slow
 def test_resume_from_a_distributed_checkpoint(tmp_path: Path) -> None:
     """Real processes, one checkpoint of all ranks with keys of their own; the ranks' weights differ all the time."""
     script = Path(__file__).with_name("checkpoint_rank.py")

@@ -16,7 +16,9 @@ from training import Run, Tower, build, train
 SIZE = 8
 
 
-@pytest.mark.parametrize("num_steps", [50, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "num_steps", [15, pytest.param(50, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize("nodes", [None, [0, 0, 0, 1, 1, 1, 1, 1]], ids=["flat", "hierarchical"])
 def test_random_delays(num_steps: int, nodes: list[int] | None) -> None:
     model = build(lambda: Tower((10, 60, 70, 60, 70, 60, 1)))
