@@ -29,10 +29,3 @@ def test_nvcc_compiles_the_kernels_without_spills(file: str, architecture: str, 
     properties = dict(re.findall(r"Function properties for (\w+)\n\s*(.*)", report))
     assert set(kernels) <= properties.keys(), report
     assert set(properties.values()) == {"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"}, report
-
-
-def test_sources_of_kernels_include_no_standard_header() -> None:
-    """NVRTC has none."""
-    assert KERNEL_FILES
-    for path in [*CSRC.glob("kernels/*"), *CSRC.glob("element/*")]:
-        assert not re.findall(r"#\s*include\s*<.*", path.read_text()), path

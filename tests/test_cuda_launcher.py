@@ -321,11 +321,6 @@ def test_failing_launch_is_an_error_and_leaves_the_context() -> None:
     assert driver.calls[-1] == ("cuCtxPopCurrent",)
 
 
-def test_as_many_threads_as_the_kernels_are_written_for() -> None:
-    text = (CSRC / "kernels" / "blocks.cuh").read_text()
-    assert re.findall(r"constexpr int kThreads = (\d+);", text) == [str(launcher.THREADS)]
-
-
 def test_a_table_of_more_rows_than_a_grid_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = PretendedDriver()
     table, wire_bytes = lay_out(MINMAX_UINT8, [5] * 4)

@@ -7,7 +7,7 @@ The test whose name has `bits` runs once more under every other instruction set 
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,9 +37,14 @@ LENGTHS = [0, 1, 15, 16, 17, 1000, 3 * 2**15 + 5]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _native_kernels() -> None:
+def _native_kernels() -> Iterator[None]:
+    """On three threads, which share the longest tensor."""
     native.load()
     assert {row.path for row in native.status() if row.device == "cpu"} <= {"aot", "jit"}, native.status()
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
 
 
 def arguments(dtype: torch.dtype, *, is_hostile: bool = False) -> list[list[Tensor]]:
