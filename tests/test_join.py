@@ -157,5 +157,6 @@ def test_observers_hear_of_as_many_steps_on_all_ranks() -> None:
         for trainer in trainers:
             events = trainer.recorder.events
             assert sum(event.phase == "step" for event in events) == num_batches(SIZE - 1)
-            assert {event.step for event in events if event.phase == "wait"} == set(range(num_batches(trainer.rank)))
+            # A backward that the lane is done before does not wait.
+            assert {event.step for event in events if event.phase == "wait"} <= set(range(num_batches(trainer.rank)))
             assert {event.step for event in events if event.phase == "send"} == set(range(num_batches(SIZE - 1)))

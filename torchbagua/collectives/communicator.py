@@ -284,4 +284,6 @@ class Communicator:
         # Closing the connections is what tells the other ranks. The frames that the error's traceback keeps must not
         # hold them open, so none has the group or a work in a variable by now.
         self.close()
+        if "by peer" in cause:
+            cause += "; a rank has failed, or has ended after fewer backward passes or steps than this one"
         raise self.failure(purpose, cause, f" {direction} rank {self.ranks[peer]}")
