@@ -261,6 +261,40 @@ def test_optimizers_in_a_wrapper(wrapper: type[Any], name: str) -> None:
         assert_same_weights([*direct, *handed_on])
 
 
+def test_an_optimizer_whose_step_calls_that_of_its_parent_class() -> None:
+    """Which torch hooks too once there is an instance of the parent: it is one step, and ends when all is done."""
+
+    class Decayed(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            loss = super().step(closure)
+            if self.fails:
+                raise ArithmeticError("no step")
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.mul_(0.5)
+            return loss
+
+    def body(group: dist.ProcessGroup) -> int:
+        ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
+        optimizer = Decayed(ddp.parameters(), lr=0.1)
+        torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with tb.attach(ddp, optimizer, "decentralized") as attachment:
+            ddp(torch.full((1, 3), float(group.rank()))).sum().backward()
+            optimizer.fails = True
+            with pytest.raises(ArithmeticError):
+                optimizer.step()
+            optimizer.fails = False
+            for _ in range(2):
+                optimizer.step()
+            step = attachment.impl.step
+        return step
+
+    assert run_ranks(2, body) == [2, 2]
+
+
 def test_an_optimizer_with_a_state_of_another_form() -> None:
     """As a Lookahead's, with weights of its own beside a state; rank 0's is all ranks' in the end."""
 

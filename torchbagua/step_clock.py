@@ -1,6 +1,8 @@
 """When a training step ends, and what is wrong where none ever does."""
 
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -41,12 +43,17 @@ class StepClock:
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Take note of an optimizer's step that begins; its pre-step hook."""
-        self._progress[id(optimizer)].is_stepping = True
+        progress = self._progress[id(optimizer)]
+        # A step that calls its parent class's calls the hooks twice, one call within the other.
+        if not _is_running(progress.outermost_step):
+            progress.outermost_step = sys._getframe(1)
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Take note of an optimizer's step that has ended; its post-step hook."""
         progress = self._progress[id(optimizer)]
-        progress.is_stepping = False
+        if progress.outermost_step is not sys._getframe(1):
+            return
+        progress.outermost_step = None
         progress.gradients.forget()
         if progress.skips:  # a fused optimizer, which is told of the overflow and skips by itself
             progress.skips = False
@@ -97,7 +104,7 @@ class StepClock:
     @property
     def _counts_gradients(self) -> bool:
         """Whether it matters what becomes of gradients; a closure may clear them often within one step (L-BFGS)."""
-        return self._needs_steps and not any(progress.is_stepping for progress in self._progress.values())
+        return self._needs_steps and not any(progress.outermost_step for progress in self._progress.values())
 
     def _end_if_done(self, optimizer: torch.optim.Optimizer) -> None:
         every = list(self._progress.values())
@@ -116,7 +123,7 @@ class _Progress:
     Attributes:
         num_steps: its steps.
         is_done: whether it has stepped, or was skipped.
-        is_stepping: whether it is at it.
+        outermost_step: the call of `step` that it is at, or that has raised.
         skips: whether its next call is one in which it changes nothing.
         gradients: whether they are used.
     """
@@ -125,7 +132,7 @@ class _Progress:
         self.optimizer = optimizer
         self.num_steps = 0
         self.is_done = False
-        self.is_stepping = False
+        self.outermost_step: FrameType | None = None
         self.skips = False
         self.gradients = _UnusedGradients(optimizer)
 
@@ -162,6 +169,14 @@ class _UnusedGradients:
             return True
         # What was clipped, say, has changed too. Seldom asked: a step comes between two backward passes, or nothing.
         return _mark_of(gradient) != self._mark and not gradient.any()
+
+
+def _is_running(call: FrameType | None) -> bool:
+    """Return whether the calling function was called from within `call`."""
+    frame = None if call is None else sys._getframe(1)
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _mark_of(gradient: torch.Tensor | None) -> tuple[int, int]:
