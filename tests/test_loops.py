@@ -108,6 +108,45 @@ def test_the_module_inside_a_ddp(name: str, wrap: Callable[[nn.Module], nn.Modul
     run_ranks(2, body)
 
 
+def test_every_ddp_around_the_module_is_silent() -> None:
+    """A model that was wrapped again is trained through the new DDP; one that was let go is not in the way."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(10, 3)
+        first, second = (DistributedDataParallel(module, process_group=group) for _ in range(2))
+        deeper = DistributedDataParallel(nn.Sequential(module, nn.Linear(3, 3)), process_group=group)
+        del deeper  # which trains more than the module, and is in a cycle
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        data = batches(group.rank())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            second(data()).square().sum().backward()
+            optimizer.step()
+
+        for attached in (first, module):
+            with tb.attach(attached, optimizer, RARELY["decentralized"]):
+                step()
+                alone(group, step)
+
+    run_ranks(2, body)
+
+
+def test_what_a_ddp_around_the_module_ignores_stays_as_it_is() -> None:
+    def body(group: dist.ProcessGroup) -> list[float]:
+        module = nn.Linear(3, 3)
+        nn.init.constant_(module.bias, float(group.rank()))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
+        ddp = DistributedDataParallel(module, process_group=group)
+        optimizer = torch.optim.SGD([module.weight], lr=0.01)
+        with tb.attach(module, optimizer, "decentralized"):
+            ddp(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        return module.bias.tolist()
+
+    assert run_ranks(2, body) == [[0.0] * 3, [1.0] * 3]
+
+
 def test_a_module_of_which_a_ddp_trains_more_is_refused() -> None:
     def body(group: dist.ProcessGroup) -> None:
         parts = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -148,11 +187,15 @@ def keep(optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("name", RARELY)
-@pytest.mark.parametrize(("between", "is_error"), [(clear, True), (zero, True), (keep, False)])
+@pytest.mark.parametrize(
+    ("between", "trains", "is_error"),
+    [(clear, True, True), (zero, True, True), (keep, True, False), (clear, False, False)],
+)
 def test_an_attached_optimizer_that_is_never_stepped(
-    name: str, between: Callable[[torch.optim.Optimizer], None], is_error: bool
+    name: str, between: Callable[[torch.optim.Optimizer], None], trains: bool, is_error: bool
 ) -> None:
-    """It was made anew after attach: nothing would be averaged. Accumulation is something else."""
+    """It was made anew after attach: nothing would be averaged. Accumulation is something else, and so are gradients
+    that nobody trains with, of an adversarial attack for instance."""
 
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
@@ -166,7 +209,8 @@ def test_an_attached_optimizer_that_is_never_stepped(
                 except RuntimeError as error:
                     assert "without a step of SGD, which is attached" in str(error)  # noqa: PT017
                     return step
-                another.step()
+                if trains:
+                    another.step()
                 between(optimizer)
             return 60
 
@@ -217,6 +261,10 @@ class HandedOn(torch.optim.Optimizer):
     @property
     def param_groups(self) -> Any:
         return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
 
     def step(self, closure: Any = None) -> Any:
         return self.optimizer.step(closure)

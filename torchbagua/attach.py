@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +30,7 @@ from torchbagua.attach_checks import (
 )
 from torchbagua.collectives import BaguaProcessGroup, broadcast_state, broadcast_tensors
 from torchbagua.comm_hook import comm_hook
-from torchbagua.ddp import ddp_sync_disabled, ddps_around, hooked
+from torchbagua.ddp import ddp_sync_disabled, ddps_around, hooked, ignored_names
 from torchbagua.events import Observer, check_observers
 from torchbagua.step_hooks import install_step_hooks
 from torchbagua.traces import Summary
@@ -96,7 +97,7 @@ def attach(
     if process_group is not None and isinstance(module, DistributedDataParallel):
         check_same_ranks(module.process_group, process_group.process_group)
     check_detached(module)
-    ddps = [module] if isinstance(module, DistributedDataParallel) else ddps_around(module)
+    ddps = _ddps_to_silence(module, algorithm)
     if algorithm.averages_weights is not None:
         check_kind(algorithm, module, ddps, optimizers, averages_weights=algorithm.averages_weights)
     warn_of_closures(optimizers)
@@ -104,10 +105,10 @@ def attach(
     is_observed = bool(observers) or (process_group is not None and process_group.tracer.is_on)
     summary = next((one for one in observers if isinstance(one, Summary)), Summary() if is_observed else None)
     impl = algorithm.reify(
-        process_group or _group_of(ddps),
+        process_group or _group_of(module, ddps),
         observers=[*observers, *([] if summary is None else [summary])],  # the same one twice hears once
         timeout=timeout,
-        facts=facts_of(module, optimizers, with_scaler=grad_scaler is not None, strict=strict),
+        facts=facts_of(module, ddps, optimizers, with_scaler=grad_scaler is not None, strict=strict),
         settings=settings_of(module, optimizers),
     )
     return Attachment(module, ddps, optimizers, algorithm, impl, grad_scaler, summary, strict=strict)
@@ -144,20 +145,21 @@ class Attachment:
             ddp = module if isinstance(module, DistributedDataParallel) else None
             inner = module if ddp is None else ddp.module
             undo.callback(mark_attached(inner, type(impl).__name__).close)
-            ignored_names = frozenset(() if ddp is None else ddp.parameters_to_ignore)
-            if algorithm.averages_weights is None:  # only the impl knows
-                check_kind(algorithm, module, ddps, optimizers, averages_weights=impl.owns_buckets)
+            ignored = ignored_names(inner, ddps)
+            check_kind(algorithm, module, ddps, optimizers, averages_weights=impl.owns_buckets)
             trained = {
                 name: parameter
                 for name, parameter in inner.named_parameters()
-                if parameter.requires_grad and name not in ignored_names
+                if parameter.requires_grad and name not in ignored
             }
             impl.tell_uncompressed(trained, strict=strict)
             if ddp is None:
-                broadcast_tensors(impl.process_group.world, [*module.parameters(), *module.buffers()], "the module")
+                named = chain(module.named_parameters(), module.named_buffers())
+                own = [tensor for name, tensor in named if name not in ignored]
+                broadcast_tensors(impl.process_group.world, own, "the module")
                 self._broadcast_state()
             impl.grad_scaler = grad_scaler
-            impl.set_module(inner, ignored_names)
+            impl.set_module(inner, ignored)
             surroundings = Surroundings(module, ddps, optimizers)
             undo.enter_context(
                 install_step_hooks(module, inner, trained, optimizers, impl, grad_scaler, surroundings.check)
@@ -251,9 +253,25 @@ class Attachment:
         self._end(failed=exception_type is not None)
 
 
-def _group_of(ddps: Sequence[DistributedDataParallel]) -> dist.ProcessGroup:
+def _ddps_to_silence(module: torch.nn.Module, algorithm: Algorithm) -> list[DistributedDataParallel]:
+    """Return `module` first, where it is a DDP, and others around it, if the algorithm may average weights."""
+    if not isinstance(module, DistributedDataParallel):
+        return ddps_around(module)
+    if algorithm.averages_weights is False:
+        return [module]
+    return [module, *ddps_around(module.module, besides=module)]
+
+
+def _group_of(module: torch.nn.Module, ddps: Sequence[DistributedDataParallel]) -> dist.ProcessGroup:
+    if isinstance(module, DistributedDataParallel):
+        return module.process_group
     if ddps:
-        return ddps[-1].process_group
+        if any(ddp.process_group is not ddps[0].process_group for ddp in ddps):
+            raise ValueError(
+                f"attach: process_group must be given where there are several DistributedDataParallel around "
+                f"{type(module).__name__}, with different groups"
+            )
+        return ddps[0].process_group
     if not dist.is_initialized():
         raise ValueError(
             "attach: without DistributedDataParallel, process_group must be given or "

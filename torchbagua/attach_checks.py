@@ -16,7 +16,7 @@ from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import check_elements
 from torchbagua.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, ddps_around
 from torchbagua.grad_scaler import is_stepped_by_scaler
-from torchbagua.torch_private import has_delayed_all_reduce, is_joining, step_hooks_of
+from torchbagua.torch_private import has_delayed_all_reduce, has_step_hooks, is_joining
 from torchbagua.user_warning import warn_user
 
 # On a module with an algorithm attached, inside of its wrapper: its id, which a copy has not, and the impl's name.
@@ -32,7 +32,12 @@ def mark_attached(module: torch.nn.Module, impl_name: str) -> ExitStack:
 
 
 def facts_of(
-    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, with_scaler: bool, strict: bool
+    module: torch.nn.Module,
+    ddps: Sequence[DistributedDataParallel],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    with_scaler: bool,
+    strict: bool,
 ) -> dict[str, Any]:
     """What ranks must have in common, in the order in which they are told of it."""
 
@@ -46,6 +51,7 @@ def facts_of(
         "the shapes, dtypes and requires_grad of parameters, as a digest": digest(module.parameters()),
         "the shapes and dtypes of buffers, as a digest": digest(module.buffers()),
         "the optimizers, with the number of parameters in each group": repr(sizes),
+        "the number of DistributedDataParallel modules around it": len(ddps),
         "whether attach was given a grad_scaler": with_scaler,
         "attach's argument strict": strict,
     }
@@ -116,7 +122,7 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"attach: optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
-        if step_hooks_of(optimizer) is None:
+        if not has_step_hooks(optimizer):
             raise ValueError(
                 f"attach: optimizer must have torch's step hooks, got a {type(optimizer).__name__} without: its "
                 "__init__ does not call that of torch.optim.Optimizer; hand over the optimizer that it wraps"

@@ -15,7 +15,7 @@ from torchbagua.tracer import Tracer
 def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the gradients of one DDP bucket; for `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`.
 
-    Returns at once, so that backward goes on while the impl's lane communicates. The bucket's buffer is changed in
+    Returns at once (QAdam over NCCL compares the ranks' steps first), so that backward goes on while the impl's lane communicates. The bucket's buffer is changed in
     place. Of a group that has NCCL, gradients on a GPU stay there: all is launched at once, on one stream beside
     backward's. With gloo the bytes that are sent pass through the host's memory.
 

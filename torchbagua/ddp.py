@@ -1,8 +1,9 @@
 """What attach does to a DistributedDataParallel module: its one communication hook, or its silence."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -29,13 +30,30 @@ def living(cls: type[T]) -> list[T]:
     return [one for one in gc.get_objects() if cls in type(one).__mro__]
 
 
-def ddps_around(module: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Return those that wrap `module`, or something that holds it; none where it is one itself."""
-    return [
-        ddp
-        for ddp in living(DistributedDataParallel)
-        if ddp is not module and any(part is module for part in ddp.modules())
-    ]
+def ddps_around(
+    module: torch.nn.Module, besides: DistributedDataParallel | None = None
+) -> list[DistributedDataParallel]:
+    """Return those, `besides` apart, that wrap `module`, or what holds it, and that somebody may still call."""
+
+    def around() -> list[DistributedDataParallel]:
+        others = (ddp for ddp in living(DistributedDataParallel) if ddp is not besides)
+        return [ddp for ddp in others if any(part is module for part in ddp.modules())]
+
+    if around():
+        gc.collect()  # DDP is in cycles with itself: one that was let go is there until it is collected
+    return around()
+
+
+def ignored_names(module: torch.nn.Module, ddps: Sequence[DistributedDataParallel]) -> frozenset[str]:
+    """Return the names in `module` of the parameters and buffers that one of the DDPs around it was told to ignore."""
+    ignored_ids = {
+        id(tensor) for ddp in ddps for name, tensor in _named_tensors(ddp.module) if name in ddp.parameters_to_ignore
+    }
+    return frozenset(name for name, tensor in _named_tensors(module) if id(tensor) in ignored_ids)
+
+
+def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return chain(module.named_parameters(), module.named_buffers())
 
 
 def check_around(module: torch.nn.Module, ddp: DistributedDataParallel) -> None:
@@ -64,13 +82,23 @@ def ddp_sync_disabled(ddp: DistributedDataParallel) -> ExitStack:
             raise RuntimeError(f"torchbagua: {JOIN_REFUSAL}")
         # What no_sync sets, and what that leads to a forward later. Loops that accumulate gradients set the first one
         # themselves before each forward, and DDP reads it in forward only.
+        turn_off()
         ddp.require_backward_grad_sync = not has_learnt_graph(ddp)
-        ddp.require_forward_param_sync = False
+
+    before = dict.fromkeys(("require_backward_grad_sync", "require_forward_param_sync"), False)
+
+    def turn_off() -> None:
+        for attribute in before:
+            before[attribute] |= getattr(ddp, attribute)
+            setattr(ddp, attribute, False)
+
+    def turn_on() -> None:
+        for attribute, was_on in before.items():
+            setattr(ddp, attribute, was_on)
 
     with ExitStack() as undo:  # closed here only where one of these steps raises
-        for attribute in ("require_backward_grad_sync", "require_forward_param_sync"):
-            undo.callback(setattr, ddp, attribute, getattr(ddp, attribute))
-            setattr(ddp, attribute, False)
+        undo.callback(turn_on)
+        turn_off()
         undo.callback(ddp.register_forward_pre_hook(disable).remove)
         if not has_learnt_graph(ddp):
             # Where that backward sends nothing DDP fails (torch 2.13), so it sends what parameters were used, and a

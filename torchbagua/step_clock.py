@@ -10,9 +10,11 @@ import torch
 from torchbagua.torch_private import num_writes, takes_found_inf
 from torchbagua.user_warning import warn_user
 
-# So many backward passes in a row may have their gradients cleared before the optimizer steps: a GradScaler that
-# nobody has handed over skips about a dozen steps when it starts.
-_MOST_CLEARED = 40
+# So many backward passes in a row may have their gradients cleared before the optimizer steps, while weights change: a
+# GradScaler that nobody has handed over skips about a dozen steps when it starts.
+_MOST_CLEARED = 45
+# After so many the weights are looked at. Fewer are common: a generator's loss gives its critic gradients too.
+_SUSPICIOUS = 5
 # A critic may step so often for one step of its generator: 100 times in the first iterations of a Wasserstein GAN.
 _MOST_STEPS_ALONE = 200
 
@@ -91,8 +93,8 @@ class StepClock:
                 raise RuntimeError(
                     f"torchbagua: gradients were cleared {_MOST_CLEARED} times without a step of "
                     f"{type(progress.optimizer).__name__}, which is attached: no weights are averaged. Attach the "
-                    "optimizer whose step() changes the weights: not one that another has replaced, nor one around "
-                    "which weights are updated by hand"
+                    "optimizer whose step() changes the weights, as somebody has: not one that another has replaced, "
+                    "nor one around which weights are updated by hand"
                 )
 
     def after_backward(self) -> None:
@@ -138,13 +140,17 @@ class _Progress:
 
 
 class _UnusedGradients:
-    """Counts backward passes whose gradients were cleared before the optimizer stepped, by one of its parameters."""
+    """Counts backward passes whose gradients were cleared before the optimizer stepped, by one of its parameters.
+
+    Where its values stay as they are, nobody trains: gradients of an attack, or of examples, are cleared too.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._parameter: torch.Tensor | None = None
         self._mark: tuple[int, int] = (0, 0)
         self._num_cleared = 0
+        self._values: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def remember(self) -> None:
         """Note what a backward has left."""
@@ -154,15 +160,25 @@ class _UnusedGradients:
             self._mark = _mark_of(self._parameter.grad)
 
     def were_cleared(self) -> int:
-        """Return how often gradients have been cleared, when another backward begins."""
-        if self._parameter is not None and self._is_cleared(self._parameter.grad):
-            self._num_cleared += 1
-        self._parameter = None
-        return self._num_cleared
+        """Return how often gradients have been cleared while weights changed, when another backward begins."""
+        parameter, self._parameter = self._parameter, None
+        if parameter is None or not self._is_cleared(parameter.grad):
+            return 0
+        self._num_cleared += 1
+        if self._num_cleared == _SUSPICIOUS:
+            self._values = (parameter, _sum_of(parameter))
+        if self._num_cleared < _MOST_CLEARED:
+            return 0
+        assert self._values is not None
+        watched, before = self._values
+        has_changed = not torch.equal(_sum_of(watched), before)
+        num_cleared = self._num_cleared if has_changed else 0
+        self.forget()
+        return num_cleared
 
     def forget(self) -> None:
         """Begin to count again: the optimizer has stepped, or was skipped."""
-        self._num_cleared, self._parameter = 0, None
+        self._num_cleared, self._parameter, self._values = 0, None, None
 
     def _is_cleared(self, gradient: torch.Tensor | None) -> bool:
         if gradient is None:
@@ -177,6 +193,11 @@ def _is_running(call: FrameType | None) -> bool:
     while frame is not None and frame is not call:
         frame = frame.f_back
     return frame is not None
+
+
+def _sum_of(parameter: torch.Tensor) -> torch.Tensor:
+    wide = torch.complex128 if parameter.is_complex() else torch.float64
+    return parameter.detach().sum(dtype=wide)
 
 
 def _mark_of(gradient: torch.Tensor | None) -> tuple[int, int]:

@@ -41,6 +41,19 @@ def backend_of(group: dist.ProcessGroup, device_type: str | None = None) -> Any:
     return group._get_backend(torch.device(device_type)) if device_type in types else None
 
 
+def nccl_options(timeout: timedelta) -> Any:
+    """Return options of a ProcessGroupNCCL whose operations may take so long."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return options
+
+
+def is_nccl(backend: Any) -> bool:
+    """Return whether a backend is NCCL's, also in what TORCH_DISTRIBUTED_DEBUG=DETAIL wraps around it."""
+    backend = getattr(backend, "wrapped_pg", backend)
+    return dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return the bound on every wait of the group's operations."""
     timeout: timedelta = backend_of(group).options._timeout
@@ -144,13 +157,9 @@ def is_profiling() -> bool:
 # Optimizers and GradScaler. Seen in 2.11 to 2.13.
 
 
-def step_hooks_of(optimizer: Any) -> int | None:
-    """Return what tells an optimizer's post-step hooks from another's; None where it can have none.
-
-    A class that does not call Optimizer.__init__ has none, and registering one ends in an AttributeError.
-    """
-    hooks = getattr(optimizer, "_optimizer_step_post_hooks", None)
-    return None if hooks is None else id(hooks)
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer can be given hooks: a class that does not call Optimizer.__init__ has none."""
+    return hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 def unhooked_step(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,6 +176,11 @@ def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether GradScaler steps it also after an overflow, and has it skip by itself, as fused optimizers do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def leave_scaling_to_scaler(optimizer: torch.optim.Optimizer) -> None:
+    """Have GradScaler unscale the gradients of a fused optimizer, and skip its step, as of any other."""
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
 def scaled_step_code() -> CodeType:

@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torchbagua.torch_private import num_writes
+
 
 class _Known(NamedTuple):
     step: Tensor
-    version: int
+    num_writes: int
     num_updates: int
 
 
@@ -27,10 +29,10 @@ class AdamUpdates:
             return 0
         step = state["step"]
         known = self._known.get(id(parameter))
-        if known is None or known.step is not step or known.version != step._version:
-            known = self._known[id(parameter)] = _Known(step, step._version, int(step))
+        if known is None or known.step is not step or known.num_writes != num_writes(step):
+            known = self._known[id(parameter)] = _Known(step, num_writes(step), int(step))
         return known.num_updates
 
     def set_to(self, num_updates: int, parameter: Tensor, state: Mapping[str, Any]) -> None:
         """Make known that Adam, who has just written to the parameter's `state`, has come to `num_updates`."""
-        self._known[id(parameter)] = _Known(state["step"], state["step"]._version, num_updates)
+        self._known[id(parameter)] = _Known(state["step"], num_writes(state["step"]), num_updates)

@@ -146,7 +146,8 @@ class BackgroundRounds:
             self._turn.notify_all()
             warn_at_s = self._clock.now() + self._timeout_s
             while not self._is_over and not self._ending.is_done():  # which it is at once on a lane that has failed
-                self._turn.wait_for(lambda: self._wants_snapshot or self._is_over)
+                # Not for ever: a lane that fails before it comes to the rounds notifies nobody.
+                self._turn.wait_for(lambda: self._wants_snapshot or self._is_over, timeout=1.0)
                 self._serve()
                 if self._clock.now() > warn_at_s and self._last_to_stop is not None:
                     warn_at_s = math.inf

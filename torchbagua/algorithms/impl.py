@@ -174,11 +174,13 @@ class AlgorithmImpl:
 
     def close(self) -> None:
         """Finish what is queued, end the lane's thread, the private groups and traces. May be called again."""
-        self.lane.close()
-        if self.ends_in_order and not self.lane.has_failed:
-            self.process_group.shut_down_nccl()
-        self.process_group.close()  # before the traces, which may have much to write: peers hear of it at once
-        self.tracer.end()
+        try:
+            self.lane.close()
+            if self.ends_in_order and not self.lane.has_failed:
+                self.process_group.shut_down_nccl()
+        finally:
+            self.process_group.close()  # before the traces, which may have much to write: peers hear of it at once
+            self.tracer.end()
 
     def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
         """Make the module and its parameters' names known; called by `attach` before anything else."""

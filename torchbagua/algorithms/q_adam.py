@@ -45,7 +45,8 @@ class QAdamAlgorithm(Algorithm):
     `attach(..., grad_scaler=scaler)`, or behind the plain hook `impl.grad_scaler = scaler`.
 
     Under `torch.distributed.algorithms.Join` a rank that has run out of data takes no more steps; its momenta follow
-    the others'. Its warm-up stands still, and where theirs ends meanwhile all ranks raise.
+    the others', to the bit where these neither clip gradients nor have a weight decay that is not decoupled, of which
+    it knows nothing. Its warm-up stands still, and where theirs ends meanwhile all ranks raise.
 
     Args:
         q_adam_optimizer: the optimizer that is attached with it.
@@ -248,7 +249,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
         def use_mean(bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
             if self.has_joined:
-                self._follow(bucket, feedback)
+                self._follow(bucket, group, feedback)
             else:
                 self._form_gradients(bucket, group)
 
@@ -285,14 +286,18 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             torch.ops.torchbagua.qadam_form_gradients(averages, momenta, beta1=beta1, share=share)
 
     @torch.no_grad()
-    def _follow(self, bucket: BaguaBucket, feedback: ErrorFeedback | None) -> None:
+    def _follow(self, bucket: BaguaBucket, group: BaguaProcessGroup, feedback: ErrorFeedback | None) -> None:
         """Do what the other ranks' steps do with the mean: this rank takes none, and what it sends must not be old."""
         if self.residuals is not None:
             self.residuals.end_accumulation(bucket)
         if not bool(bucket.flat.isfinite().all()):  # then they skip it
             return
-        for tensor, mean in bucket.views(bucket.flat):
-            self.optimizer.follow(tensor.parameter, mean)
+        self._form_gradients(bucket, group)
+        bucket.flat.div_(self._loss_scale)
+        for gradients, momenta, beta1, _ in self._with_momenta(bucket):
+            torch.ops.torchbagua.qadam_form_momenta(gradients, momenta, beta1=beta1, share=1.0 - beta1)
+        for tensor, momentum in bucket.views(bucket.flat):
+            self.optimizer.follow(tensor.parameter, momentum)
         if feedback is not None:
             feedback.commit()
 

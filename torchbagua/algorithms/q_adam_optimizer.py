@@ -10,9 +10,10 @@ from torch import Tensor
 from torchbagua import native
 from torchbagua.algorithms.adam_updates import AdamUpdates
 from torchbagua.algorithms.q_adam_options import check_group, check_numbers
+from torchbagua.algorithms.wrapped_optimizer import unwrap
 from torchbagua.memory_order import flatten_like, shape_like
 from torchbagua.native.reference import qadam_update_double
-from torchbagua.torch_private import mark_as_stepped, unhooked_step
+from torchbagua.torch_private import leave_scaling_to_scaler, mark_as_stepped, unhooked_step
 
 # In the state of a parameter: updates since its warm-up. Adam's own "step" stands still with the second moment whose
 # bias it corrects, so that Adam can go on from this state.
@@ -83,8 +84,7 @@ class QAdamOptimizer(torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay,
         )
         self.defaults["warmup_steps"] = warmup_steps
-        # GradScaler unscales and skips; a fused Adam would have to do both itself.
-        self._step_supports_amp_scaling = False
+        leave_scaling_to_scaler(self)  # a fused Adam would have to unscale and skip by itself
         native.load()
 
     @classmethod
@@ -98,6 +98,7 @@ class QAdamOptimizer(torch.optim.Adam):
             TypeError: `optimizer` is no Adam.
             ValueError: it has an option that QAdam has not: amsgrad, capturable or differentiable.
         """
+        optimizer = unwrap(optimizer)
         if not isinstance(optimizer, torch.optim.Adam) or isinstance(optimizer, cls):
             raise TypeError(f"QAdamOptimizer.wrap: optimizer must be an Adam or AdamW, got {type(optimizer).__name__}")
         for option in ("amsgrad", "capturable", "differentiable"):

@@ -4,17 +4,15 @@ from typing import Any
 
 import torch
 
-from torchbagua.torch_private import step_hooks_of
-
 
 def unwrap(optimizer: Any) -> Any:
-    """Return the torch optimizer whose `step` is called in the end, where `optimizer` only hands calls on to it.
+    """Return the torch optimizer that `optimizer` hands its calls on to, where that is all it does.
 
-    One that has step hooks of its own, such as a Lookahead, is what it says: its step is more than that of the
-    optimizer in it.
+    Such a wrapper has the other's state. One with a state of its own, a Lookahead for instance, does more in a step
+    than the optimizer in it.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        if step_hooks_of(optimizer) not in (None, step_hooks_of(inner)):
+        if getattr(optimizer, "state", None) is not inner.state:
             break
         optimizer = inner
     return optimizer

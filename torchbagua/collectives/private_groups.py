@@ -5,7 +5,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torchbagua.torch_private import backend_of, new_group
+from torchbagua.torch_private import backend_of, is_nccl, nccl_options, new_group
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -16,9 +16,7 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
 
 def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Return an NCCL group for tensors of GPUs, which connects when it is first used."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    backend = dist.ProcessGroupNCCL(store, rank, size, nccl_options(timeout))
     return new_group(store, rank, size, "cuda", dist.ProcessGroup.BackendType.NCCL, backend)
 
 
@@ -52,6 +50,4 @@ def _finish(work: dist.Work | None) -> None:
 
 def has_nccl(process_group: dist.ProcessGroup) -> bool:
     """Return whether NCCL is what moves tensors of GPUs in this group."""
-    backend = backend_of(process_group, "cuda")
-    backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
-    return dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)
+    return is_nccl(backend_of(process_group, "cuda"))

@@ -257,8 +257,8 @@ class BaguaProcessGroup:
             try:
                 for _, nccl in self._private_nccl:
                     nccl.shut_down()
-            except TimeoutError as error:
-                warn_user(f"torchbagua: {error}, and its groups are broken off")
+            except (RuntimeError, TimeoutError) as error:
+                warn_user(f"torchbagua: {cause_of(error)}; NCCL's groups are broken off")
 
     def close(self) -> None:
         """Close the private groups, whatever is under way; what NCCL is at is broken off."""
