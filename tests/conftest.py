@@ -24,6 +24,11 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+def pytest_collection_finish() -> None:
+    """Has the garbage collector leave alone what was imported: it looked at all of torch each time."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _no_groups_left() -> Iterator[None]:
     """Ends the groups that reference cycles keep: each has threads, which look at their sockets every 10 ms."""
