@@ -116,15 +116,18 @@ def test_running_variances_stay_positive(name: str) -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         smallest, largest = torch.inf, 0.0
         group_of_module = tb.BaguaProcessGroup(group)
-        with tb.attach(module, optimizer, ALGORITHMS[name], process_group=group_of_module):
+        with tb.attach(module, optimizer, ALGORITHMS[name], process_group=group_of_module) as attachment:
+            impl: Any = attachment.impl
             for step in range(12):
                 optimizer.zero_grad()
+                num_rounds, deadline_s = impl.num_rounds, time.monotonic() + 1
                 for _ in range(4):
                     is_large = group.rank() == 0 and step % 4 == 0
                     x = torch.tensor([[1.0, 0.01], [-1.0, -0.01]]) * (30 if is_large else 0.1)
                     module(x).square().mean().backward()
                 optimizer.step()
-                time.sleep(0.01 if name == "async" else 0)  # so that there is a round between two steps
+                while name == "async" and impl.num_rounds == num_rounds and time.monotonic() < deadline_s:
+                    time.sleep(0.001)  # so that there is a round between two steps
                 smallest = min(smallest, module.norm.running_var.min().item())
                 largest = max(largest, module.norm.running_var.max().item())
         return min(smallest, module.norm.running_var.min().item()), largest
