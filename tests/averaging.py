@@ -24,6 +24,12 @@ SYNCHRONOUS = {
 }
 ALGORITHMS = {**SYNCHRONOUS, "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=1)}
 EVERY = pytest.mark.parametrize("name", ALGORITHMS)
+# None of them communicates while these tests take their steps.
+RARELY = {
+    "decentralized": tb.DecentralizedAlgorithm(communication_interval=100),
+    "low precision": tb.LowPrecisionDecentralizedAlgorithm(communication_interval=100),
+    "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=20_000),
+}
 
 
 class Normed(nn.Module):
@@ -130,3 +136,18 @@ def check_unchanged(trace: Trace) -> None:
     for step, updated in enumerate(trace.updated):
         assert_same_weights([updated, trace.start[step + 1]])
     assert_same_weights([trace.start[-1], trace.final])
+
+
+def batches(rank: int) -> Callable[[], torch.Tensor]:
+    """A rank's data."""
+    generator = torch.Generator().manual_seed(rank)
+    return lambda: torch.randn(6, 10, generator=generator)
+
+
+def alone(group: dist.ProcessGroup, body: Callable[[], Any]) -> Any:
+    """Run `body` on one rank after the other: what is sent to a rank that stands still would wait for it."""
+    for rank in range(group.size()):
+        if rank == group.rank():
+            result = body()
+        dist.barrier(group=group)
+    return result

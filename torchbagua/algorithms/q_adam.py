@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from torchbagua.algorithms.averaged_gradients import with_average
 from torchbagua.algorithms.base import Algorithm, check_flags, register
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.q_adam_optimizer import QAdamOptimizer
@@ -201,7 +202,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def on_step(self, moved: Collection[torch.Tensor]) -> None:
         """Take what compression left out of these parameters' momenta for their residuals: the optimizer moves them."""
         if self.residuals is not None:
-            self.residuals.commit(_with_average(moved))
+            self.residuals.commit(with_average(moved))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals that this rank holds, where there is error feedback."""
@@ -316,31 +317,6 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         for beta1, pairs in alike.items():
             parts, momenta = map(list, zip(*pairs, strict=True))
             yield parts, momenta, beta1, (1.0 - beta1) / self._loss_scale
-
-
-def _with_average(parameters: Collection[torch.Tensor]) -> list[torch.Tensor]:
-    """Return those into whose gradient DDP has put an average.
-
-    What no rank has used it leaves as it was: None, or the zeros that zero_grad(set_to_none=False) has written.
-    """
-    gradients = {p: p.grad for p in parameters if p.grad is not None and p.grad.numel()}
-    # Where it is not zero, and it seldom is, the first element says it.
-    first = _which_are_not_zero({p: gradient[(0,) * gradient.dim()] for p, gradient in gradients.items()})
-    rest = _which_are_not_zero({p: gradient.any() for p, gradient in gradients.items() if p not in first})
-    return [*first, *rest]
-
-
-def _which_are_not_zero(numbers: Mapping[torch.Tensor, torch.Tensor]) -> set[torch.Tensor]:
-    """Return the parameters whose number is not zero: all of a device are read at once, since that waits for it."""
-    alike: dict[torch.device, list[torch.Tensor]] = {}
-    for parameter, number in numbers.items():
-        alike.setdefault(number.device, []).append(parameter)
-    return {
-        parameter
-        for members in alike.values()
-        for parameter, number in zip(members, torch.stack([numbers[p] for p in members]).tolist(), strict=True)
-        if number
-    }
 
 
 def _run_parts(whole: BaguaBucket, parts: Sequence[BaguaBucket]) -> None:

@@ -1,0 +1,316 @@
+"""What other people's loops do with optimizers: wrap them, step several, or never step the one that is attached."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from averaging import RARELY, Weights, assert_same_weights, batches, weights_of
+from ranks import run_ranks
+from training import build
+
+
+def clear(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+def zero(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def keep(optimizer: torch.optim.Optimizer) -> None:
+    """Accumulate, and clip what there is."""
+    nn.utils.clip_grad_norm_([parameter for group in optimizer.param_groups for parameter in group["params"]], 1.0)
+
+
+@pytest.mark.parametrize("name", RARELY)
+@pytest.mark.parametrize(
+    ("between", "trains", "is_error"),
+    [(clear, True, True), (zero, True, True), (keep, True, False), (clear, False, False)],
+)
+def test_an_attached_optimizer_that_is_never_stepped(
+    name: str, between: Callable[[torch.optim.Optimizer], None], trains: bool, is_error: bool
+) -> None:
+    """It was made anew after attach: nothing would be averaged. Accumulation is something else, and so are gradients
+    that nobody trains with, of an adversarial attack for instance."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        another = torch.optim.SGD(ddp.parameters(), lr=0.01)
+
+        def train() -> int:
+            for step in range(60):
+                try:
+                    ddp(torch.ones(1, 3)).sum().backward()
+                except RuntimeError as error:
+                    assert "without a step of SGD, which is attached" in str(error)  # noqa: PT017
+                    return step
+                if trains:
+                    another.step()
+                between(optimizer)
+            return 60
+
+        with tb.attach(ddp, optimizer, RARELY[name]):
+            num_steps = train()
+            assert (num_steps < 50) == is_error
+            optimizer.step()  # the end of the accumulation
+
+    run_ranks(2, body)
+
+
+def test_steps_that_a_grad_scaler_skips_and_closures_that_clear_gradients_are_steps() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, backoff_factor=0.5)
+        with tb.attach(ddp, optimizer, RARELY["decentralized"], grad_scaler=scaler):
+            for _ in range(60):
+                optimizer.zero_grad()
+                scaler.scale(ddp(torch.ones(1, 3)).sum() * float("inf")).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        searching = torch.optim.LBFGS(ddp.parameters(), lr=1e-3, max_iter=60, max_eval=60)
+
+        def closure() -> torch.Tensor:
+            searching.zero_grad()
+            loss = ddp(torch.ones(1, 3)).square().sum()
+            loss.backward()
+            closure_calls.append(loss)
+            return loss
+
+        closure_calls: list[torch.Tensor] = []
+        with tb.attach(ddp, searching, RARELY["decentralized"]):
+            searching.step(closure)
+        assert len(closure_calls) > 50
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torchbagua: LBFGS")
+        run_ranks(2, body)
+
+
+class HandedOn(torch.optim.Optimizer):
+    """An optimizer that only hands calls on, as accelerate's: without hooks of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+class SharedHooks:
+    """One that has all that the optimizer has, as Lightning's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.__dict__.update(optimizer.__dict__)
+        self.optimizer = optimizer
+
+    step, zero_grad = HandedOn.step, HandedOn.zero_grad
+
+
+@pytest.mark.parametrize("wrapper", [HandedOn, SharedHooks])
+@pytest.mark.parametrize("name", ["bytegrad", "qadam", "decentralized", "async"])
+def test_optimizers_in_a_wrapper(wrapper: type[Any], name: str) -> None:
+    """With observers; the same weights as with the optimizer itself."""
+    model = build(lambda: nn.Linear(10, 3))
+
+    def body(group: dist.ProcessGroup, wrap: Callable[[Any], Any]) -> Weights:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        optimizer = wrap(tb.QAdamOptimizer(ddp.parameters(), warmup_steps=2))
+        recorder = tb.traces.Recorder()
+        algorithm = tb.QAdamAlgorithm(optimizer) if name == "qadam" else tb.Algorithm.init(name)
+        data = batches(group.rank())
+        with tb.attach(ddp, optimizer, algorithm, observers=[recorder]):
+            for _ in range(2):
+                optimizer.zero_grad()
+                ddp(data()).square().sum().backward()
+                optimizer.step()
+        assert sum(event.phase == "step" for event in recorder.events) == 2
+        return weights_of(ddp.module)
+
+    direct = run_ranks(2, lambda group: body(group, lambda optimizer: optimizer))
+    handed_on = run_ranks(2, lambda group: body(group, wrapper))
+    if name != "async":  # whose rounds come when they come
+        assert_same_weights([*direct, *handed_on])
+
+
+def test_an_optimizer_whose_step_calls_that_of_its_parent_class() -> None:
+    """Which torch hooks too once there is an instance of the parent: it is one step, and ends when all is done."""
+
+    class Decayed(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            loss = super().step(closure)
+            if self.fails:
+                raise ArithmeticError("no step")
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.mul_(0.5)
+            return loss
+
+    def body(group: dist.ProcessGroup) -> int:
+        ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
+        optimizer = Decayed(ddp.parameters(), lr=0.1)
+        torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with tb.attach(ddp, optimizer, "decentralized") as attachment:
+            ddp(torch.full((1, 3), float(group.rank()))).sum().backward()
+            optimizer.fails = True
+            with pytest.raises(ArithmeticError):
+                optimizer.step()
+            optimizer.fails = False
+            for _ in range(2):
+                optimizer.step()
+            step = attachment.impl.step
+        return step
+
+    assert run_ranks(2, body) == [2, 2]
+
+
+def test_an_optimizer_with_a_state_of_another_form() -> None:
+    """As a Lookahead's, with weights of its own beside a state; rank 0's is all ranks' in the end."""
+
+    class Slow(torch.optim.SGD):
+        def __init__(self, parameters: Any, slow: float) -> None:
+            super().__init__(parameters, lr=0.1)
+            self.slow = torch.tensor(slow)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"slow": self.slow, "fast": super().state_dict()}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.slow = state_dict["slow"]
+            super().load_state_dict(state_dict["fast"])
+
+    def body(group: dist.ProcessGroup) -> float:
+        ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
+        optimizer = Slow(ddp.parameters(), float(group.rank() + 1))
+        with tb.attach(ddp, optimizer, "decentralized"):
+            ddp(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        return float(optimizer.slow)
+
+    assert run_ranks(2, body) == [1.0, 1.0]
+
+
+def test_an_optimizer_without_hooks_is_refused() -> None:
+    class Hookless(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            self.param_groups = [{"params": list(parameters)}]
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
+        with pytest.raises(ValueError, match="must have torch's step hooks, got a Hookless without"):
+            tb.attach(ddp, Hookless(ddp.parameters()), "bytegrad")
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0], [0, 0, 1], [1, 0, 0, 1]], ids=str)
+def test_a_step_ends_when_all_optimizers_have_stepped(order: list[int]) -> None:
+    """In whatever order, and some more often: after each step x += mean(x at its start) - x at its start, as D-PSGD."""
+    model = build(lambda: nn.Sequential(nn.Linear(10, 7), nn.Linear(7, 3)))
+
+    def body(group: dist.ProcessGroup) -> tuple[list[Weights], list[Weights]]:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        optimizers = [torch.optim.SGD(half.parameters(), lr=0.01) for half in ddp.module]
+        updated: list[Weights] = []
+        for optimizer in optimizers:  # before attach's hooks, so without what averaging adds
+            optimizer.register_step_post_hook(lambda *_: updated.append(weights_of(ddp.module)))
+        data, starts, ends = batches(group.rank()), [weights_of(ddp.module)], []
+        stepped: set[int] = set()
+        with tb.attach(ddp, optimizers, tb.DecentralizedAlgorithm()) as attachment:
+            for _ in range(3):
+                ddp.zero_grad()
+                ddp(data()).square().sum().backward()
+                for index in order:
+                    optimizers[index].step()
+                    stepped.add(index)
+                    assert (attachment.impl.step == len(starts)) == (stepped == {0, 1})
+                    if stepped == {0, 1}:
+                        stepped.clear()
+                        ends.append(updated[-1])
+                        starts.append(weights_of(ddp.module))
+                    else:
+                        assert_same_weights([updated[-1], weights_of(ddp.module)])
+        return starts, ends
+
+    ranks = run_ranks(2, body)
+    num_steps = 6 if order == [1, 0, 0, 1] else 3
+    for starts, ends in ranks:
+        assert len(ends) == num_steps
+        for step, end in enumerate(ends):
+            for name, tensor in end.items():
+                mean = (ranks[0][0][step][name] + ranks[1][0][step][name]) / 2
+                assert torch.equal(starts[step + 1][name], tensor + (mean - starts[step][name]))
+
+
+@pytest.mark.parametrize("options", [[{}, {}], [{}, {"fused": True}], [{"fused": True}, {"fused": True}]], ids=str)
+def test_a_step_ends_where_a_grad_scaler_skips_one_optimizer(options: list[dict[str, Any]]) -> None:
+    """On one rank the gradient of one half overflows: all ranks skip that half, and the step ends all the same."""
+    model = build(lambda: nn.Sequential(nn.Linear(10, 7), nn.Linear(7, 3)))
+
+    def body(group: dist.ProcessGroup) -> tuple[list[int], Weights]:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        halves = list(ddp.module)
+        optimizers = [
+            torch.optim.SGD(half.parameters(), lr=0.01, **one) for half, one in zip(halves, options, strict=True)
+        ]
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        steps = []
+        with tb.attach(ddp, optimizers, tb.DecentralizedAlgorithm(), grad_scaler=scaler) as attachment:
+            for step in range(6):
+                ddp.zero_grad()
+                scaler.scale(ddp(torch.ones(1, 10)).sum()).backward()
+                if group.rank() == 1 and step in (1, 2, 4):
+                    halves[step % 2].weight.grad.fill_(float("inf"))
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+                scaler.update()
+                steps.append(attachment.impl.step)
+        return steps, weights_of(ddp.module)
+
+    (first, weights), (second, others) = run_ranks(2, body)
+    assert first == second == [1, 2, 3, 4, 5, 6]
+    assert_same_weights([weights, others])
+
+
+def test_an_optimizer_that_never_steps_beside_one_that_does() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
+        optimizers = [torch.optim.SGD([ddp.module.weight], lr=0.01), torch.optim.Adam([ddp.module.bias])]
+        with tb.attach(ddp, optimizers, RARELY["decentralized"]):
+            for _ in range(210):
+                optimizers[0].step()
+
+    with pytest.warns(RuntimeWarning, match="SGD has stepped 200 times, and Adam not once: nothing is averaged"):
+        run_ranks(2, body)
+
+
+def test_lbfgs_is_told_what_its_closure_must_do() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
+        tb.attach(ddp, torch.optim.LBFGS(ddp.parameters()), "bytegrad").detach()
+
+    with pytest.warns(RuntimeWarning, match="LBFGS calls its closure as often .* mean of the loss over the ranks"):
+        run_ranks(2, body)
