@@ -1,6 +1,7 @@
 """What other people's loops do with DDP and its module: DDP stays silent, or an error says why not."""
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -87,13 +88,11 @@ def test_the_module_inside_a_ddp(name: str, wrap: Callable[[nn.Module], nn.Modul
 
 
 def test_every_ddp_around_the_module_is_silent() -> None:
-    """A model that was wrapped again is trained through the new DDP; one that was let go is not in the way."""
+    """A model that was wrapped again is trained through the new DDP."""
 
     def body(group: dist.ProcessGroup) -> None:
         module = nn.Linear(10, 3)
         first, second = (DistributedDataParallel(module, process_group=group) for _ in range(2))
-        deeper = DistributedDataParallel(nn.Sequential(module, nn.Linear(3, 3)), process_group=group)
-        del deeper  # which trains more than the module, and is in a cycle
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         data = batches(group.rank())
 
@@ -108,6 +107,24 @@ def test_every_ddp_around_the_module_is_silent() -> None:
                 alone(group, step)
 
     run_ranks(2, body)
+
+
+def test_a_ddp_that_was_let_go_is_not_in_the_way() -> None:
+    """It would be refused, since it trains more than the module. One rank: others in this process would hold it."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(3, 3)
+        ddp = DistributedDataParallel(nn.Sequential(module, nn.Linear(3, 3)), process_group=group)
+        ddp.itself = [ddp]
+        del ddp
+        optimizer = torch.optim.SGD(module.parameters())
+        tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group)).detach()
+
+    gc.disable()
+    try:
+        run_ranks(1, body)
+    finally:
+        gc.enable()
 
 
 def test_what_a_ddp_around_the_module_ignores_stays_as_it_is() -> None:
