@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,15 +80,19 @@ def run(
 def kill_marked(mark: str) -> None:
     """Kills every process whose mark begins with `mark`, and those that they start meanwhile."""
     wanted = f"{_MARK}={mark}".encode()
-    found = True
-    while found and sys.platform == "linux":
+    found, patience_s = sys.platform == "linux", time.monotonic() + 0.2
+    while found:
         found = False
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
-                variables = (folder / "environ").read_bytes().split(b"\0")
-                if any(variable.startswith(wanted) for variable in variables):
+                environment = (folder / "environ").read_bytes()
+                if any(variable.startswith(wanted) for variable in environment.split(b"\0")):
                     os.kill(int(folder.name), signal.SIGKILL)
                     found = True
+                elif not environment and (folder / "exe").exists():  # within exec it has none yet
+                    found |= time.monotonic() < patience_s
+        if found:
+            time.sleep(0.002)
 
 
 @contextlib.contextmanager
