@@ -39,8 +39,9 @@ def ddps_around(
         others = (ddp for ddp in living(DistributedDataParallel) if ddp is not besides)
         return [ddp for ddp in others if any(part is module for part in ddp.modules())]
 
-    if around():
-        gc.collect()  # DDP is in cycles with itself: one that was let go is there until it is collected
+    if not around():
+        return []
+    gc.collect()  # DDP is in cycles with itself: one that was let go is there until it is collected
     return around()
 
 
