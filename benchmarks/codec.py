@@ -24,7 +24,7 @@ import torch
 from environment import environment_record
 from torchbagua import native
 from torchbagua.compressors import MinMaxUInt8, Sign1Bit
-from torchbagua.compressors.blocks import WireLayout, block_bounds
+from torchbagua.compressors.blocks import TensorSpec, WireLayout
 from torchbagua.native import reference
 
 OPS = torch.ops.torchbagua
@@ -60,8 +60,8 @@ CODECS: tuple[type[MinMaxUInt8 | Sign1Bit], ...] = (MinMaxUInt8, Sign1Bit)
 def lay_out(codec: type[MinMaxUInt8 | Sign1Bit], layout: str, num_elements: int, dtype: torch.dtype) -> WireLayout:
     """The layout of `num_elements` elements in one chunk."""
     sizes, block = LAYOUTS[layout]
-    bounds = block_bounds(sizes(num_elements), BLOCK)
-    return codec(block).layout(bounds, [0, len(bounds) - 1], dtype, torch.device("cpu"))
+    spec = TensorSpec(tuple(sizes(num_elements)), dtype, torch.device("cpu"), layout)
+    return codec(block).layout(spec, [0, num_elements])
 
 
 def timed_functions(codec: type[MinMaxUInt8 | Sign1Bit], layout: str, dtype: torch.dtype) -> tuple[Timed, Timed]:

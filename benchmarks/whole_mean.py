@@ -12,15 +12,11 @@ import torchbagua as tb
 from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 from torchbagua.compressors import Compressor, MinMaxUInt8
-from torchbagua.compressors.blocks import block_bounds
 
 
 def make_mean(group: BaguaProcessGroup, compressor: Compressor, bucket: tb.BaguaBucket) -> TwoPhaseMean:
     """The collective of one bucket: the one place here that knows how it is made."""
-    lengths = [tensor.parameter.numel() for tensor in bucket.tensors]
-    bounds = block_bounds(lengths, compressor.granularity)
-    flat = bucket.flat
-    return TwoPhaseMean(group.world, compressor, bounds, flat.dtype, flat.device, float(group.size), bucket.name)
+    return TwoPhaseMean(group.world, compressor, bucket.spec, float(group.size))
 
 
 @dataclass(frozen=True)

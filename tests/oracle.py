@@ -91,7 +91,7 @@ def bytegrad(
     return quantise(ordered_sum(sent) / F32(len(rows)), segments, block, coded)
 
 
-class ErrorFeedback:
+class TwoPhaseResiduals:
     """The compressed mean of stacked arrays, with the residuals of what ranks, or nodes, send and of the mean."""
 
     def __init__(self, quantise: Callable[[Array], Array], nodes: Sequence[int] | None = None) -> None:

@@ -14,11 +14,10 @@ import torchbagua as tb
 from oracle import Coded, bytegrad, quantise_block, sign_block
 from ranks import gloo_group, init_default_group, run_ranks
 from torchbagua.collectives import TwoPhaseMean, broadcast_tensors
-from torchbagua.collectives.agreement import Facts, exchange_facts
+from torchbagua.collectives.agreement import Settings, gather_settings
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.exchange import Exchange
-from torchbagua.compressors import Identity, MinMaxUInt8
-from torchbagua.compressors.blocks import block_bounds
+from torchbagua.compressors import Identity, MinMaxUInt8, TensorSpec
 from torchbagua.lane import Lane
 
 SHORT = timedelta(seconds=2)
@@ -108,10 +107,10 @@ def test_disagreement_names_rank_field_and_values() -> None:
 
 
 def test_package_version_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def exchange(store: dist.Store, rank: int, size: int, facts: Facts, timeout: timedelta) -> list[Facts]:
-        return exchange_facts(store, rank, size, {**facts, "version": f"{rank}.0"}, timeout)
+    def exchange(store: dist.Store, rank: int, size: int, settings: Settings, timeout: timedelta) -> list[Settings]:
+        return gather_settings(store, rank, size, {**settings, "version": f"{rank}.0"}, timeout)
 
-    monkeypatch.setattr("torchbagua.collectives.process_group.exchange_facts", exchange)
+    monkeypatch.setattr("torchbagua.collectives.process_group.gather_settings", exchange)
     with pytest.raises(ValueError, match=r"the version of torchbagua: rank 0 has '0\.0', rank 1 has '1\.0'"):
         run_ranks(2, tb.BaguaProcessGroup)
 
@@ -170,9 +169,8 @@ def test_events_count_the_payload() -> None:
     def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
         recorder = tb.traces.Recorder()
         bagua_group = tb.BaguaProcessGroup(group, observers=[recorder])
-        bounds = block_bounds([num_elements], 2048)
-        cpu = torch.device("cpu")
-        mean = TwoPhaseMean(bagua_group.world, MinMaxUInt8(), bounds, torch.float32, cpu, 3.0, "gradients")
+        spec = TensorSpec((num_elements,), torch.float32, torch.device("cpu"), "gradients")
+        mean = TwoPhaseMean(bagua_group.world, MinMaxUInt8(), spec, 3.0)
         mean(torch.ones(num_elements))
         return recorder.events
 
@@ -274,7 +272,7 @@ def test_operations_of_a_group_fail_with_their_own_errors(operation: str) -> Non
         if operation.startswith("broadcast"):
             broadcast_tensors(world, [x], "a test")
         elif operation.startswith("all_reduce"):
-            AllReduceMean(world, x.dtype, x.device, 2.0, "bucket 0")(x)
+            AllReduceMean(world, TensorSpec((x.numel(),), x.dtype, x.device, "bucket 0"), 2.0)(x)
         else:
             all_to_all = Exchange(world, "all_to_all", [x, x.clone()], "bucket 0")
             all_to_all._run_on_nccl(lambda target: x, lambda source: None)

@@ -1,5 +1,6 @@
 """Compressors: their layouts, the sizes that they promise, and what comes back."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
-from torchbagua.compressors import Cast, Compressor, Identity, MinMaxUInt8, Sign1Bit, by_name
-from torchbagua.compressors.blocks import block_bounds, deal_blocks
+from torchbagua.compressors import Cast, Compressor, Identity, MinMaxUInt8, Sign1Bit, TensorSpec, by_name
 
 COMPRESSORS: list[Compressor] = [
     MinMaxUInt8(),
@@ -32,24 +32,30 @@ def after_coding(compressor: Compressor) -> oracle.Coded:
     return oracle.sign_block if isinstance(compressor, Sign1Bit) else oracle.quantise_block
 
 
+def spec_of(segments: Sequence[int], dtype: torch.dtype = torch.float32) -> TensorSpec:
+    return TensorSpec(tuple(segments), dtype, torch.device("cpu"), "a test")
+
+
 def layout_of(compressor: Compressor, segments: Sequence[int], num_chunks: int, dtype: torch.dtype = torch.float32):
-    bounds = block_bounds(segments, compressor.granularity)
-    return compressor.layout(bounds, deal_blocks(bounds, num_chunks), dtype, torch.device("cpu"))
+    spec = spec_of(segments, dtype)
+    return compressor.layout(spec, spec.even_cuts(num_chunks, compressor.block_elements))
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=6), st.integers(1, 40), st.integers(1, 9))
 def test_blocks_are_dealt_whole_and_in_order(segments: list[int], block: int, num_chunks: int) -> None:
-    bounds = block_bounds(segments, block)
+    spec = spec_of(segments)
+    bounds = spec.block_bounds(block)
     lengths = bounds.diff()
     assert bounds[0] == 0
     assert bounds[-1] == sum(segments)
     assert not len(lengths) or (lengths.min() > 0 and lengths.max() <= block)
     assert set(np.cumsum(segments)) <= set(bounds.tolist()), "a block crosses a parameter's boundary"
-    cuts = deal_blocks(bounds, num_chunks)
+    cuts = spec.even_cuts(num_chunks, block)
     assert cuts[0] == 0
-    assert cuts[-1] == len(bounds) - 1
-    assert cuts == sorted(cuts)
-    sizes = bounds[cuts].diff()
+    assert cuts[-1] == sum(segments)
+    assert set(cuts) <= set(bounds.tolist()), "a chunk begins within a block"
+    sizes = torch.tensor(cuts).diff()
+    assert (sizes >= 0).all()
     assert len(sizes) == num_chunks
     assert (sizes - sum(segments) / num_chunks).abs().max() <= block
 
@@ -58,12 +64,13 @@ def test_blocks_are_dealt_whole_and_in_order(segments: list[int], block: int, nu
 @pytest.mark.parametrize("num_elements", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
 @pytest.mark.parametrize("num_chunks", [1, 3])
 def test_wire_bytes_is_what_layout_uses(compressor: Compressor, num_elements: int, num_chunks: int) -> None:
-    bounds = block_bounds([num_elements], compressor.granularity)
-    cuts = deal_blocks(bounds, num_chunks)
-    layout = compressor.layout(bounds, cuts, torch.float32, torch.device("cpu"))
-    for chunk in range(num_chunks):
-        length = int(bounds[cuts[chunk + 1]] - bounds[cuts[chunk]])
-        promised = compressor.wire_bytes(length, cuts[chunk + 1] - cuts[chunk], torch.float32)
+    spec = spec_of([num_elements])
+    bounds = spec.block_bounds(compressor.block_elements).tolist()
+    cuts = spec.even_cuts(num_chunks, compressor.block_elements)
+    layout = compressor.layout(spec, cuts)
+    for chunk, (first, last) in enumerate(itertools.pairwise(cuts)):
+        num_blocks = bounds.index(last) - bounds.index(first)
+        promised = compressor.wire_bytes(last - first, num_blocks, torch.float32)
         row = layout.rows[chunk]
         assert row.stop - row.start == promised
         if not compressor.in_place:

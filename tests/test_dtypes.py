@@ -20,6 +20,7 @@ from test_ddp import check_runs
 from test_decentralized import check_decentralized, check_low_precision
 from test_resume import checkpoint, resume
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
+from torchbagua.compressors import TensorSpec
 from training import Tower, Wide, build
 from training import train as train_hooked
 
@@ -267,7 +268,7 @@ def test_the_mean_that_nccl_forms() -> None:
         world = tb.BaguaProcessGroup(group).world
         world.nccl = group
         values = torch.tensor([1.0, 2.0**-40], dtype=torch.float64) + group.rank()
-        AllReduceMean(world, values.dtype, values.device, 3.0, "bucket")(values)
+        AllReduceMean(world, TensorSpec((2,), values.dtype, values.device, "bucket"), 3.0)(values)
         return values
 
     for values in run_ranks(3, body):

@@ -36,7 +36,7 @@ BLOCKS = {"MinMaxUInt8": oracle.quantise_block, "sign1bit": oracle.sign_block}
 
 def feedback(compression: str) -> Any:
     def make_average(size: int, nodes: Sequence[int] | None) -> Average:
-        return oracle.ErrorFeedback(lambda row: oracle.quantise(row, [size], coded=BLOCKS[compression]), nodes)
+        return oracle.TwoPhaseResiduals(lambda row: oracle.quantise(row, [size], coded=BLOCKS[compression]), nodes)
 
     return make_average
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 import torchbagua as tb
 from ranks import run_ranks
 from torchbagua import side_stream
-from torchbagua.collectives import staging, two_phase_mean
+from torchbagua.collectives import centralized_mean, staging
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.compressors import Cast, Identity, MinMaxUInt8
+from torchbagua.compressors import Cast, Identity, MinMaxUInt8, TensorSpec
 from torchbagua.lane import Lane
-from torchbagua.side_stream import Baton
+from torchbagua.side_stream import StreamHandoff
 
 LENGTHS = (3000, 17, 1, 5000)
 
@@ -40,6 +40,23 @@ class PlayedNccl:
         for work in works:
             work.wait()
 
+    def alltoall_base(
+        self, output: torch.Tensor, given: torch.Tensor, output_sizes: list[int], input_sizes: list[int], options: Any
+    ) -> None:
+        """The same of equal parts."""
+        assert not output_sizes
+        assert not input_sizes
+        assert not options.asyncOp, "on the current stream"
+        self._calls.append(threading.current_thread().name)
+        self._group.alltoall_base(output, given, [], []).wait()
+
+    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, options: Any) -> None:
+        assert not options.asyncOp, "on the current stream"
+        self._calls.append(threading.current_thread().name)
+        theirs = torch.empty_like(output)
+        self._group._allgather_base(theirs, own.clone()).wait()
+        output.copy_(theirs)
+
 
 def is_of_a_gpu(_: Communicator, tensor: torch.Tensor) -> bool:
     return tensor.dtype != torch.int64  # all but what ranks agree on
@@ -53,16 +70,8 @@ def mean_of_ranks(compressor: Any, nodes: list[int], nccl_calls: list[str] | Non
         for communicator in (own.world, own.intra_node, own.inter_node):
             if nccl_calls is not None and communicator is not None:
                 communicator.nccl = PlayedNccl(communicator.process_group, nccl_calls)  # type: ignore[assignment]
-        mean = two_phase_mean.centralized_mean(
-            own,
-            compressor,
-            LENGTHS,
-            torch.float32,
-            torch.device("cpu"),
-            hierarchical=True,
-            average=True,
-            bucket="bucket 0",
-        )
+        spec = TensorSpec(LENGTHS, torch.float32, torch.device("cpu"), "bucket 0")
+        mean = centralized_mean(own, compressor, spec, hierarchical=True)
         for round_index in range(2):
             x = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(10 * round_index + group.rank()))
             mean(x)
@@ -195,7 +204,7 @@ def test_the_lanes_thread_makes_the_gpu_its_own_before_it_uses_it(monkeypatch: p
         yield
 
     class Played(PlayedStream):
-        def __init__(self, device: torch.device) -> None:
+        def __init__(self, device: torch.device, priority: int = 0) -> None:
             super().__init__([])
 
         def wait_event(self, mark: object) -> None:
@@ -284,7 +293,7 @@ def test_mean_in_full_precision_is_one_all_reduce(dtype: torch.dtype, average: b
         own = tb.BaguaProcessGroup(group, observers=[recorder] if group.rank() == 0 else [])
         own.world.nccl = own.world.process_group
         divisor = float(size) if average else 1.0
-        mean = AllReduceMean(own.world, dtype, torch.device("cpu"), divisor, "bucket 0")
+        mean = AllReduceMean(own.world, TensorSpec((1000,), dtype, torch.device("cpu"), "bucket 0"), divisor)
         x, out = whole[group.rank()].clone(), torch.empty(1000, dtype=dtype)
         mean(x, out)
         assert torch.equal(x, whole[group.rank()])
@@ -297,7 +306,7 @@ def test_mean_in_full_precision_is_one_all_reduce(dtype: torch.dtype, average: b
         assert torch.equal(out.float(), expected)
     messages = [(event.phase, event.operation, event.peers, event.wire_bytes) for event in recorder.events]
     ring_bytes = 1000 * dtype.itemsize * 3 // 2
-    assert messages == [("receive", "all_reduce", (3,), ring_bytes), ("send", "all_reduce", (1,), ring_bytes)] * 2
+    assert messages == [("send", "all_reduce", (1,), ring_bytes), ("receive", "all_reduce", (3,), ring_bytes)] * 2
 
 
 class CountingStream:
@@ -315,24 +324,24 @@ class CountingStream:
         self.told.append(f"waits for {mark}")
 
 
-def test_a_baton_is_passed_from_stream_to_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_handed_from_stream_to_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     training, lane = CountingStream("training"), CountingStream("lane")
     current = [training]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
-    baton = Baton(torch.device("cuda"))
-    baton.take()
-    baton.pass_on()
-    assert training.told == ["mark"], "nobody had passed it"
+    handoff = StreamHandoff(torch.device("cuda"))
+    handoff.wait()
+    handoff.record()
+    assert training.told == ["mark"], "nothing had been recorded"
     current[0] = lane
-    baton.pass_on()
-    assert lane.told == ["waits for mark 1 of training", "mark"], "after what was passed before"
+    handoff.record()
+    assert lane.told == ["waits for mark 1 of training", "mark"], "after what was recorded before"
     current[0] = training
-    baton.take()
+    handoff.wait()
     assert training.told[1:] == ["waits for mark 2 of lane"]
 
 
-def test_a_baton_of_the_cpu_asks_nothing_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handoff_on_the_cpu_asks_nothing_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: pytest.fail("there is none"))
-    baton = Baton(torch.device("cpu"))
-    for use in (baton.take, baton.pass_on, baton.take):
+    handoff = StreamHandoff(torch.device("cpu"))
+    for use in (handoff.wait, handoff.record, handoff.wait):
         use()

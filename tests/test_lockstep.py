@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.collectives import broadcast_state, broadcast_tensors, check_in_step, maximum
+from torchbagua.collectives import all_reduce_max, broadcast_state, broadcast_tensors, require_same_progress
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8])
@@ -19,7 +19,7 @@ def test_maximum_over_any_number_of_ranks(size: int) -> None:
     def body(group: dist.ProcessGroup) -> tuple[list[int], int]:
         recorder = tb.traces.Recorder()
         own = tb.BaguaProcessGroup(group, observers=[recorder])
-        result = maximum(own.world, values[group.rank()], "a test")
+        result = all_reduce_max(own.world, values[group.rank()], "a test")
         return result, sum(event.phase == "send" for event in recorder.events)
 
     for result, num_messages in run_ranks(size, body):
@@ -32,9 +32,9 @@ def test_ranks_in_step_and_out_of_step() -> None:
 
     def body(group: dist.ProcessGroup) -> str:
         own = tb.BaguaProcessGroup(group)
-        check_in_step(own.world, {"steps": 2**40 - 1, "rounds": 0}, "a good round")
+        require_same_progress(own.world, {"steps": 2**40 - 1, "rounds": 0}, "a good round")
         with pytest.raises(tb.CommunicationError) as caught:
-            check_in_step(own.world, {"rounds": 7, "steps": 6 if group.rank() == 2 else 5}, "a bad round")
+            require_same_progress(own.world, {"rounds": 7, "steps": 6 if group.rank() == 2 else 5}, "a bad round")
         return str(caught.value)
 
     messages = run_ranks(5, body)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from native_codecs import MINMAX_UINT8, Codec, assert_same_values, hostile_values
-from torchbagua.compressors.blocks import block_bounds
+from torchbagua.compressors import TensorSpec
 from torchbagua.native import reference
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,7 @@ def codec(gpu: torch.device) -> Codec:
 
 def dense_table(codec: Codec, num_elements: int) -> Tensor:
     """Blocks that fill x, all headers first in the wire."""
-    bounds = block_bounds([num_elements], BLOCK)
+    bounds = TensorSpec((num_elements,), torch.float32, torch.device("cpu"), "x").block_bounds(BLOCK)
     starts, lengths = bounds[:-1], bounds.diff()
     headers = codec.header_bytes * torch.arange(len(starts))
     return torch.stack((starts, lengths, headers, codec.header_bytes * len(starts) + starts), dim=1)

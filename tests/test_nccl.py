@@ -22,6 +22,7 @@ from training import Tower, build, train
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.exchange import Exchange
+from torchbagua.compressors import TensorSpec
 from whole_mean import WholeByteGradAlgorithm
 
 pytestmark = pytest.mark.gpu
@@ -81,8 +82,8 @@ def test_one_rank_that_is_its_own_peer_has_its_gradients_coded_twice(
     codec = tb.compressors.MinMaxUInt8()
     for name, gradient in local.items():
         expected = gradient.flatten()
-        bounds = tb.compressors.blocks.block_bounds([expected.numel()], codec.granularity)
-        layout = codec.layout(bounds, [0, len(bounds) - 1], expected.dtype, expected.device)
+        spec = TensorSpec((expected.numel(),), expected.dtype, expected.device, name)
+        layout = codec.layout(spec, [0, spec.num_elements])
         for _ in range(2):
             wire = torch.zeros(layout.num_bytes, dtype=torch.uint8)
             codec.encode(expected, layout, wire)
@@ -176,7 +177,7 @@ def test_nccl_moves_what_an_exchange_and_a_mean_send(group: dist.ProcessGroup, g
         exchange.run(lambda target: x)
         assert torch.equal(received, x)
         mean = torch.empty_like(x)
-        AllReduceMean(own.world, x.dtype, gpu, 2.0, "bucket 0")(x, mean)
+        AllReduceMean(own.world, TensorSpec((x.numel(),), x.dtype, gpu, "bucket 0"), 2.0)(x, mean)
         assert torch.equal(mean, x / 2)
         assert (own.world.nccl is group) != is_private
     own.wait_for_gpu(gpu, "the end")

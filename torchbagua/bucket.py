@@ -9,16 +9,15 @@ import torch
 from torchbagua.collectives import (
     BaguaProcessGroup,
     CommunicationError,
-    ErrorFeedback,
     Mean,
     Replicas,
+    TwoPhaseResiduals,
     cause_of,
     centralized_mean,
     decentralized_mean,
     low_precision_ring,
 )
-from torchbagua.compressors import Compressor, by_name
-from torchbagua.compressors.cast import sum_dtype
+from torchbagua.compressors import Compressor, TensorSpec, by_name, sum_dtype
 from torchbagua.events import Details
 from torchbagua.memory_order import flat_length, shape_like
 from torchbagua.tracer import Span
@@ -189,7 +188,7 @@ class BaguaBucket:
         compression: str | Compressor | None = None,
         group: BaguaProcessGroup | None = None,
         *,
-        error_feedback: ErrorFeedback | None = None,
+        error_feedback: TwoPhaseResiduals | None = None,
     ) -> "BaguaBucket":
         """Append the mean (or sum) of the flat tensor over the group, bit-identical on all ranks afterwards.
 
@@ -235,13 +234,7 @@ class BaguaBucket:
         """
         self._check_like_flat("peer_weight", peer_weight, self.flat.dtype)
         mean = decentralized_mean(
-            self._using(group),
-            self._segment_lengths,
-            self.flat.dtype,
-            self.flat.device,
-            hierarchical=hierarchical,
-            peer_selection_mode=peer_selection_mode,
-            bucket=self.name,
+            self._using(group), self.spec, hierarchical=hierarchical, peer_selection_mode=peer_selection_mode
         )
 
         def operation(bucket: "BaguaBucket") -> None:
@@ -284,12 +277,10 @@ class BaguaBucket:
         update, exchange = low_precision_ring(
             self._using(group),
             self._compressor(compression),
-            self._segment_lengths,
-            self.flat.dtype,
+            self.spec,
             replicas,
             hierarchical=hierarchical,
             is_bounded=is_bounded,
-            bucket=self.name,
         )
 
         def operation(bucket: "BaguaBucket") -> Finish:
@@ -334,19 +325,21 @@ class BaguaBucket:
         *,
         hierarchical: bool,
         average: bool,
-        error_feedback: ErrorFeedback | None = None,
+        error_feedback: TwoPhaseResiduals | None = None,
     ) -> Mean:
         return centralized_mean(
             self._using(group),
             self._compressor(compression),
-            self._segment_lengths,
-            self.flat.dtype,
-            self.flat.device,
+            self.spec,
             hierarchical=hierarchical,
             average=average,
-            bucket=self.name,
-            error_feedback=error_feedback,
+            residuals=error_feedback,
         )
+
+    @property
+    def spec(self) -> TensorSpec:
+        """What `flat` is, for collectives."""
+        return TensorSpec(tuple(self._segment_lengths), self.flat.dtype, self.flat.device, self.name)
 
     @property
     def _segment_lengths(self) -> list[int]:

@@ -10,6 +10,8 @@ import torch
 _OVERSHOOT = 0.1
 _LONGEST_SLEEP_S = 0.01
 
+_HIGH_PRIORITY = -1  # torch has two, and 0 is that of all others
+
 
 def wait_on_host(mark: torch.cuda.Event, timeout_s: float) -> None:
     """Wait until the GPU has come to `mark`. Raises TimeoutError.
@@ -36,7 +38,8 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device)
+        # What it does is waited for by other ranks, and takes few of the GPU's processors.
+        self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
         # A future records an event for the devices of the tensors that it is completed with, and for no other.
         self.token = torch.empty(1, device=device)
 
@@ -68,8 +71,8 @@ class SideStream:
             yield
 
 
-class Baton:
-    """Passes tensors between two threads: what one does after it takes them comes after what the other did before.
+class StreamHandoff:
+    """Hands tensors over between two threads: what follows one's `wait` comes after what led to the other's `record`.
 
     Args:
         device: where the tensors are; on the CPU there is nothing to wait for.
@@ -79,13 +82,13 @@ class Baton:
         self._device = device
         self._mark: torch.cuda.Event | None = None
 
-    def take(self) -> None:
-        """Have the calling thread's stream wait until the stream of whoever passed last has come to that."""
+    def wait(self) -> None:
+        """Have the calling thread's stream wait for what the last `record` came after."""
         if self._mark is not None:
             torch.cuda.current_stream(self._device).wait_event(self._mark)
 
-    def pass_on(self) -> None:
-        """Note where the calling thread's stream stands, which has come after all that passed before."""
+    def record(self) -> None:
+        """Note where the calling thread's stream stands, after all that was recorded before."""
         if self._device.type == "cuda":
-            self.take()
+            self.wait()
             self._mark = torch.cuda.current_stream(self._device).record_event()

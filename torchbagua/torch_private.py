@@ -41,6 +41,17 @@ def backend_of(group: dist.ProcessGroup, device_type: str | None = None) -> Any:
     return group._get_backend(torch.device(device_type)) if device_type in types else None
 
 
+def all_gather_base(group: dist.ProcessGroup, output: torch.Tensor, own: torch.Tensor) -> dist.Work | None:
+    """Start to receive all ranks' `own` in `output`, one after the other, on the current stream where it is NCCL's.
+
+    The group's public methods take a list of tensors, into which NCCL then copies what it has received in one.
+    """
+    options = torch._C._distributed_c10d.AllgatherOptions()
+    options.asyncOp = False
+    work: dist.Work | None = group._allgather_base(output, own, options)
+    return work
+
+
 def nccl_options(timeout: timedelta) -> Any:
     """Return options of a ProcessGroupNCCL whose operations may take so long."""
     options = dist.ProcessGroupNCCL.Options()

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 
 from torchbagua.algorithms.model_averaging import ModelAveragingImpl
-from torchbagua.collectives import CommunicationError, check_in_step, maximum
+from torchbagua.collectives import CommunicationError, all_reduce_max, require_same_progress
 from torchbagua.events import Details
-from torchbagua.side_stream import Baton
+from torchbagua.side_stream import StreamHandoff
 from torchbagua.user_warning import warn_user
 
 REASONS = ("abort", "detach", "new buckets", "load_state_dict")
@@ -92,7 +92,7 @@ class BackgroundRounds:
         self._turn = threading.Condition()
         self._snapshots = snapshots
         self._device = impl.flats[0].device if impl.flats else torch.device("cpu")
-        self._baton = Baton(self._device)
+        self._handoff = StreamHandoff(self._device)
         self._differences = [torch.zeros_like(flat) for flat in impl.flats]
         self._buffer_snapshots = [torch.zeros_like(bucket.flat) for bucket in impl.buffer_buckets]
         self._has_differences = False
@@ -111,7 +111,7 @@ class BackgroundRounds:
         self._step_s = 0.0
         self._last_step_at = clock.now()
         impl.read_weights(self._snapshots)
-        self._baton.pass_on()
+        self._handoff.record()
         self._facts = impl.facts()
         self._ending = impl.lane.start(self._run, interrupt=self.leave)
 
@@ -175,13 +175,13 @@ class BackgroundRounds:
         with self._turn:
             if not self._has_differences:
                 return None
-            self._baton.take()
+            self._handoff.wait()
             copies = [[one.clone() for one in ones] for ones in (self._differences, self._buffer_snapshots)]
-            self._baton.pass_on()
+            self._handoff.record()
             return copies[0], copies[1]
 
     def _serve(self) -> None:
-        self._baton.take()
+        self._handoff.wait()
         if self._has_differences:
             self._impl.add_to_weights(self._differences, self._buffer_snapshots)
             self._has_differences = False
@@ -195,11 +195,11 @@ class BackgroundRounds:
             self._wants_snapshot = self._is_behind = False
             self._is_last_snapshot = self._stops
             self._turn.notify_all()
-        self._baton.pass_on()
+        self._handoff.record()
 
     def _run(self) -> Ending:
         try:
-            check_in_step(self._world, self._facts, "the first of the averaging rounds")
+            require_same_progress(self._world, self._facts, "the first of the averaging rounds")
             while True:
                 self._await_snapshot()
                 if (ending := self._agree_on_ending()) is not None and not ending.has_mean:
@@ -220,7 +220,7 @@ class BackgroundRounds:
     def _await_snapshot(self) -> None:
         with self._turn:
             self._wait(self._interval_s, lambda: self._stops or self._leaves)
-            self._baton.pass_on()
+            self._handoff.record()
             self._wants_snapshot = True
             self._turn.notify_all()
             # A rank that trains gives one within a step, and one that stops gives one at once.
@@ -228,7 +228,7 @@ class BackgroundRounds:
             self._wait(patience_s, lambda: not self._wants_snapshot or self._stops or self._leaves)
             self._wait(self._longest_patience_s, lambda: not (self._wants_snapshot and self._stops) or self._leaves)
             self._wants_snapshot = False
-            self._baton.take()
+            self._handoff.wait()
         if self._is_behind:
             for snapshot, difference in zip(self._snapshots, self._differences, strict=True):
                 snapshot.add_(difference)
@@ -239,7 +239,7 @@ class BackgroundRounds:
             leaver = self._world.rank + 1 if self._leaves else 0
             going_on = 0 if self._is_last_snapshot else self._world.rank + 1
             values = [leaver, going_on, int(self._wants_mean), self._reason, -self._reason]
-        leaver, going_on, wants_mean, last_reason, minus_first_reason = maximum(
+        leaver, going_on, wants_mean, last_reason, minus_first_reason = all_reduce_max(
             self._world, values, f"averaging round {self.num_rounds}"
         )
         if leaver:
@@ -258,7 +258,7 @@ class BackgroundRounds:
         # So that a training thread that takes them does not wait for the network.
         self._impl.process_group.wait_for_gpu(self._device, f"averaging round {self.num_rounds}")
         with self._turn:
-            self._baton.take()
+            self._handoff.wait()
             if self._has_differences:  # the training thread has not come since the last round
                 for difference, (bucket, snapshot) in zip(self._differences, averaged, strict=True):
                     difference.add_(bucket.flat)
@@ -269,7 +269,7 @@ class BackgroundRounds:
                 self._buffer_snapshots = of_buffers
                 self._averaged_at_step = self._snapshot_at_step
                 self._has_differences = self._is_behind = True
-            self._baton.pass_on()
+            self._handoff.record()
 
     def _wait(self, timeout_s: float, is_done: Callable[[], bool]) -> None:
         deadline_s = self._clock.now() + timeout_s

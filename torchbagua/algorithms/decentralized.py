@@ -12,8 +12,7 @@ from torchbagua.algorithms.rank_state import check_rank_state, place_of
 from torchbagua.algorithms.synchronous_averaging import SynchronousAveragingImpl
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import PEER_SELECTION_MODES, BaguaProcessGroup, check_peers
-from torchbagua.compressors import Compressor, Identity, MinMaxUInt8
-from torchbagua.compressors.cast import sum_dtype
+from torchbagua.compressors import Compressor, Identity, MinMaxUInt8, sum_dtype
 from torchbagua.lane import Job
 
 

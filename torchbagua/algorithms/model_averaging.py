@@ -9,7 +9,7 @@ import torch
 from torchbagua.algorithms.base import Algorithm, check_flags
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import BaguaBucket, BaguaTensor, check_elements
-from torchbagua.collectives import BaguaProcessGroup, check_in_step, fingerprint, moved_within
+from torchbagua.collectives import BaguaProcessGroup, clamp_to_mean, fingerprint, require_same_progress
 from torchbagua.lane import Job
 from torchbagua.memory_order import flat_length
 
@@ -163,7 +163,7 @@ class ModelAveragingImpl(AlgorithmImpl):
         facts = self.facts(is_last=is_last)
 
         def job() -> T:
-            check_in_step(self.process_group.world, facts, purpose)
+            require_same_progress(self.process_group.world, facts, purpose)
             return run()
 
         return self.lane.start(job)
@@ -197,7 +197,7 @@ class ModelAveragingImpl(AlgorithmImpl):
 
         Args:
             differences: mean minus snapshot, one flat tensor for each bucket.
-            buffer_snapshots: the snapshots, of `buffer_buckets` only: buffers decay, see `moved_within`.
+            buffer_snapshots: the snapshots, of `buffer_buckets` only: buffers decay, see `clamp_to_mean`.
         """
         with self.tracer.span("apply"):
             snapshots = dict(zip(self.buffer_buckets, buffer_snapshots, strict=True))
@@ -205,7 +205,7 @@ class ModelAveragingImpl(AlgorithmImpl):
                 if bucket in snapshots:
                     means = bucket.views(snapshots[bucket] + difference)
                     for (weight, part), (_, mean) in zip(self._with_weights(bucket, difference), means, strict=True):
-                        weight.copy_(moved_within(weight, part, mean))
+                        weight.copy_(clamp_to_mean(weight, part, mean))
                 else:
                     for weight, part in self._with_weights(bucket, difference):
                         weight.add_(part)

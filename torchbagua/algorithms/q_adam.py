@@ -14,7 +14,13 @@ from torchbagua.algorithms.rank_state import check_rank_state, place_of
 from torchbagua.algorithms.residuals import ResidualsByParameter
 from torchbagua.algorithms.wrapped_optimizer import unwrap
 from torchbagua.bucket import BaguaBucket, BaguaTensor
-from torchbagua.collectives import BaguaProcessGroup, ErrorFeedback, Held, check_in_step, fingerprint
+from torchbagua.collectives import (
+    BaguaProcessGroup,
+    ResidualPair,
+    TwoPhaseResiduals,
+    fingerprint,
+    require_same_progress,
+)
 from torchbagua.compressors import DEFAULT_BLOCK, Compressor, MinMaxUInt8, Sign1Bit, check_block
 from torchbagua.memory_order import flatten_like
 
@@ -170,7 +176,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
                 "parameters past their warm-up": len(num_updates),
                 "updates of parameters past their warm-up": sum(num_updates),
             }
-            in_step = self.lane.start(lambda: check_in_step(self.process_group.world, facts, "the gradients"))
+            in_step = self.lane.start(lambda: require_same_progress(self.process_group.world, facts, "the gradients"))
             if self.process_group.has_nccl:  # its collectives do not wait for their turn in the lane
                 in_step.result()
         return before != self._num_past_warmup
@@ -221,11 +227,13 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             super().load_state_dict(state)
             return
         owner = type(self).__name__
-        check_rank_state(owner, state, Held._fields, self.process_group)
+        check_rank_state(owner, state, ResidualPair._fields, self.process_group)
         self.residuals.load_state_dict(owner, state, self._named)
         # What ranks hold decides whether they sum it in the next backward.
         facts = {"as a digest of the names in its state": fingerprint(list(state["sent"]))}
-        self.lane.start(lambda: check_in_step(self.process_group.world, facts, "loading the residuals")).result()
+        self.lane.start(
+            lambda: require_same_progress(self.process_group.world, facts, "loading the residuals")
+        ).result()
         self.reset()
 
     def close(self) -> None:
@@ -287,7 +295,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             torch.ops.torchbagua.qadam_form_gradients(averages, momenta, beta1=beta1, share=share)
 
     @torch.no_grad()
-    def _follow(self, bucket: BaguaBucket, group: BaguaProcessGroup, feedback: ErrorFeedback | None) -> None:
+    def _follow(self, bucket: BaguaBucket, group: BaguaProcessGroup, feedback: TwoPhaseResiduals | None) -> None:
         """Do what the other ranks' steps do with the mean: this rank takes none, and what it sends must not be old."""
         if self.residuals is not None:
             self.residuals.end_accumulation(bucket)

@@ -8,7 +8,7 @@ import torch
 
 from torchbagua.algorithms.accumulation import Accumulation
 from torchbagua.bucket import BaguaBucket
-from torchbagua.collectives import ErrorFeedback, Held
+from torchbagua.collectives import ResidualPair, TwoPhaseResiduals
 from torchbagua.memory_order import flatten_like, shape_like
 
 
@@ -23,13 +23,13 @@ class ResidualsByParameter:
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, tuple[ErrorFeedback, slice]] = {}  # by the parameter's id
+        self._places: dict[int, tuple[TwoPhaseResiduals, slice]] = {}  # by the parameter's id
         self._accumulations: dict[int, Accumulation] = {}  # the same
         # Also where the impl is forgotten behind a hook of DDP.
         self._let_go = weakref.finalize(self, _close, self._accumulations)
         self._let_go.atexit = False
 
-    def of_bucket(self, bucket: BaguaBucket) -> ErrorFeedback:
+    def of_bucket(self, bucket: BaguaBucket) -> TwoPhaseResiduals:
         """Return the error feedback of a new bucket.
 
         Raises:
@@ -50,9 +50,9 @@ class ResidualsByParameter:
                     "the first of them is not known in the other bucket; accumulate gradients under ddp.no_sync()"
                 )
             held = [self._held(parameter) for parameter in parameters]
-            feedback = ErrorFeedback(bucket.flat.device, Held(*map(torch.cat, zip(*held, strict=True))))
+            feedback = TwoPhaseResiduals(bucket.flat.device, ResidualPair(*map(torch.cat, zip(*held, strict=True))))
         else:
-            feedback = ErrorFeedback(bucket.flat.device)
+            feedback = TwoPhaseResiduals(bucket.flat.device)
         for parameter, part in zip(parameters, slices, strict=True):
             self._places[id(parameter)] = (feedback, part)
             if id(parameter) not in self._accumulations:
@@ -93,7 +93,7 @@ class ResidualsByParameter:
     def commit(self, used: Collection[torch.Tensor]) -> None:
         """Commit what is staged of the parameters in `used`; of others nothing that was sent has been used."""
         used_ids = {id(parameter) for parameter in used}
-        unused: dict[ErrorFeedback, list[slice]] = {}
+        unused: dict[TwoPhaseResiduals, list[slice]] = {}
         for parameter_id, (feedback, place) in self._places.items():
             parts = unused.setdefault(feedback, [])
             if parameter_id not in used_ids:
@@ -111,7 +111,7 @@ class ResidualsByParameter:
         held = {name: self._held(parameter) for name, parameter in named.items()}
         return {
             kind: {name: shape_like(named[name], getattr(both, kind)).clone() for name, both in held.items()}
-            for kind in Held._fields
+            for kind in ResidualPair._fields
         }
 
     def load_state_dict(self, owner: str, state: Mapping[str, Any], named: Mapping[str, torch.Tensor]) -> None:
@@ -121,30 +121,32 @@ class ResidualsByParameter:
             ValueError: it holds other names or shapes than those of parameters; names `owner`.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        first, *others = (_shapes_in(state[kind]) for kind in Held._fields)
+        first, *others = (_shapes_in(state[kind]) for kind in ResidualPair._fields)
         if first is None or any(other != first for other in others) or not first.items() <= shapes.items():
             wrong = [name for name, shape in (first or {}).items() if shapes.get(name) != shape]
             raise ValueError(
-                f"{owner}.load_state_dict: {' and '.join(Held._fields)} must hold tensors of the same names, which are "
-                f"parameters of the optimizer, in their shapes, got others{f', {wrong[:5]}' if wrong else ''}"
+                f"{owner}.load_state_dict: {' and '.join(ResidualPair._fields)} must hold tensors of the same names, which "
+                f"are parameters of the optimizer, in their shapes, got others{f', {wrong[:5]}' if wrong else ''}"
             )
         self._places = {}
         for accumulation in self._accumulations.values():
             accumulation.end()
         for name in first:
             parameter = named[name]
-            held = Held(*(flatten_like(parameter, state[kind][name].float()).clone() for kind in Held._fields))
-            self._places[id(parameter)] = (ErrorFeedback(parameter.device, held), slice(0, parameter.numel()))
+            held = ResidualPair(
+                *(flatten_like(parameter, state[kind][name].float()).clone() for kind in ResidualPair._fields)
+            )
+            self._places[id(parameter)] = (TwoPhaseResiduals(parameter.device, held), slice(0, parameter.numel()))
 
     def _is_kept(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._accumulations and self._accumulations[id(parameter)].is_kept
 
-    def _held(self, parameter: torch.Tensor) -> Held:
+    def _held(self, parameter: torch.Tensor) -> ResidualPair:
         if id(parameter) in self._places:
             feedback, place = self._places[id(parameter)]
-            return feedback.spread(place)
+            return feedback.expand(place)
         nothing = torch.zeros(parameter.numel(), device=parameter.device)
-        return Held(nothing, nothing)
+        return ResidualPair(nothing, nothing)
 
 
 def _close(accumulations: dict[int, Accumulation]) -> None:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchbagua.algorithms.model_averaging import ModelAveragingImpl
-from torchbagua.collectives import BaguaProcessGroup, check_in_step
+from torchbagua.collectives import BaguaProcessGroup, require_same_progress
 from torchbagua.lane import Job
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class SynchronousAveragingImpl(ModelAveragingImpl):
         self._num_overflow_checks += 1
         world, facts = self.process_group.world, self.facts()
         purpose = f"the search for Inf after {self.step} steps"
-        return self.lane.start(lambda: check_in_step(world, facts, purpose, int(found_inf))).result() == 1
+        return self.lane.start(lambda: require_same_progress(world, facts, purpose, int(found_inf))).result() == 1
 
     def finish(self, *, failed: bool) -> bool:
         """Bring what is in flight into the weights and, where it is asked for, make them equal on all ranks."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from torchbagua.bucket import BaguaBucket
-from torchbagua.collectives import Communicator, maximum
+from torchbagua.collectives import Communicator, all_reduce_max
 
 
 def average_gradients(
@@ -31,7 +31,7 @@ def average_gradients(
         has_gradient.append(int(gradient is not None))
 
     def average() -> list[int]:
-        used = maximum(communicator, has_gradient, "the gradients")
+        used = all_reduce_max(communicator, has_gradient, "the gradients")
         for bucket in inputs:
             bucket.run()
         return used

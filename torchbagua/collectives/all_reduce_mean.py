@@ -5,7 +5,9 @@ from typing import Literal
 import torch
 
 from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.exchange import launched
 from torchbagua.collectives.private_groups import all_reduce
+from torchbagua.compressors import TensorSpec
 from torchbagua.tracer import Span
 
 
@@ -14,20 +16,17 @@ class AllReduceMean:
 
     Args:
         communicator: over all ranks, with NCCL.
-        dtype, device: of the tensor.
+        spec: the tensor.
         divisor: the number of ranks; 1 for the sum.
-        bucket: the tensor's name, for events and errors.
     """
 
-    def __init__(
-        self, communicator: Communicator, dtype: torch.dtype, device: torch.device, divisor: float, bucket: str
-    ) -> None:
+    def __init__(self, communicator: Communicator, spec: TensorSpec, divisor: float) -> None:
         self._communicator = communicator
-        self._bucket = bucket
+        self._name = spec.name
         # A tensor: division by a Python number would be a multiplication by its reciprocal.
-        self._divisor = None if divisor == 1.0 else torch.full((1,), divisor, device=device)
+        self._divisor = None if divisor == 1.0 else torch.full((1,), divisor, device=spec.device)
         # A sum of many ranks may leave the range of float16, so there each value is divided first, as DDP does.
-        self._divides_first = dtype == torch.float16
+        self._divides_first = spec.dtype == torch.float16
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
         """Write the mean of `x_N` to `out_N`, another tensor like it; by default in place.
@@ -43,25 +42,24 @@ class AllReduceMean:
         if self._divisor is not None and self._divides_first:
             out_N.div_(self._divisor)
         # What a rank has to send in a ring; its neighbours there stand for whom NCCL chooses.
-        num_bytes = 2 * out_N.nbytes * (communicator.size - 1) // communicator.size
+        num_elements, num_bytes = out_N.numel(), 2 * out_N.nbytes * (communicator.size - 1) // communicator.size
 
         def message(phase: Literal["send", "receive"], peer: int) -> Span:
             return communicator.message_span(
                 phase,
                 peer,
-                self._bucket,
+                self._name,
                 on_nccl=True,
                 operation="all_reduce",
-                num_elements=out_N.numel(),
+                num_elements=num_elements,
                 raw_bytes=num_bytes,
                 wire_bytes=num_bytes,
             )
 
-        with (
-            communicator.launching(f"all_reduce of {self._bucket}") as nccl,
-            message("send", communicator.rank_after(1)),
-            message("receive", communicator.rank_before(1)),
-        ):
+        def messages() -> list[Span]:
+            return [message("send", communicator.rank_after(1)), message("receive", communicator.rank_before(1))]
+
+        with launched(communicator, f"all_reduce of {self._name}", messages) as nccl:
             all_reduce(nccl, out_N)
         if self._divisor is not None and not self._divides_first:
             out_N.div_(self._divisor)

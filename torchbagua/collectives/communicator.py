@@ -16,7 +16,7 @@ from torchbagua.collectives.private_nccl import PrivateNccl
 from torchbagua.collectives.staging import Staging
 from torchbagua.events import Details, Phase
 from torchbagua.torch_private import backend_of
-from torchbagua.tracer import Span, Tracer
+from torchbagua.tracer import NO_SPAN, Span, Tracer
 
 # A shorter message tells little of a link's rate: it may be gone in one burst.
 SMALL_MESSAGE_BYTES = 1 << 18
@@ -226,6 +226,8 @@ class Communicator:
         wire_bytes: int = 0,
     ) -> Span:
         """Return a phase of what is done for `bucket` over this group, see `Tracer.span`; the rest are its details."""
+        if self.tracer.is_idle:
+            return NO_SPAN
         sizes = (num_elements, raw_bytes, wire_bytes)
         details = Details(operation, bucket, self.scope, self.ranks, peers, message, *sizes)
         return self.tracer.span(phase, details, on_host=on_host)

@@ -3,18 +3,16 @@
 Shape suffixes: N elements, L elements of a shard.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
+from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.exchange import Exchange
-from torchbagua.collectives.hierarchical import Hierarchical, Inner
+from torchbagua.collectives.hierarchical import BetweenNodes, Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.collectives.two_phase_mean import centralized_mean
-from torchbagua.compressors import Identity
-from torchbagua.compressors.blocks import block_bounds
-from torchbagua.compressors.cast import sum_dtype
+from torchbagua.compressors import Identity, TensorSpec, sum_dtype
 
 PEER_SELECTION_MODES = ("all", "shift_one")
 
@@ -38,25 +36,20 @@ def check_peers(owner: str, group: BaguaProcessGroup, hierarchical: bool, peer_s
 
 def decentralized_mean(
     group: BaguaProcessGroup,
-    segment_lengths: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
+    spec: TensorSpec,
     *,
     hierarchical: bool,
     peer_selection_mode: str,
-    bucket: str,
 ) -> PeerMean:
     """Return the function that averages a flat tensor with this rank's peers, in full precision.
 
     Args:
         group: whose ranks take part.
-        segment_lengths: elements of the parameters that lie one after the other in the tensor.
-        dtype, device: of the tensor.
+        spec: the tensor.
         hierarchical: where there are several nodes with several ranks: form the mean of each node, average it with the
             peers of the node, and give the result to all ranks of the node. With "all" that is the mean of all ranks,
             also where nodes are of unequal size.
         peer_selection_mode: "all", or "shift_one" for another peer each time (see `shift_one_peer`).
-        bucket: the tensor's name, for events and errors.
 
     Returns:
         A function of the tensor, another one like it for the mean, and the number of means before.
@@ -66,25 +59,22 @@ def decentralized_mean(
     """
     check_peers("decentralized_mean", group, hierarchical, peer_selection_mode)
     if peer_selection_mode == "all" or group.size == 1:
-        mean = centralized_mean(
-            group, Identity(), segment_lengths, dtype, device, hierarchical=hierarchical, average=True, bucket=bucket
-        )
+        mean = centralized_mean(group, Identity(), spec, hierarchical=hierarchical)
         return lambda x_N, out_N, num_before: mean(x_N, out_N)
     if hierarchical and group.intra_node is not None:
-        node_size = torch.full((1,), float(group.intra_node.size), device=device)
+        node_size = torch.full((1,), float(group.intra_node.size), device=spec.device)
 
-        def make_inner(owners: Communicator, shard: slice, shard_bounds_B: torch.Tensor) -> Inner:
-            pair_mean = PairMean(owners, bucket)
+        def make_inner(owners: Communicator, shard: slice, shard_spec: TensorSpec) -> BetweenNodes:
+            pair_mean = PairMean(owners, spec.name)
             return lambda sum_L, num_before: pair_mean(sum_L.div_(node_size), sum_L, num_before)
 
-        bounds = block_bounds(segment_lengths, Identity().granularity)
-        over_nodes = Hierarchical(group, bounds, dtype, device, make_inner, bucket)
+        over_nodes = Hierarchical(group, spec, Identity().block_elements, make_inner)
 
         def mean_of_nodes(x_N: torch.Tensor, out_N: torch.Tensor, num_before: int) -> None:
             over_nodes(out_N.copy_(x_N), num_before)
 
         return mean_of_nodes
-    return PairMean(group.world, bucket)
+    return PairMean(group.world, spec.name)
 
 
 def shift_one_peer(rank: int, size: int, num_before: int) -> int:
@@ -99,7 +89,7 @@ def shift_one_peer(rank: int, size: int, num_before: int) -> int:
     return (rank - half - num_before) % half
 
 
-def moved_within(x_N: torch.Tensor, difference_N: torch.Tensor, mean_N: torch.Tensor) -> torch.Tensor:
+def clamp_to_mean(x_N: torch.Tensor, difference_N: torch.Tensor, mean_N: torch.Tensor) -> torch.Tensor:
     """Return `x_N` + `difference_N`, each element kept between its own value and the mean.
 
     For running statistics, which decay: the difference between a mean and an older value can be more than what is left
@@ -107,7 +97,7 @@ def moved_within(x_N: torch.Tensor, difference_N: torch.Tensor, mean_N: torch.Te
     """
     if x_N.is_complex():
         parts = [(tensor.real, tensor.imag) for tensor in (x_N, difference_N, mean_N)]
-        return torch.complex(*(moved_within(*same) for same in zip(*parts, strict=True)))
+        return torch.complex(*(clamp_to_mean(*same) for same in zip(*parts, strict=True)))
     return torch.clamp(x_N + difference_N, torch.minimum(x_N, mean_N), torch.maximum(x_N, mean_N))
 
 

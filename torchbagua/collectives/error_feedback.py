@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchbagua.compressors import Compressor
-from torchbagua.compressors.blocks import WireLayout
+from torchbagua.compressors import Compressor, WireLayout
+from torchbagua.tracer import Tracer
 
 
 class Residual:
@@ -19,13 +19,13 @@ class Residual:
     trace. Memory: 8 bytes an element of the slice, and 4 more where what was encoded is encoded again before a commit.
 
     Attributes:
-        place: the slice.
+        elements: the slice.
         values: [L], the residual.
     """
 
-    def __init__(self, place: slice, device: torch.device) -> None:
-        self.place = place
-        self.values = torch.zeros(place.stop - place.start, device=device)
+    def __init__(self, elements: slice, device: torch.device) -> None:
+        self.elements = elements
+        self.values = torch.zeros(elements.stop - elements.start, device=device)
         self._staged = torch.zeros_like(self.values)
         self._is_staged = False
         self._continued: torch.Tensor | None = None
@@ -47,7 +47,7 @@ class Residual:
         if self._is_staged and parts:
             self._continued = self.values.clone()
             for part in parts:
-                own = _overlap(part, self.place)
+                own = _overlap(part, self.elements)
                 self._continued[own] = self._staged[own]
 
     def staged(self, elements: slice) -> torch.Tensor:
@@ -59,32 +59,32 @@ class Residual:
         if not self._is_staged:
             return
         for part in without:
-            own = _overlap(part, self.place)
+            own = _overlap(part, self.elements)
             self._staged[own] = self.values[own]
         self.values, self._staged = self._staged, self.values
         self._is_staged = False
         self._continued = None
 
-    def spread(self, part: slice) -> torch.Tensor:
+    def expand(self, part: slice) -> torch.Tensor:
         """Return what this rank holds of `part` of the bucket, with zeros where it holds nothing."""
         values = self.values.new_zeros(part.stop - part.start)
-        values[_overlap(self.place, part)] = self.values[_overlap(part, self.place)]
+        values[_overlap(self.elements, part)] = self.values[_overlap(part, self.elements)]
         return values
 
 
-class Held(NamedTuple):
+class ResidualPair(NamedTuple):
     """Both residuals of a bucket, [N] float32 each: all of them, or what one rank holds, with zeros elsewhere."""
 
     sent: torch.Tensor
     mean: torch.Tensor
 
 
-class ErrorFeedback:
+class TwoPhaseResiduals:
     """The two residuals of a two-phase mean on one rank (1-bit Adam, Tang et al., arXiv 2102.02888, Algorithm 1).
 
     Which rank owns which chunk of a bucket, or which shard of what its node sends, changes with the bucket. So where a
-    bucket takes over from others, every rank spreads what it holds of those over the new one, and before this runs for
-    the first time, the ranks sum what they hold: bit for bit, since all but one of the summands are zero.
+    bucket takes over from others, every rank expands what it holds of those to the new one, with zeros elsewhere. When
+    this runs for the first time the ranks sum that: bit for bit, since all but one of the summands are zero.
 
     Args:
         device: of the bucket.
@@ -96,31 +96,31 @@ class ErrorFeedback:
         mean: of the means of the chunk that it owns.
     """
 
-    def __init__(self, device: torch.device, held: Held | None = None) -> None:
+    def __init__(self, device: torch.device, held: ResidualPair | None = None) -> None:
         self.held = held
         nothing = slice(0, 0)
         self.sent, self.mean = Residual(nothing, device), Residual(nothing, device)
 
-    def allot(self, sent: slice, mean: slice) -> None:
+    def assign_slices(self, sent: slice, mean: slice) -> None:
         """Say which slices of the bucket this rank sends, and forms the means of."""
-        if (self.sent.place, self.mean.place) != (sent, mean):
+        if (self.sent.elements, self.mean.elements) != (sent, mean):
             device = self.sent.values.device
             self.sent, self.mean = Residual(sent, device), Residual(mean, device)
 
-    def start_from(self, whole: Held) -> None:
+    def load_whole(self, whole: ResidualPair) -> None:
         """Start from the residuals of the whole bucket, of which the own slices are taken."""
-        self.sent.values.copy_(whole.sent[self.sent.place])
-        self.mean.values.copy_(whole.mean[self.mean.place])
+        self.sent.values.copy_(whole.sent[self.sent.elements])
+        self.mean.values.copy_(whole.mean[self.mean.elements])
         for tensor in self.held or ():
             if tensor.is_cuda:  # made on the training thread's stream, and read until now on this one
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         self.held = None
 
-    def spread(self, part: slice) -> Held:
+    def expand(self, part: slice) -> ResidualPair:
         """Return what this rank holds of `part` of the bucket."""
         if self.held is not None:
-            return Held(self.held.sent[part], self.held.mean[part])
-        return Held(self.sent.spread(part), self.mean.spread(part))
+            return ResidualPair(self.held.sent[part], self.held.mean[part])
+        return ResidualPair(self.sent.expand(part), self.mean.expand(part))
 
     def continue_from_staged(self, parts: Sequence[slice]) -> None:
         """Prepare both, see `Residual.continue_from_staged`."""
@@ -133,7 +133,18 @@ class ErrorFeedback:
         self.mean.commit(without)
 
 
-def _overlap(part: slice, place: slice) -> slice:
-    """Return the slice of `place`'s own elements that `part` covers."""
-    start = max(part.start, place.start)
-    return slice(start - place.start, max(min(part.stop, place.stop), start) - place.start)
+def _overlap(part: slice, elements: slice) -> slice:
+    """Return the slice of a tensor of `elements` that `part` covers."""
+    start = max(part.start, elements.start)
+    return slice(start - elements.start, max(min(part.stop, elements.stop), start) - elements.start)
+
+
+def tell_residuals(tracer: Tracer, bucket: str, residuals: TwoPhaseResiduals) -> None:
+    """Tell observers the norms of the residuals that are staged on this rank."""
+    everything = slice(None)
+
+    def norms() -> dict[str, torch.Tensor]:
+        named = {"residual of what is sent": residuals.sent, "residual of the mean": residuals.mean}
+        return {name: residual.staged(everything).norm() for name, residual in named.items()}
+
+    tracer.measure(norms, bucket)

@@ -1,9 +1,11 @@
 """An exchange: every rank of a group sends one tensor to each of its peers, and receives one from each."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, Communicator
 from torchbagua.collectives.private_groups import all_to_all
@@ -16,12 +18,17 @@ _TAGS = {"all_to_all": 0, "all_gather": 1, "peer_exchange": 2, "agreement": 3}
 _FAST_LINK_BYTES_PER_S = 0.625e9
 
 
-class Contents(NamedTuple):
+class ElementCounts(NamedTuple):
     """What the messages of an exchange hold, for events: elements by rank, where their tensors are encoded."""
 
     sent: Sequence[int]
     received: Sequence[int]
     element_bytes: int
+
+    def of(self, phase: Literal["send", "receive"], peer: int) -> tuple[int, int]:
+        """Return the elements of one message and the bytes that they take uncompressed."""
+        num_elements = (self.sent if phase == "send" else self.received)[peer]
+        return num_elements, num_elements * self.element_bytes
 
 
 class Exchange:
@@ -45,7 +52,7 @@ class Exchange:
         receives: tensors to fill, by the rank that sends; own entry, and empty ones, are left alone.
         bucket: what it serves, in events and errors.
         rounds: (target, source) of each round, no rank twice in either place; default: all others, around the ring.
-        contents: what the messages hold; default: tensors as they are.
+        counts: what the messages hold; default: tensors as they are.
 
     Raises:
         CommunicationError: a peer is gone.
@@ -58,13 +65,13 @@ class Exchange:
         receives: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
         bucket: str,
         rounds: Sequence[tuple[int, int]] | None = None,
-        contents: Contents | None = None,
+        counts: ElementCounts | None = None,
     ) -> None:
         self._communicator = communicator
         self._operation = operation
         self._receives = receives
         self._bucket = bucket
-        self._contents = contents
+        self._counts = counts
         if rounds is None:
             distances = range(1, communicator.size)
             rounds = [(communicator.rank_after(distance), communicator.rank_before(distance)) for distance in distances]
@@ -123,19 +130,18 @@ class Exchange:
         sends = {target: send(target) for target, _ in self._rounds}
         receives = {source: self._receives[source] for _, source in self._rounds}
         nothing = next(iter(sends.values())).new_empty(0)
-        spans = [self._span("send", target, tensor) for target, tensor in sends.items()]
-        spans += [self._span("receive", source, tensor) for source, tensor in receives.items()]
-        for span in spans:
-            span.begin()
         everybody = range(self._communicator.size)
-        with self._communicator.launching(self._purpose) as nccl:
+
+        def spans() -> list[Span]:
+            sent = [self._span("send", target, tensor) for target, tensor in sends.items()]
+            return sent + [self._span("receive", source, tensor) for source, tensor in receives.items()]
+
+        with launched(self._communicator, self._purpose, spans) as nccl:
             all_to_all(
                 nccl,
                 [receives.get(rank, nothing) for rank in everybody],
                 [sends.get(rank, nothing) for rank in everybody],
             )
-        for span in spans:
-            span.end()
         for source in receives:
             on_received(source)
 
@@ -167,12 +173,11 @@ class Exchange:
     def _span(self, phase: Literal["send", "receive"], peer: int, tensor: torch.Tensor) -> Span:
         if self._communicator.tracer.is_idle or not tensor.numel():  # which is not sent either
             return NO_SPAN
-        if self._contents is None:
+        if self._counts is None:
             num_elements = tensor.numel() if tensor.is_floating_point() else 0  # integers are what is agreed on
             raw_bytes = tensor.nbytes
         else:
-            num_elements = (self._contents.sent if phase == "send" else self._contents.received)[peer]
-            raw_bytes = num_elements * self._contents.element_bytes
+            num_elements, raw_bytes = self._counts.of(phase, peer)
         return self._communicator.message_span(
             phase,
             peer,
@@ -183,3 +188,23 @@ class Exchange:
             raw_bytes=raw_bytes,
             wire_bytes=tensor.nbytes,
         )
+
+
+@contextmanager
+def launched(
+    communicator: Communicator, purpose: str, spans: Callable[[], Sequence[Span]]
+) -> Iterator[dist.ProcessGroup]:
+    """Give NCCL's group for an operation that is launched within this context, and tell observers of its messages.
+
+    Args:
+        communicator: whose group.
+        purpose: what for, in errors.
+        spans: returns the messages; called where somebody listens.
+    """
+    messages = () if communicator.tracer.is_idle else spans()
+    with communicator.launching(purpose) as nccl:
+        for message in messages:
+            message.begin()
+        yield nccl
+        for message in messages:
+            message.end()

@@ -3,19 +3,17 @@
 Shape suffixes: N elements, C chunks, L elements of a chunk, W wire bytes.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.exchange import Contents, Exchange
+from torchbagua.collectives.encoding_error import EncodingError
+from torchbagua.collectives.exchange import ElementCounts, Exchange
 from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.collectives.sampled_values import tell_error
-from torchbagua.compressors import Compressor
-from torchbagua.compressors.blocks import block_bounds, deal_blocks
+from torchbagua.compressors import Compressor, TensorSpec
 from torchbagua.events import Phase
 from torchbagua.tracer import Span
 
@@ -57,34 +55,34 @@ class LowPrecisionRing:
     Args:
         communicator: the ring, in rank order.
         compressor: makes Q.
-        bounds_B: the weights' blocks.
-        replicas: changed in place.
-        bucket: the weights' name, for events and errors.
-        is_bounded: keep each element between x and the mean of w, L and R, as `moved_within` does.
+        spec: the weights.
+        replicas: changed in place, in the dtype that sums of the weights are formed in.
+        is_bounded: keep each element between x and the mean of w, L and R, as `clamp_to_mean` does.
     """
 
     def __init__(
         self,
         communicator: Communicator,
         compressor: Compressor,
-        bounds_B: torch.Tensor,
+        spec: TensorSpec,
         replicas: Replicas,
-        bucket: str,
         is_bounded: bool,
     ) -> None:
         self._communicator = communicator
         self._compressor = compressor
         self._replicas = replicas
-        self._bucket = bucket
+        self._bucket = spec.name
         self._is_bounded = is_bounded
         device, dtype = replicas.weight.device, replicas.weight.dtype
         num_chunks = max(1, len(replicas.weight) // _CHUNK_ELEMENTS) if device.type == "cpu" else 1
-        layout = compressor.layout(bounds_B, deal_blocks(bounds_B, num_chunks), dtype, device)
+        spec = replace(spec, dtype=dtype)
+        layout = compressor.layout(spec, spec.even_cuts(num_chunks, compressor.block_elements))
         self._elements, self._rows = layout.elements, layout.rows
         self._chunks = [layout.chunk(index) for index in range(num_chunks)]
+        self._error = EncodingError(communicator.tracer, compressor, self._chunks[0], spec.name)
         self._wire_W = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
         of_all = [len(replicas.weight)] * communicator.size
-        self._contents = Contents(sent=of_all, received=of_all, element_bytes=replicas.weight.element_size())
+        self._contents = ElementCounts(sent=of_all, received=of_all, element_bytes=replicas.weight.element_size())
         longest = max(elements.stop - elements.start for elements in layout.elements)
         self._difference_L, self._third_L = torch.empty(2, longest, dtype=dtype, device=device).unbind()
         # Tensors, because on CUDA division by a Python number is a multiplication by its reciprocal.
@@ -97,8 +95,7 @@ class LowPrecisionRing:
             self._update(x_N)
 
     def _update(self, x_N: torch.Tensor) -> None:
-        tracer = self._communicator.tracer
-        is_sampled = tracer.samples and not self._compressor.in_place
+        is_sampled = self._error.is_wanted
         for elements, row, layout in zip(self._elements, self._rows, self._chunks, strict=True):
             own = self._replicas[elements]
             x_L = x_N[elements]
@@ -114,12 +111,11 @@ class LowPrecisionRing:
                 d_L.add_(own.weight)
                 torch.clamp(d_L, torch.minimum(x_L, mean_L), torch.maximum(x_L, mean_L), out=d_L)
                 d_L.sub_(own.weight)
-            before_L = d_L.clone() if is_sampled else d_L
             self._compressor.encode(d_L, layout, self._wire_W[row])
-            self._compressor.decode(self._wire_W[row], layout, d_L)
             if is_sampled:
-                tell_error(tracer, self._bucket, partial(_left_out, before_L, d_L))
-                is_sampled = False  # one chunk will do
+                self._error.tell(d_L, self._wire_W[row])
+                is_sampled = False  # the first chunk will do
+            self._compressor.decode(self._wire_W[row], layout, d_L)
             own.weight.add_(d_L)
             x_L.copy_(own.weight)
 
@@ -163,50 +159,40 @@ class LowPrecisionRing:
         )
 
 
-def _left_out(before_L: torch.Tensor, after_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return before_L, before_L - after_L
-
-
 def low_precision_ring(
     group: BaguaProcessGroup,
     compressor: Compressor,
-    segment_lengths: Sequence[int],
-    dtype: torch.dtype,
+    spec: TensorSpec,
     replicas: Replicas,
     *,
     hierarchical: bool,
     is_bounded: bool,
-    bucket: str,
 ) -> tuple[Callable[[torch.Tensor], None], Callable[[], None]]:
     """Return `update` and `exchange` of the ring of ranks, or of nodes: see `LowPrecisionRing`.
 
     Args:
         group: whose ranks take part.
-        compressor: of the differences; it encodes `dtype`.
-        segment_lengths: elements of the parameters that lie one after the other in the weights.
-        dtype: of the weights.
+        compressor: of the differences; it encodes the weights' dtype.
+        spec: the weights.
         replicas: as long as the weights; where nodes take part, a rank uses its own shard of them.
         hierarchical: where there are several nodes with several ranks: the ring is of nodes, what a node holds is the
             mean of its ranks, and each of them gets the result.
         is_bounded: see `LowPrecisionRing`.
-        bucket: the weights' name, for events and errors.
     """
     if group.size == 1:
         return lambda x_N: None, lambda: None
-    bounds = block_bounds(segment_lengths, compressor.granularity)
     if not hierarchical or group.intra_node is None:
-        ring = LowPrecisionRing(group.world, compressor, bounds, replicas, bucket, is_bounded)
+        ring = LowPrecisionRing(group.world, compressor, spec, replicas, is_bounded)
         return ring.update, ring.exchange
-    device = replicas.weight.device
-    node_size = torch.full((1,), float(group.intra_node.size), device=device)
+    node_size = torch.full((1,), float(group.intra_node.size), device=spec.device)
     exchanges: list[Callable[[], None]] = []
 
-    def make_inner(owners: Communicator, shard: slice, shard_bounds_B: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        ring = LowPrecisionRing(owners, compressor, shard_bounds_B, replicas[shard], bucket, is_bounded)
+    def make_inner(owners: Communicator, shard: slice, shard_spec: TensorSpec) -> Callable[[torch.Tensor], None]:
+        ring = LowPrecisionRing(owners, compressor, shard_spec, replicas[shard], is_bounded)
         exchanges.append(ring.exchange)
         return lambda sum_L: ring.update(sum_L.div_(node_size))
 
-    update = Hierarchical(group, bounds, dtype, device, make_inner, bucket)
+    update = Hierarchical(group, spec, compressor.block_elements, make_inner)
 
     def exchange() -> None:
         for one in exchanges:  # none on a rank that owns no shard

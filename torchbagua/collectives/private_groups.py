@@ -5,7 +5,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torchbagua.torch_private import backend_of, is_nccl, nccl_options, new_group
+from torchbagua.torch_private import all_gather_base, backend_of, is_nccl, nccl_options, new_group
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -41,6 +41,18 @@ def all_to_all(group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: li
     options = dist.AllToAllOptions()
     options.asyncOp = False
     _finish(group.alltoall(outputs, inputs, options))
+
+
+def all_to_all_rows(group: dist.ProcessGroup, output: torch.Tensor, input: torch.Tensor) -> None:
+    """Send the r-th part of `input`, one of equal length for each rank, to each rank r, and receive theirs in order."""
+    options = dist.AllToAllOptions()
+    options.asyncOp = False
+    _finish(group.alltoall_base(output, input, [], [], options))
+
+
+def all_gather_rows(group: dist.ProcessGroup, output: torch.Tensor, own: torch.Tensor) -> None:
+    """Receive all ranks' `own` in `output`, in rank order; `own` may be its part of `output`."""
+    _finish(all_gather_base(group, output, own))
 
 
 def _finish(work: dist.Work | None) -> None:

@@ -10,12 +10,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torchbagua.collectives.agreement import Facts, check_agreement, exchange_facts
+from torchbagua.collectives.agreement import Settings, all_reduce_max, check_same_settings, gather_settings
 from torchbagua.collectives.board import StoreBoard
 from torchbagua.collectives.clock import clock_of_machine, clock_offset
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.errors import CommunicationError, cause_of
-from torchbagua.collectives.lockstep import maximum
 from torchbagua.collectives.private_groups import has_nccl
 from torchbagua.collectives.private_nccl import PrivateNccl, warn_of_launch_order
 from torchbagua.events import ClockOffset, Observer, check_observers
@@ -37,7 +36,7 @@ class BaguaProcessGroup:
             the store. Give it where host names mislead: containers and network namespaces share or invent them.
         timeout: bound on every wait, in construction and after; default: that of `process_group`.
         observers: hear of every phase of communication over the private groups.
-        facts: further values that all ranks must have in common.
+        same_settings: further values that all ranks must have in common, by what an error calls them.
 
     Attributes:
         id: the same on all ranks, and that of no other group.
@@ -56,7 +55,8 @@ class BaguaProcessGroup:
         inter_node: over the ranks that own the same shard on all nodes; None likewise, and on ranks that own no shard.
 
     Raises:
-        TypeError, ValueError: unusable arguments; ranks that disagree in `nodes`, the package's version or `facts`.
+        TypeError, ValueError: unusable arguments; ranks that disagree in `nodes`, the package's version or
+            `same_settings`.
         TimeoutError: ranks that did not construct it in time.
     """
 
@@ -67,7 +67,7 @@ class BaguaProcessGroup:
         nodes: Sequence[str | int] | None = None,
         timeout: timedelta | None = None,
         observers: Sequence[Observer] = (),
-        facts: Facts | None = None,
+        same_settings: Settings | None = None,
     ) -> None:
         if not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(
@@ -94,8 +94,8 @@ class BaguaProcessGroup:
         counter = f"torchbagua/constructed/{self.rank}"
         group_store = process_group.get_group_store()
         store = dist.PrefixStore(f"torchbagua/{group_store.add(counter, 1)}", group_store)
-        own: Facts = {
-            **(facts or {}),
+        own: Settings = {
+            **(same_settings or {}),
             "version": __version__,
             "nodes": node_indices,
             "host": socket.gethostname(),
@@ -105,20 +105,20 @@ class BaguaProcessGroup:
         }
         self._store = store
         try:
-            all_facts = exchange_facts(store, self.rank, self.size, own, self.timeout)
+            every = gather_settings(store, self.rank, self.size, own, self.timeout)
         except TimeoutError:
             group_store.add(counter, -1)  # a rank that has not come has not counted either: all may try again
             raise
         fields = {"version": "the version of torchbagua", "nodes": "BaguaProcessGroup's argument nodes"}
-        check_agreement(all_facts, {**fields, **{fact: fact for fact in facts or {}}})
+        check_same_settings(every, {**fields, **{name: name for name in same_settings or {}}})
         # Where one rank asks for it all have to take part.
-        self.compares_clocks = any(facts["compares clocks"] for facts in all_facts)
-        clocks = [facts["clock"] for facts in all_facts]
+        self.compares_clocks = any(settings["compares clocks"] for settings in every)
+        clocks = [settings["clock"] for settings in every]
         self._other_clocks = [rank for rank in range(1, self.size) if clocks[rank] is None or clocks[rank] != clocks[0]]
-        self.id = str(all_facts[0]["id"])
+        self.id = str(every[0]["id"])
         self.clock_offsets: list[ClockOffset] = []
         self.board = StoreBoard(store, self.rank, self.size)
-        self.nodes = node_indices or _number_by_first_appearance([str(facts["host"]) for facts in all_facts])
+        self.nodes = node_indices or _number_by_first_appearance([str(settings["host"]) for settings in every])
 
         self.node_ranks = [
             [rank for rank, on in enumerate(self.nodes) if on == node] for node in range(max(self.nodes) + 1)
@@ -198,7 +198,7 @@ class BaguaProcessGroup:
         *,
         timeout: timedelta | None = None,
         observers: Sequence[Observer] = (),
-        facts: Facts | None = None,
+        same_settings: Settings | None = None,
     ) -> "BaguaProcessGroup":
         """Return the same ranks, nodes and observers, and further ones, with new private groups. Collective."""
         return BaguaProcessGroup(
@@ -206,7 +206,7 @@ class BaguaProcessGroup:
             nodes=self.nodes,
             timeout=timeout or self.timeout,
             observers=[*self._observers, *observers],
-            facts=facts,
+            same_settings=same_settings,
         )
 
     def watch(self) -> bool:
@@ -253,7 +253,7 @@ class BaguaProcessGroup:
         if not self._private_nccl:
             return
         with suppress(CommunicationError):
-            maximum(self.world, [0], "closing the NCCL groups")
+            all_reduce_max(self.world, [0], "closing the NCCL groups")
             try:
                 for _, nccl in self._private_nccl:
                     nccl.shut_down()

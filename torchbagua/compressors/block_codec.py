@@ -1,17 +1,17 @@
-"""What the compressors that code whole blocks with native kernels share."""
+"""Compressors that code whole blocks, each with a header and a payload; and those with native kernels."""
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from torchbagua import native
-from torchbagua.compressors.blocks import WireLayout, lay_out, pad_row
-from torchbagua.native.schema import CODECS, ELEMENT_TYPES
+from torchbagua.compressors.base import DEFAULT_BLOCK, Compressor
+from torchbagua.compressors.blocks import WireLayout, pad_row
+from torchbagua.native.schema import CODECS, BlockFormat
 
-DEFAULT_BLOCK = 2048
 _LARGEST_BLOCK = 2**30
 
 
@@ -26,8 +26,10 @@ def check_block(owner: str, block: int | None) -> None:
 
 
 @dataclass(frozen=True)
-class BlockCodec:
-    """A compressor with a header and a payload for each block; a subclass names its native operations.
+class BlockCodec(Compressor):
+    """A compressor with a header and a payload for each block: in each row the headers, then the payloads.
+
+    A subclass says how many bytes they take, and implements `encode` and `decode`, which find them by `layout.table`.
 
     Args:
         block: elements that share a header, a multiple of 8; None gives a header per chunk.
@@ -36,68 +38,62 @@ class BlockCodec:
         TypeError, ValueError: `block` is no such number.
     """
 
-    operations: ClassVar[str]  # the beginning of their names, a key of CODECS
-
     block: int | None = DEFAULT_BLOCK
 
     def __post_init__(self) -> None:
         check_block(type(self).__name__, self.block)
-        native.load()
 
     @property
-    def granularity(self) -> int:
-        """Elements of the blocks that chunks are made of."""
+    @abstractmethod
+    def block_format(self) -> BlockFormat:
+        """The bytes of a block in the wire."""
+
+    @property
+    def block_elements(self) -> int:
         return self.block or DEFAULT_BLOCK
-
-    @property
-    def in_place(self) -> bool:
-        """False: the wire is smaller than the tensor."""
-        return False
-
-    def encodes(self, dtype: torch.dtype) -> bool:
-        """Return whether `dtype` is float32, bfloat16 or float16."""
-        return dtype in ELEMENT_TYPES
 
     def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
         """Return the bytes of one chunk: what headers and payloads take at most."""
         num_headers = num_blocks if self.block else min(num_blocks, 1)
-        return pad_row(CODECS[self.operations].most_bytes(num_elements, num_headers))
+        return pad_row(self.block_format.most_bytes(num_elements, num_headers))
 
-    def layout(
-        self, bounds_B: torch.Tensor, chunk_blocks: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> WireLayout:
-        """Lay out chunks: in each row the headers, then the payloads."""
-        plain = lay_out(
-            bounds_B, chunk_blocks, lambda length, blocks: self.wire_bytes(length, blocks, dtype), dtype, device
-        )
-        block_format = CODECS[self.operations]
-        tables, block_cuts = [], [0]
-        for row, (first, last) in zip(plain.rows, itertools.pairwise(chunk_blocks), strict=True):
-            bounds = bounds_B[first : last + 1] if self.block else bounds_B[[first, last]].unique()
-            starts, lengths = bounds[:-1], bounds.diff()
-            headers = row.start + block_format.header_bytes * torch.arange(len(starts))
-            payload_bytes = block_format.payload_bytes(lengths)
-            payloads = row.start + block_format.header_bytes * len(starts) + payload_bytes.cumsum(0) - payload_bytes
-            tables.append(torch.stack([starts, lengths, headers, payloads], dim=1))
-            block_cuts.append(block_cuts[-1] + len(starts))
-        return replace(plain, table=torch.cat(tables).to(device), chunk_blocks=tuple(block_cuts))
+    def block_table(self, bounds_B: torch.Tensor, row_start: int) -> torch.Tensor:
+        bounds = bounds_B if self.block else bounds_B[[0, -1]].unique()
+        starts, lengths = bounds[:-1], bounds.diff()
+        header_bytes = self.block_format.header_bytes
+        headers = row_start + header_bytes * torch.arange(len(starts))
+        payload_bytes = self.block_format.payload_bytes(lengths)
+        payloads = row_start + header_bytes * len(starts) + payload_bytes.cumsum(0) - payload_bytes
+        return torch.stack([starts, lengths, headers, payloads], dim=1)
+
+
+@dataclass(frozen=True)
+class NativeBlockCodec(BlockCodec):
+    """A block codec whose arithmetic is that of native operations, which a subclass names."""
+
+    operations: ClassVar[str]
+    """The beginning of their names, a key of CODECS."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        native.load()
+
+    @property
+    def block_format(self) -> BlockFormat:
+        return CODECS[self.operations]
 
     def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        """Read `x_N`, write headers and payloads of all chunks into `wire_W`."""
         self._operation("encode")(x_N, layout.table, wire_W)
 
     def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
-        """Read `wire_W`, write `x_N`, computed in float32 and rounded to its dtype."""
         self._operation("decode")(wire_W, layout.table, x_N)
 
     def decode_mean(self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
-        """Decode R wires of one chunk, add in float32 in row order, divide by `divisor`, write `x_N`, float32."""
         self._operation("decode_mean")(rows_RW, layout.table, divisor, x_N)
 
     def decode_mean_encode(
         self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:
-        """Decode R wires of one chunk, add in float32 in row order, divide by `divisor`, encode into `wire_W`."""
         self._operation("decode_mean_encode")(rows_RW, layout.table, divisor, wire_W)
 
     def encode_feedback(
@@ -108,7 +104,6 @@ class BlockCodec:
         wire_W: torch.Tensor,
         left_out_N: torch.Tensor,
     ) -> None:
-        """Encode `x_N + residual_N`, and write what the wire leaves out of that to `left_out_N`."""
         self._operation("encode_feedback")(x_N, residual_N, layout.table, wire_W, left_out_N)
 
     def _operation(self, name: str) -> Callable[..., None]:

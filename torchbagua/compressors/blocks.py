@@ -1,10 +1,9 @@
-"""How a flat tensor is cut into blocks, blocks are dealt to chunks, and chunks are laid out as bytes.
+"""What is communicated, how it is cut into blocks and chunks, and where the chunks lie in the bytes that are sent.
 
 Shape suffixes in this package: N elements, C chunks, B blocks, L elements of a chunk, W wire bytes, R ranks.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,30 +16,61 @@ def pad_row(num_bytes: int) -> int:
     return -(-num_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
 
 
-def block_bounds(segment_lengths: Sequence[int], block: int) -> torch.Tensor:
-    """Cut segments that lie one after the other into blocks of `block` elements that never cross a segment's end.
+@dataclass(frozen=True)
+class TensorSpec:
+    """A flat tensor that is communicated, without its values.
 
-    Returns:
-        int64 [B + 1], ascending from 0: block b is the elements bounds[b] to bounds[b + 1].
+    Attributes:
+        segment_lengths: elements of the parameters that lie one after the other in it. No block crosses from one to
+            another.
+        dtype, device: its own.
+        name: in events and errors.
     """
-    starts = []
-    offset = 0
-    for length in segment_lengths:
-        starts.append(torch.arange(offset, offset + length, block, dtype=torch.int64))
-        offset += length
-    return torch.cat([*starts, torch.tensor([offset], dtype=torch.int64)])
 
+    segment_lengths: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    name: str
 
-def deal_blocks(bounds_B: torch.Tensor, num_chunks: int) -> list[int]:
-    """Deal whole blocks to chunks, in order, balanced by elements; a chunk may be empty.
+    @property
+    def num_elements(self) -> int:
+        """Elements of all segments."""
+        return sum(self.segment_lengths)
 
-    Returns:
-        C + 1 block indices, from 0 to B: chunk c is the blocks result[c] to result[c + 1].
-    """
-    num_elements = int(bounds_B[-1])
-    targets = torch.tensor([chunk * num_elements // num_chunks for chunk in range(num_chunks)], dtype=torch.int64)
-    cuts: list[int] = torch.searchsorted(bounds_B, targets).tolist()
-    return [*cuts, len(bounds_B) - 1]
+    def block_bounds(self, block_elements: int) -> torch.Tensor:
+        """Cut every segment into blocks of `block_elements`, of which its last may be shorter.
+
+        Returns:
+            int64 [B + 1], ascending from 0: block b is the elements bounds[b] to bounds[b + 1].
+        """
+        starts = []
+        offset = 0
+        for length in self.segment_lengths:
+            starts.append(torch.arange(offset, offset + length, block_elements, dtype=torch.int64))
+            offset += length
+        return torch.cat([*starts, torch.tensor([offset], dtype=torch.int64)])
+
+    def even_cuts(self, num_chunks: int, block_elements: int) -> tuple[int, ...]:
+        """Assign whole blocks to chunks, in order, balanced by elements; a chunk may be empty.
+
+        Returns:
+            C + 1 elements, from 0 to N: chunk c is the elements result[c] to result[c + 1].
+        """
+        bounds_B = self.block_bounds(block_elements)
+        targets = torch.tensor([chunk * self.num_elements // num_chunks for chunk in range(num_chunks)])
+        cuts: list[int] = bounds_B[torch.searchsorted(bounds_B, targets)].tolist()
+        return (*cuts, self.num_elements)
+
+    def part(self, elements: slice, dtype: torch.dtype | None = None) -> "TensorSpec":
+        """Return the description of some of its elements, in another dtype perhaps, as a tensor of their own."""
+        lengths = []
+        start = 0
+        for length in self.segment_lengths:
+            first, last = max(start, elements.start), min(start + length, elements.stop)
+            if first < last:
+                lengths.append(last - first)
+            start += length
+        return replace(self, segment_lengths=tuple(lengths), dtype=dtype or self.dtype)
 
 
 @dataclass(frozen=True)
@@ -90,25 +120,20 @@ class WireLayout:
         return replace(self, elements=(slice(0, first),), table=self.table[:num_blocks], chunk_blocks=(0, num_blocks))
 
 
-def lay_out(
-    bounds_B: torch.Tensor,
-    chunk_blocks: Sequence[int],
-    row_bytes: Callable[[int, int], int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> WireLayout:
-    """Lay chunks out in rows of `row_bytes(num_elements, num_blocks)`, one after the other, with an empty table."""
-    cuts = bounds_B[list(chunk_blocks)].tolist()
-    elements = tuple(slice(start, stop) for start, stop in itertools.pairwise(cuts))
-    rows, offset = [], 0
-    for chunk, (first, last) in zip(elements, itertools.pairwise(chunk_blocks), strict=True):
-        size = row_bytes(chunk.stop - chunk.start, last - first)
-        rows.append(slice(offset, offset + size))
-        offset += size
-    return WireLayout(
-        dtype=dtype,
-        elements=elements,
-        rows=tuple(rows),
-        table=torch.zeros(0, 4, dtype=torch.int64, device=device),
-        chunk_blocks=(0,) * len(chunk_blocks),
-    )
+def blocks_of_chunks(bounds_B: torch.Tensor, cuts: Sequence[int], name: str, *, are_whole: bool) -> list[int]:
+    """Return the C + 1 indices of blocks at which the chunks of the tensor `name` begin and end.
+
+    Raises:
+        ValueError: `cuts` do not ascend from 0 to the tensor's length, or one lies within a block and blocks must be
+            whole.
+    """
+    wanted = torch.tensor(list(cuts), dtype=torch.int64)
+    num_elements = int(bounds_B[-1])
+    if len(wanted) < 2 or wanted[0] != 0 or wanted[-1] != num_elements or (wanted.diff() < 0).any():
+        raise ValueError(f"the cuts of {name} must ascend from 0 to its {num_elements} elements, got {list(cuts)}")
+    chunk_blocks = torch.searchsorted(bounds_B, wanted)
+    within = wanted[bounds_B[chunk_blocks] != wanted].tolist()
+    if within and are_whole:
+        raise ValueError(f"the cuts of {name} must lie between its blocks, got {within[0]}, which is within one")
+    indices: list[int] = chunk_blocks.tolist()
+    return indices

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchbagua.compressors.block_codec import BlockCodec
+from torchbagua.compressors.base import register_compressor
+from torchbagua.compressors.block_codec import NativeBlockCodec
 
 
 @dataclass(frozen=True)
-class MinMaxUInt8(BlockCodec):
+class MinMaxUInt8(NativeBlockCodec):
     """8-bit quantisation of float32, bfloat16 or float16 with one range per block (Bagua, arXiv 2107.01499).
 
     A decoded value is off by at most half a step, (max - min) / 510, and rounding; zeros inside the range and constant
@@ -22,3 +23,6 @@ class MinMaxUInt8(BlockCodec):
     """
 
     operations: ClassVar[str] = "minmax_uint8"
+
+
+register_compressor("MinMaxUInt8", MinMaxUInt8)

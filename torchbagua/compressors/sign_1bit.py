@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchbagua.compressors.block_codec import BlockCodec
+from torchbagua.compressors.base import register_compressor
+from torchbagua.compressors.block_codec import NativeBlockCodec
 
 
 @dataclass(frozen=True)
-class Sign1Bit(BlockCodec):
+class Sign1Bit(NativeBlockCodec):
     """Sign of float32, bfloat16 or float16 and one scale per block, for 1-bit Adam (Tang et al., arXiv 2102.02888).
 
     A decoded value is the mean magnitude of its block with the sign that it had; -0 counts as negative. The mean is
@@ -23,3 +24,6 @@ class Sign1Bit(BlockCodec):
     """
 
     operations: ClassVar[str] = "sign_1bit"
+
+
+register_compressor("sign1bit", Sign1Bit)

@@ -1,0 +1,126 @@
+"""The mean over all ranks of a group: flat or with respect to nodes, compressed or in full precision."""
+
+from typing import Protocol
+
+import torch
+
+from torchbagua.collectives.all_reduce_mean import AllReduceMean
+from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.error_feedback import ResidualPair, TwoPhaseResiduals
+from torchbagua.collectives.hierarchical import Hierarchical
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.collectives.two_phase_mean import TwoPhaseMean
+from torchbagua.compressors import Compressor, Identity, TensorSpec
+
+
+class Mean(Protocol):
+    """Forms the mean (or sum) of a flat tensor over the ranks."""
+
+    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
+        """Write the mean of `x_N` to `out_N`, another tensor like it; by default in place."""
+        ...
+
+
+def centralized_mean(
+    group: BaguaProcessGroup,
+    compressor: Compressor,
+    spec: TensorSpec,
+    *,
+    hierarchical: bool,
+    average: bool = True,
+    residuals: TwoPhaseResiduals | None = None,
+) -> Mean:
+    """Return the function that averages a flat tensor over `group`; it leaves the same bits on all ranks.
+
+    In full precision, and on GPUs with NCCL, that is NCCL's all-reduce, which knows of nodes itself. A group of one
+    changes nothing.
+
+    Args:
+        group: who takes part.
+        compressor: how what is sent looks; with `hierarchical`, what is sent between nodes. It encodes the tensor's
+            dtype.
+        spec: the tensor.
+        hierarchical: average within nodes in full precision first, where there are several nodes with several ranks.
+        average: divide the sum by the number of ranks.
+        residuals: of the tensor, float32, which is averaged in place.
+    """
+    divisor = float(group.size) if average else 1.0
+    if group.size == 1:
+        return _copy
+    if group.has_nccl and spec.device.type == "cuda" and isinstance(compressor, Identity):
+        return AllReduceMean(group.world, spec, divisor)
+    is_of_nodes = hierarchical and group.intra_node is not None
+    mean: Mean
+    if is_of_nodes:
+        mean = MeanOfNodes(group, compressor, spec, divisor, residuals)
+    else:
+        mean = TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals)
+    if residuals is None:
+        return mean
+    return MeanWithFeedback(mean, residuals, group.intra_node if is_of_nodes else None, group.world, spec)
+
+
+def _copy(x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
+    if out_N is not None:
+        out_N.copy_(x_N)
+
+
+class MeanOfNodes:
+    """The mean with respect to nodes: sums of nodes in full precision, averaged by a two-phase mean between nodes."""
+
+    def __init__(
+        self,
+        group: BaguaProcessGroup,
+        compressor: Compressor,
+        spec: TensorSpec,
+        divisor: float,
+        residuals: TwoPhaseResiduals | None,
+    ) -> None:
+        def between_nodes(owners: Communicator, shard: slice, shard_spec: TensorSpec) -> TwoPhaseMean:
+            return TwoPhaseMean(owners, compressor, shard_spec, divisor, residuals=residuals, start=shard.start)
+
+        self._over_nodes = Hierarchical(group, spec, compressor.block_elements, between_nodes)
+
+    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
+        """Write the mean of `x_N` to `out_N`, another tensor like it; by default in place."""
+        _copy(x_N, out_N)
+        self._over_nodes(x_N if out_N is None else out_N)
+
+
+class MeanWithFeedback:
+    """A mean before which ranks give each other the residuals of a bucket that takes the place of others.
+
+    Args:
+        mean: what is formed.
+        residuals: of the bucket.
+        senders: the ranks among which what is sent is divided, those of a node; None where a rank sends all itself.
+        owners: the ranks among which the means are divided.
+        spec: the bucket's tensor.
+    """
+
+    def __init__(
+        self,
+        mean: Mean,
+        residuals: TwoPhaseResiduals,
+        senders: Communicator | None,
+        owners: Communicator,
+        spec: TensorSpec,
+    ) -> None:
+        self._mean = mean
+        self._residuals = residuals
+        self._senders = senders
+        self._owners = owners
+        self._spec = spec
+
+    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
+        """Write the mean of `x_N` to `out_N`, another tensor like it; by default in place."""
+        if (held := self._residuals.held) is not None:
+            sent_N = held.sent if self._senders is None else self._sum_over(self._senders, held.sent)
+            self._residuals.load_whole(ResidualPair(sent_N, self._sum_over(self._owners, held.mean)))
+        self._mean(x_N, out_N)
+
+    def _sum_over(self, communicator: Communicator, x_N: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks, of which all but one hold zero: the bits of that one."""
+        total_N = x_N.clone()  # what is held stays as it is where this fails
+        TwoPhaseMean(communicator, Identity(), self._spec, 1.0)(total_N)
+        return total_N

@@ -1,0 +1,126 @@
+"""Reduce-scatter: every rank gets the sum, or the mean, of its own chunk of a flat tensor.
+
+Shape suffixes: N elements, W wire bytes, R ranks, L elements of a chunk.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.encoding_error import EncodingError
+from torchbagua.collectives.error_feedback import Residual
+from torchbagua.collectives.exchange import ElementCounts, Exchange
+from torchbagua.collectives.wire_rows import WireRows
+from torchbagua.compressors import Compressor, TensorSpec
+
+
+class ReduceScatter:
+    """Chunks are encoded and sent to the ranks that own them, which decode and add up what they receive.
+
+    1. Encode the chunks.
+    2. All-to-all: each rank receives its own chunk from all others.
+    3. Decode the copies of own chunk, add them in rank order, in float32 or float64, divide.
+
+    Between CPUs a chunk is encoded just before it is sent, while others are under way. On a GPU all are encoded at
+    once. Scratch memory, one wire and the rows that are received, is the communicator's.
+
+    Args:
+        communicator: whose ranks take part.
+        compressor: makes bytes of chunks; it encodes the tensor's dtype.
+        spec: the tensor.
+        cuts: where chunks begin and end, one for each rank, see `TensorSpec.even_cuts`; default: even ones.
+        divisor: of the sum.
+        residual: what compression left out before is added to the tensor, float32, and what it leaves out now is
+            staged there; it has the tensor's elements.
+
+    Attributes:
+        rows: how the tensor lies on the wire.
+        own: the elements of this rank's chunk.
+
+    Raises:
+        ValueError: `cuts` are none of this tensor.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        compressor: Compressor,
+        spec: TensorSpec,
+        cuts: Sequence[int] | None = None,
+        *,
+        divisor: float = 1.0,
+        residual: Residual | None = None,
+    ) -> None:
+        self.rows = WireRows(communicator, compressor, spec, cuts)
+        self.own = self.rows.layout.elements[communicator.rank]
+        self._communicator = communicator
+        self._compressor = compressor
+        self._divisor = divisor
+        self._residual = residual
+        own_length = self.rows.lengths[communicator.rank]
+        self._counts = ElementCounts(
+            self.rows.lengths, [own_length] * communicator.size, element_bytes=spec.dtype.itemsize
+        )
+        self._error = EncodingError(communicator.tracer, compressor, self.rows.own_layout, spec.name)
+
+    def __call__(self, x_N: torch.Tensor, out_L: torch.Tensor) -> None:
+        """Write the mean of own chunk to `out_L`, in the dtype that sums are formed in. What `x_N` holds then is open.
+
+        Raises:
+            CommunicationError: a peer is gone or did not take part within the group's timeout.
+        """
+        rows_RW = self.exchange(x_N)
+        if out_L.numel():
+            with self.rows.span("reduce", "all_to_all", self._communicator.rank):
+                self._compressor.decode_mean(rows_RW, self.rows.own_layout, self._divisor, out_L)
+
+    def exchange(self, x_N: torch.Tensor) -> torch.Tensor:
+        """Do what comes before the sum; return [R, W], the wires of own chunk by the rank that they come from."""
+        communicator, rows = self._communicator, self.rows
+        rank, size = communicator.rank, communicator.size
+        wire_W = rows.wire(x_N)
+        row_bytes = rows.own_layout.num_bytes
+        rows_RW = communicator.scratch("rows", size * row_bytes, x_N.device).view(size, row_bytes)
+        if rows.are_equal:
+            self._encode_all(x_N, wire_W)
+            rows.all_to_all(rows_RW, wire_W, self._counts)
+            return rows_RW
+        wires = [wire_W[row] for row in rows.layout.rows]
+        exchange = Exchange(communicator, "all_to_all", list(rows_RW), rows.name, counts=self._counts)
+        exchange.expect()
+        if rows.are_coded_at_once:
+            self._encode_all(x_N, wire_W)
+            rows_RW[rank].copy_(wires[rank])
+            exchange.run(lambda peer: wires[peer])
+        else:
+            chunks = [x_N[elements] for elements in rows.layout.elements]
+            self._encode(chunks[rank], rows_RW[rank], rank)
+            exchange.run(lambda peer: self._encode(chunks[peer], wires[peer], peer))
+        return rows_RW
+
+    def _encode_all(self, x_N: torch.Tensor, wire_W: torch.Tensor) -> None:
+        rows = self.rows
+        with rows.span("encode", "all_to_all"):
+            if self._residual is None:
+                self._compressor.encode(x_N, rows.layout, wire_W)
+            else:
+                self._residual.encode(x_N, self._compressor, rows.layout, wire_W, slice(0, len(x_N)))
+        own_row = rows.layout.rows[self._communicator.rank]
+        self._tell_error(x_N[self.own], wire_W[own_row])
+
+    def _encode(self, x_L: torch.Tensor, wire_W: torch.Tensor, peer: int) -> torch.Tensor:
+        elements = self.rows.layout.elements[peer]
+        with self.rows.span("encode", "all_to_all", peer):
+            if self._residual is None:
+                self._compressor.encode(x_L, self.rows.chunks[peer], wire_W)
+            else:
+                self._residual.encode(x_L, self._compressor, self.rows.chunks[peer], wire_W, elements)
+        if peer == self._communicator.rank:
+            self._tell_error(x_L, wire_W)
+        return wire_W
+
+    def _tell_error(self, x_L: torch.Tensor, wire_W: torch.Tensor) -> None:
+        """Tell observers what encoding own chunk has left out of it."""
+        if self._error.is_wanted:
+            self._error.tell(x_L, wire_W, None if self._residual is None else self._residual.staged(self.own))

@@ -1,0 +1,113 @@
+"""One row of a wire for each rank: what reduce-scatter and all-gather send, and how NCCL moves it.
+
+Shape suffixes: N elements, W wire bytes, R ranks.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.exchange import ElementCounts, launched
+from torchbagua.collectives.private_groups import all_gather_rows, all_to_all_rows
+from torchbagua.compressors import Compressor, TensorSpec, WireLayout
+from torchbagua.events import Phase
+from torchbagua.tracer import NO_SPAN, Span
+
+
+class WireRows:
+    """How a flat tensor lies on the wire, with one chunk, and so one row, for each rank.
+
+    Args:
+        communicator: whose ranks own the chunks.
+        compressor: makes bytes of them.
+        spec: the tensor.
+        cuts: where chunks begin and end; default: even ones.
+
+    Attributes:
+        name: the tensor's.
+        layout: of all chunks.
+        own_layout: of this rank's chunk, in a tensor and a wire of its own.
+        lengths: elements of each chunk.
+        are_equal: whether rows are of equal length, and NCCL moves all of them with one call of its own.
+        are_coded_at_once: whether one launch encodes or decodes all chunks, as on a GPU; else it is done chunk by
+            chunk, while others are under way.
+    """
+
+    def __init__(
+        self, communicator: Communicator, compressor: Compressor, spec: TensorSpec, cuts: Sequence[int] | None = None
+    ) -> None:
+        self.name = spec.name
+        self._communicator = communicator
+        self._element_bytes = spec.dtype.itemsize
+        self._is_in_place = compressor.in_place
+        is_on_nccl = communicator.is_on_nccl(torch.empty(0, dtype=spec.dtype, device=spec.device))
+        self.are_equal = is_on_nccl and not compressor.in_place
+        self.are_coded_at_once = is_on_nccl or spec.device.type == "cuda"
+        if cuts is None:
+            cuts = spec.even_cuts(communicator.size, compressor.block_elements)
+        self.layout = compressor.layout(spec, cuts, equal_rows=self.are_equal)
+        self.own_layout = self.layout.chunk(communicator.rank)
+        self.lengths = [elements.stop - elements.start for elements in self.layout.elements]
+
+    @cached_property
+    def chunks(self) -> list[WireLayout]:
+        """The layout of each chunk, in a tensor and a wire of its own."""
+        return [self.layout.chunk(rank) for rank in range(self._communicator.size)]
+
+    def wire(self, x_N: torch.Tensor) -> torch.Tensor:
+        """Return memory for the wire of `x_N`: its own, or the communicator's scratch."""
+        if self._is_in_place:
+            return x_N.view(torch.uint8)
+        return self._communicator.scratch("wire", self.layout.num_bytes, x_N.device)
+
+    def all_to_all(self, rows_RW: torch.Tensor, wire_W: torch.Tensor, counts: ElementCounts) -> None:
+        """Send the rows of `wire_W` to their ranks and receive own row from all, over NCCL, where rows are equal."""
+        purpose = f"all_to_all of {self.name}"
+        with launched(self._communicator, purpose, lambda: self._messages("all_to_all", counts)) as nccl:
+            all_to_all_rows(nccl, rows_RW.view(-1), wire_W)
+
+    def all_gather(self, wire_W: torch.Tensor, own_wire: torch.Tensor, counts: ElementCounts) -> None:
+        """Send `own_wire`, a row of `wire_W`, to all ranks and receive their rows, over NCCL, where rows are equal."""
+        purpose = f"all_gather of {self.name}"
+        with launched(self._communicator, purpose, lambda: self._messages("all_gather", counts)) as nccl:
+            all_gather_rows(nccl, wire_W, own_wire)
+
+    def _messages(self, operation: str, counts: ElementCounts) -> list[Span]:
+        spans: list[Span] = []
+        phases: tuple[Literal["send", "receive"], ...] = ("send", "receive")
+        for phase in phases:
+            for peer in range(self._communicator.size):
+                if peer == self._communicator.rank:
+                    continue
+                num_elements, raw_bytes = counts.of(phase, peer)
+                spans.append(
+                    self._communicator.message_span(
+                        phase,
+                        peer,
+                        self.name,
+                        on_nccl=True,
+                        operation=operation,
+                        num_elements=num_elements,
+                        raw_bytes=raw_bytes,
+                        wire_bytes=self.own_layout.num_bytes,
+                    )
+                )
+        return spans
+
+    def span(self, phase: Phase, operation: str, peer: int | None = None) -> Span:
+        """Return a phase of the work on the chunk that `peer` owns, or on all chunks."""
+        if self._communicator.tracer.is_idle:
+            return NO_SPAN
+        num_elements = sum(self.lengths) if peer is None else self.lengths[peer]
+        row = slice(0, self.layout.num_bytes) if peer is None else self.layout.rows[peer]
+        return self._communicator.span(
+            phase,
+            self.name,
+            operation=operation,
+            num_elements=num_elements,
+            raw_bytes=num_elements * self._element_bytes,
+            wire_bytes=row.stop - row.start,
+        )

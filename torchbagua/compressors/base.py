@@ -1,0 +1,155 @@
+"""The interface of a compressor, tensor -> bytes -> tensor, and the registry of names."""
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+
+from torchbagua.compressors.blocks import TensorSpec, WireLayout, blocks_of_chunks
+from torchbagua.native.schema import ELEMENT_TYPES
+
+DEFAULT_BLOCK = 2048
+
+
+class Compressor(ABC):
+    """Turns a flat tensor into wire bytes and back. Deterministic, without state, group or hidden randomness.
+
+    A *wire* is a contiguous uint8 tensor, laid out by `layout`; what it decodes to does not depend on how blocks are
+    assigned to chunks. All methods write into memory that is handed to them and may hold anything: what a codec does
+    not write it must not read.
+
+    A subclass, a frozen dataclass, implements `wire_bytes`, `encode` and `decode`. One that codes block by block is a
+    `BlockCodec`, which lays out a header and a payload for each. The other methods follow from these; a codec that has
+    faster ones overrides them, to the same bits.
+    """
+
+    @property
+    def block_elements(self) -> int:
+        """Elements of the blocks that chunks are made of; no block crosses a parameter's boundary."""
+        return DEFAULT_BLOCK
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the wire is the tensor's own bytes, so that a view of the tensor can serve as its wire."""
+        return False
+
+    @property
+    def codes_blocks(self) -> bool:
+        """Whether blocks are coded as wholes, so that a chunk begins where a block does."""
+        return True
+
+    def encodes(self, dtype: torch.dtype) -> bool:
+        """Return whether tensors of `dtype` can be encoded: float32, bfloat16 and float16 by default."""
+        return dtype in ELEMENT_TYPES
+
+    @abstractmethod
+    def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
+        """Return the bytes of the wire of one chunk, whatever its values: a multiple of 32 unless it is in place."""
+
+    def layout(self, spec: TensorSpec, cuts: Sequence[int], *, equal_rows: bool = False) -> WireLayout:
+        """Lay out the chunks between `cuts`, elements of the tensor: one row of `wire_bytes` each.
+
+        Args:
+            spec: the tensor.
+            cuts: see `TensorSpec.even_cuts`.
+            equal_rows: make all rows as long as the longest.
+
+        Raises:
+            ValueError: `cuts` do not lie between blocks.
+        """
+        bounds_B = spec.block_bounds(self.block_elements)
+        chunk_blocks = blocks_of_chunks(bounds_B, cuts, spec.name, are_whole=self.codes_blocks)
+        elements = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
+        row_bytes = [
+            self.wire_bytes(chunk.stop - chunk.start, last - first, spec.dtype)
+            for chunk, (first, last) in zip(elements, itertools.pairwise(chunk_blocks), strict=True)
+        ]
+        if equal_rows:
+            row_bytes = [max(row_bytes)] * len(row_bytes)
+        ends = list(itertools.accumulate(row_bytes, initial=0))
+        rows = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
+        tables = [
+            self.block_table(bounds_B[first : last + 1], row.start)
+            for row, (first, last) in zip(rows, itertools.pairwise(chunk_blocks), strict=True)
+        ]
+        return WireLayout(
+            dtype=spec.dtype,
+            elements=tuple(elements),
+            rows=tuple(rows),
+            table=torch.cat(tables).to(spec.device),
+            chunk_blocks=tuple(itertools.accumulate(map(len, tables), initial=0)),
+        )
+
+    def block_table(self, bounds_B: torch.Tensor, row_start: int) -> torch.Tensor:
+        """Return the part of `WireLayout.table` for a chunk with these blocks, whose row begins at byte `row_start`."""
+        return torch.zeros(0, 4, dtype=torch.int64)
+
+    @abstractmethod
+    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
+        """Read `x_N`, write `wire_W`."""
+
+    @abstractmethod
+    def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
+        """Read `wire_W`, write `x_N`, of any floating-point dtype, rounding to it."""
+
+    def decode_mean(self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
+        """Decode R wires of one chunk, add them in row order, divide by `divisor`, write `x_N`.
+
+        Sums are formed in the dtype of `x_N`: float32, or float64 for float64.
+        """
+        self.decode(rows_RW[0], layout, x_N)
+        one_N = torch.empty_like(x_N)
+        for row_W in rows_RW[1:]:
+            self.decode(row_W, layout, one_N)
+            x_N.add_(one_N)
+        divide(x_N, divisor, x_N)
+
+    def decode_mean_encode(
+        self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
+    ) -> None:
+        """Encode into `wire_W` what `decode_mean` makes of R wires. What `rows_RW` holds afterwards is not defined."""
+        mean_N = torch.empty(layout.elements[0].stop, dtype=sum_dtype(layout.dtype), device=wire_W.device)
+        self.decode_mean(rows_RW, layout, divisor, mean_N)
+        self.encode(mean_N, layout, wire_W)
+
+    def encode_feedback(
+        self,
+        x_N: torch.Tensor,
+        residual_N: torch.Tensor,
+        layout: WireLayout,
+        wire_W: torch.Tensor,
+        left_out_N: torch.Tensor,
+    ) -> None:
+        """Encode `x_N + residual_N`, and write what the wire leaves out of that to `left_out_N`; all are float32.
+
+        What `x_N` holds afterwards is not defined.
+        """
+        self.encode(x_N.add_(residual_N), layout, wire_W)
+        self.decode(wire_W, layout, left_out_N)
+        torch.sub(x_N, left_out_N, out=left_out_N)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what values of `dtype` are added in: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def divide(x_N: torch.Tensor, divisor: float, out_N: torch.Tensor) -> None:
+    """Write `x_N` divided by `divisor`, in its dtype, to `out_N`, which may be of another."""
+    # By a tensor on the device: on CUDA, division by a Python number is a multiplication by its reciprocal.
+    torch.div(x_N, torch.full((1,), divisor, dtype=x_N.dtype, device=x_N.device), out=out_N)
+
+
+REGISTRY: dict[str, Callable[..., Compressor]] = {}
+
+
+def register_compressor(name: str, make: Callable[..., Compressor]) -> None:
+    """Make what `make` returns known as `name` wherever a compression is named.
+
+    Raises:
+        ValueError: `name` is taken.
+    """
+    if name in REGISTRY:
+        raise ValueError(f"register_compressor: a compressor named {name!r} is registered already")
+    REGISTRY[name] = make
