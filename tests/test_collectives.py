@@ -304,7 +304,7 @@ def test_a_rank_that_fails_between_the_phases_tells_the_others_at_once() -> None
         start = time.monotonic()
         expected = "MemoryError: no room" if group.rank() == 1 else "^torchbagua: all_gather of gradients"
         with pytest.raises(RuntimeError, match=expected):
-            lane.submit(bucket.run).wait()
+            lane.submit(bucket.run).future().wait()
         seconds[group.rank()] = time.monotonic() - start
         lane.close()
 

@@ -180,9 +180,9 @@ def test_a_job_runs_on_the_side_stream_after_what_its_submitter_did(
 ) -> None:
     lane, log, run = played
     own = threading.current_thread().name
-    job = lane.start(run)
+    job = lane.submit(run)
     assert job.result().sum() == 3
-    assert torch.equal(lane.submit(run).wait(), torch.ones(3))
+    assert torch.equal(lane.submit(run).future().wait(), torch.ones(3))
     lane.close()
     assert log[:4] == [f"marked on {own}", "bound lane", "begins after mark 1", "runs on lane"]
     assert log.count("runs on lane") == log.count("ends") == 2
@@ -226,10 +226,10 @@ def test_the_lanes_thread_makes_the_gpu_its_own_before_it_uses_it(monkeypatch: p
 
     monkeypatch.setattr(side_stream, "torch", Torch)
     lane = Lane("lane", on_failure=lambda: None)
-    lane.start(lambda: None).result()
+    lane.submit(lambda: None).result()
     lane.use_gpu(gpu)
-    lane.start(lambda: None).result()
-    lane.enqueue(lambda: torch.ones(1))
+    lane.submit(lambda: None).result()
+    lane.launch(lambda: torch.ones(1))
     lane.close()
     assert used == [("lane", gpu), (threading.current_thread().name, torch.device("cuda", 0))]
 
@@ -239,13 +239,13 @@ def test_what_is_enqueued_runs_at_once_on_the_callers_thread(
 ) -> None:
     lane, log, run = played
     own = threading.current_thread().name
-    future = lane.enqueue(run)
+    future = lane.launch(run)
     assert log == [f"marked on {own}", "begins after mark 1", f"runs on {own}", "ends"]
     assert torch.equal(future.value(), torch.ones(3))
     assert not [thread for thread in threading.enumerate() if thread.name == "lane"]
     lane.close()
     with pytest.raises(RuntimeError, match="lane is closed"):
-        lane.enqueue(run)
+        lane.launch(run)
 
 
 def test_what_fails_when_it_is_enqueued_ends_the_lane(
@@ -258,7 +258,7 @@ def test_what_fails_when_it_is_enqueued_ends_the_lane(
 
     for enqueued in (fail, run):
         with pytest.raises(ValueError, match="no"):
-            lane.enqueue(enqueued)
+            lane.launch(enqueued)
 
 
 def test_tensors_of_two_gpus_are_refused(played: tuple[Lane, list[str], Callable[[], torch.Tensor]]) -> None:
@@ -276,9 +276,9 @@ def test_a_job_that_fails_tells_its_waiter(played: tuple[Lane, list[str], Callab
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        lane.start(fail).result()
+        lane.submit(fail).result()
     with pytest.raises(ValueError, match="no"):
-        lane.enqueue(lambda: pytest.fail("it runs behind a failure"))
+        lane.launch(lambda: pytest.fail("it runs behind a failure"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

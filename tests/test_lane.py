@@ -25,7 +25,9 @@ def test_jobs_run_in_order_on_one_thread() -> None:
     lane = Lane("order", on_failure=lambda: None)
     assert not threads_named("order"), "the thread starts with the first job"
     seen: list[tuple[int, str]] = []
-    futures = [lane.submit(lambda i=i: seen.append((i, threading.current_thread().name)) or i) for i in range(100)]
+    futures = [
+        lane.submit(lambda i=i: seen.append((i, threading.current_thread().name)) or i).future() for i in range(100)
+    ]
     assert [future.wait() for future in futures] == list(range(100))
     assert seen == [(i, "order") for i in range(100)]
     lane.close()
@@ -42,10 +44,10 @@ def test_failure_reaches_every_later_job_and_ends_the_thread() -> None:
         raise ConnectionError("peer 3 is gone")
 
     ran: list[int] = []
-    futures = [lane.submit(fail), lane.submit(lambda: ran.append(1))]
+    futures = [lane.submit(fail).future(), lane.submit(lambda: ran.append(1)).future()]
     gate.set()
     wait_until_gone("failing")
-    futures.append(lane.submit(lambda: ran.append(2)))
+    futures.append(lane.submit(lambda: ran.append(2)).future())
     for future in futures:
         with pytest.raises(RuntimeError, match="ConnectionError: peer 3 is gone"):
             future.wait()
@@ -66,7 +68,7 @@ def test_nothing_is_queued_behind_the_stop(attempt: int) -> None:
         start.wait()
         for _ in range(20):
             try:
-                accepted.append(lane.submit(lambda: 1))
+                accepted.append(lane.submit(lambda: 1).future())
             except RuntimeError as error:
                 refused.append(str(error))
 
@@ -96,7 +98,7 @@ def test_failure_reaches_the_job_whatever_else_fails() -> None:
 
     lane = Lane("unlucky", on_failure=fail_to_close)
     with pytest.raises(RuntimeError, match="ValueError: a circle"):
-        lane.submit(fail).wait()
+        lane.submit(fail).future().wait()
     wait_until_gone("unlucky")
     lane.close()
 
@@ -105,12 +107,12 @@ def test_close_finishes_queued_jobs_and_may_be_repeated() -> None:
     lane = Lane("closing", on_failure=lambda: None)
     ran: list[int] = []
     for i in range(10):
-        lane.submit(lambda i=i: (time.sleep(0.001), ran.append(i)))
+        lane.submit(lambda i=i: (time.sleep(0.001), ran.append(i))).future()
     lane.close()
     assert ran == list(range(10))
     lane.close()
     with pytest.raises(RuntimeError, match="closing is closed"):
-        lane.submit(lambda: None)
+        lane.submit(lambda: None).future()
 
 
 def test_a_forgotten_lane_ends_its_thread_and_keeps_nothing_alive() -> None:
@@ -119,7 +121,7 @@ def test_a_forgotten_lane_ends_its_thread_and_keeps_nothing_alive() -> None:
             pass
 
     lane, kept = Lane("forgotten", on_failure=lambda: None), Kept()
-    lane.submit(kept.run).wait()
+    lane.submit(kept.run).future().wait()
     reference = weakref.ref(kept)
     del kept
     gc.collect()

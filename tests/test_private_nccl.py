@@ -249,15 +249,15 @@ def test_what_nccl_is_not_done_with_ends_the_lane(nccl: Nccl) -> None:
             with own.world.launching(purpose):
                 pass
 
-        good = lane.start(functools.partial(launch, "all_reduce of weight bucket 0"))
+        good = lane.submit(functools.partial(launch, "all_reduce of weight bucket 0"))
         good.result()
         nccl.events[0].is_done = True
-        bad = lane.start(functools.partial(launch, "all_to_all of weight bucket 0"))
+        bad = lane.submit(functools.partial(launch, "all_to_all of weight bucket 0"))
         bad.result()  # the host waits for no GPU
-        lane.start(lambda: None).result()
+        lane.submit(lambda: None).result()
         time.sleep(SHORT.total_seconds() + 0.5)
         assert nccl.told["rank 0"] == ["abort"]
-        for job in (bad, lane.start(lambda: None)):
+        for job in (bad, lane.submit(lambda: None)):
             with pytest.raises(tb.CommunicationError, match=OVERDUE):
                 job.result()
         with pytest.raises(tb.CommunicationError, match="failed on rank 0: the group is closed"):
@@ -280,9 +280,9 @@ def test_what_another_failure_breaks_off_was_not_done(nccl: Nccl) -> None:
         def fail() -> None:
             raise tb.CommunicationError("rank 1 is gone")
 
-        launched = lane.start(launch)
+        launched = lane.submit(launch)
         launched.result()
-        for job in (lane.start(fail), launched):
+        for job in (lane.submit(fail), launched):
             with pytest.raises(tb.CommunicationError, match="rank 1 is gone"):
                 job.result()
         lane.close()

@@ -39,7 +39,7 @@ class AveragingImpl(tb.AlgorithmImpl):
                 for bucket in self.buckets:
                     parameters = [tensor.parameter for tensor in bucket.tensors]
                     bucket.flat.copy_(torch.nn.utils.parameters_to_vector(parameters))
-                    self.lane.submit(bucket.run).wait()
+                    self.lane.submit(bucket.run).future().wait()
                     torch.nn.utils.vector_to_parameters(bucket.flat, parameters)
 
         return average

@@ -194,7 +194,7 @@ class Attachment:
                 self._broadcast_state()
             if not failed and self.impl.process_group.compares_clocks:
                 with suppress(RuntimeError):  # a rank has left: what was compared when the run began has to do
-                    self.impl.lane.start(self.impl.process_group.compare_clocks).result()
+                    self.impl.lane.submit(self.impl.process_group.compare_clocks).result()
 
     def _broadcast_state(self) -> None:
         world = self.impl.process_group.world

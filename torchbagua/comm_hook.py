@@ -60,8 +60,8 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
     with state.tracer.range(own_bucket.name):
         state.use_device(flat.device)
         if flat.is_cuda and state.process_group.has_nccl:
-            return state.lane.enqueue(run)
-        future = state.lane.submit(run)
+            return state.lane.launch(run)
+        future = state.lane.submit(run).future()
     if bucket.is_last() and state.has_joined:
         future.wait()  # DDP waits for it now, but hears of no error there
     return future

@@ -66,7 +66,7 @@ class Lane:
                 f"{self._name}: all tensors must be on one GPU, got some on {device}, others on {self._side.device}"
             )
 
-    def enqueue(self, run: Callable[[], torch.Tensor]) -> "torch.futures.Future[torch.Tensor]":
+    def launch(self, run: Callable[[], torch.Tensor]) -> "torch.futures.Future[torch.Tensor]":
         """Run `run` at once, on this thread and the lane's stream: it only launches kernels and NCCL's collectives.
 
         Returns:
@@ -90,15 +90,7 @@ class Lane:
                 raise
         return future
 
-    def submit(self, run: Callable[[], T]) -> "torch.futures.Future[T]":
-        """Queue `run`; the future completes with what it returns, or raises its error, as a RuntimeError if it is none.
-
-        Raises:
-            RuntimeError: the lane is closed.
-        """
-        return self.start(run).future()
-
-    def start(self, run: Callable[[], T], *, interrupt: Callable[[], None] | None = None) -> "Job[T]":
+    def submit(self, run: Callable[[], T], *, interrupt: Callable[[], None] | None = None) -> "Job[T]":
         """Queue `run`; the job gives what it returns, or raises its very error.
 
         Args:

@@ -113,7 +113,7 @@ class BackgroundRounds:
         impl.read_weights(self._snapshots)
         self._handoff.record()
         self._facts = impl.facts()
-        self._ending = impl.lane.start(self._run, interrupt=self.leave)
+        self._ending = impl.lane.submit(self._run, interrupt=self.leave)
 
     @property
     def ending(self) -> Ending | None:

@@ -269,7 +269,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         if is_due:
             self.read_weights(self.flats)
             # In a ring of ranks that sends nothing yet; nodes form their means first.
-            submit = self.submit_round if self._is_of_nodes else self.lane.start
+            submit = self.submit_round if self._is_of_nodes else self.lane.submit
             finishes = submit(lambda: [bucket.start() for bucket in self.buckets]).result()
             self.write_weights(self.flats)
 

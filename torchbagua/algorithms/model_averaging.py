@@ -166,7 +166,7 @@ class ModelAveragingImpl(AlgorithmImpl):
             require_same_progress(self.process_group.world, facts, purpose)
             return run()
 
-        return self.lane.start(job)
+        return self.lane.submit(job)
 
     def end_with_mean(self) -> None:
         """Give all ranks the mean of their weights; buckets serve for nothing else from then on."""

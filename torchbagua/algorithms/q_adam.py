@@ -176,7 +176,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
                 "parameters past their warm-up": len(num_updates),
                 "updates of parameters past their warm-up": sum(num_updates),
             }
-            in_step = self.lane.start(lambda: require_same_progress(self.process_group.world, facts, "the gradients"))
+            in_step = self.lane.submit(lambda: require_same_progress(self.process_group.world, facts, "the gradients"))
             if self.process_group.has_nccl:  # its collectives do not wait for their turn in the lane
                 in_step.result()
         return before != self._num_past_warmup
@@ -231,7 +231,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         self.residuals.load_state_dict(owner, state, self._named)
         # What ranks hold decides whether they sum it in the next backward.
         facts = {"as a digest of the names in its state": fingerprint(list(state["sent"]))}
-        self.lane.start(
+        self.lane.submit(
             lambda: require_same_progress(self.process_group.world, facts, "loading the residuals")
         ).result()
         self.reset()

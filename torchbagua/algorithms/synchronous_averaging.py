@@ -71,7 +71,7 @@ class SynchronousAveragingImpl(ModelAveragingImpl):
         self._num_overflow_checks += 1
         world, facts = self.process_group.world, self.facts()
         purpose = f"the search for Inf after {self.step} steps"
-        return self.lane.start(lambda: require_same_progress(world, facts, purpose, int(found_inf))).result() == 1
+        return self.lane.submit(lambda: require_same_progress(world, facts, purpose, int(found_inf))).result() == 1
 
     def finish(self, *, failed: bool) -> bool:
         """Bring what is in flight into the weights and, where it is asked for, make them equal on all ranks."""

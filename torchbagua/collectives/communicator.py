@@ -173,9 +173,11 @@ class Communicator:
         assert key not in self._pending
         on_host = tensor
         if self.is_staged(tensor):
-            stage = self._staging.place if direction == "receiving from" else self._staging.copied
+            get_host_memory = (
+                self._staging.receive_buffer if direction == "receiving from" else self._staging.copy_to_host
+            )
             try:
-                on_host = stage(key, tensor)
+                on_host = get_host_memory(key, tensor)
             except TimeoutError as error:
                 self._fail(direction, peer, purpose, cause_of(error))
         posted_s = time.perf_counter()  # before data can flow
@@ -207,7 +209,7 @@ class Communicator:
                     rate = pending.tensor.nbytes / (time.perf_counter() - pending.posted_s)
                     self.link_bytes_per_s[peer] = max(self.link_bytes_per_s[peer], rate)
                 if self.is_staged(pending.tensor):
-                    self._staging.bring((tag, direction, peer), pending.tensor)
+                    self._staging.copy_to_device((tag, direction, peer), pending.tensor)
             return
         del pending
         self._fail(direction, peer, purpose, cause)

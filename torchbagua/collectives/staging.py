@@ -21,14 +21,14 @@ class Staging:
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._last_reads: dict[Hashable, torch.cuda.Event] = {}
 
-    def copied(self, key: Hashable, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_to_host(self, key: Hashable, tensor: torch.Tensor) -> torch.Tensor:
         """Return the bytes of `tensor` on the host; waits for the stream, which is the lane's."""
-        host = self.place(key, tensor)
+        host = self.receive_buffer(key, tensor)
         host.copy_(_bytes_of(tensor), non_blocking=True)
         wait_on_host(torch.cuda.current_stream(tensor.device).record_event(), self._timeout_s)
         return host
 
-    def place(self, key: Hashable, tensor: torch.Tensor) -> torch.Tensor:
+    def receive_buffer(self, key: Hashable, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory on the host for the bytes of `tensor`; waits until what was there before has been read."""
         if (last_read := self._last_reads.pop(key, None)) is not None:
             wait_on_host(last_read, self._timeout_s)
@@ -37,8 +37,8 @@ class Staging:
             buffer = self._buffers[key] = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
         return buffer[: tensor.nbytes]
 
-    def bring(self, key: Hashable, tensor: torch.Tensor) -> None:
-        """Copy what `place` has returned, and was filled, to `tensor`; the stream goes on when it is there."""
+    def copy_to_device(self, key: Hashable, tensor: torch.Tensor) -> None:
+        """Copy what `receive_buffer` has returned, and was filled, to `tensor`; the stream goes on when it is there."""
         _bytes_of(tensor).copy_(self._buffers[key][: tensor.nbytes], non_blocking=True)
         self._last_reads[key] = torch.cuda.current_stream(tensor.device).record_event()
 
