@@ -8,7 +8,7 @@ from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import ResidualPair, TwoPhaseResiduals
 from torchbagua.collectives.hierarchical import Hierarchical
-from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.collectives.node_groups import NodeGroups
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 from torchbagua.compressors import Compressor, Identity, TensorSpec
 
@@ -22,7 +22,7 @@ class Mean(Protocol):
 
 
 def centralized_mean(
-    group: BaguaProcessGroup,
+    group: NodeGroups,
     compressor: Compressor,
     spec: TensorSpec,
     *,
@@ -70,7 +70,7 @@ class MeanOfNodes:
 
     def __init__(
         self,
-        group: BaguaProcessGroup,
+        group: NodeGroups,
         compressor: Compressor,
         spec: TensorSpec,
         divisor: float,

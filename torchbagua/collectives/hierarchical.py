@@ -10,7 +10,7 @@ import torch
 
 from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.collectives.node_groups import NodeGroups
 from torchbagua.collectives.reduce_scatter import ReduceScatter
 from torchbagua.compressors import Identity, TensorSpec, sum_dtype
 from torchbagua.compressors.cast import sum_of_rows, typed
@@ -37,7 +37,7 @@ class Hierarchical:
 
     def __init__(
         self,
-        group: BaguaProcessGroup,
+        group: NodeGroups,
         spec: TensorSpec,
         block_elements: int,
         between_nodes: Callable[[Communicator, slice, TensorSpec], BetweenNodes],

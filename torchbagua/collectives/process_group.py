@@ -15,6 +15,7 @@ from torchbagua.collectives.board import StoreBoard
 from torchbagua.collectives.clock import clock_of_machine, clock_offset
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.errors import CommunicationError, cause_of
+from torchbagua.collectives.group_operations import GroupOperations
 from torchbagua.collectives.private_groups import has_nccl
 from torchbagua.collectives.private_nccl import PrivateNccl, warn_of_launch_order
 from torchbagua.events import ClockOffset, Observer, check_observers
@@ -25,7 +26,7 @@ from torchbagua.user_warning import warn_user
 from torchbagua.version import __version__
 
 
-class BaguaProcessGroup:
+class BaguaProcessGroup(GroupOperations):
     """The ranks of a torch process group, sorted into nodes, with private gloo groups over all, in and between nodes.
 
     Construction is collective: every rank of `process_group` constructs it, in the same order.
@@ -43,16 +44,11 @@ class BaguaProcessGroup:
         rank, size: own place in `process_group`, as in torch.
         nodes: node index of each rank, numbered in order of first appearance.
         node_ranks: for each node, its ranks in ascending order.
-        has_nccl: whether NCCL moves tensors of GPUs: over `process_group` itself, and over private groups in and
-            between nodes.
         tracer: tells the observers, for whatever runs over the private groups.
         board: where ranks pin up texts for each other.
         compares_clocks: whether an observer of any rank needs to know how far the ranks' clocks are apart.
         clock_offsets: one whenever ranks have compared them.
-        num_shards: the smallest number of ranks on a node: so many shards of a tensor can be owned on every node.
-        world: communicator over all ranks.
-        intra_node: over the ranks of own node; None where there is one node, or one rank a node.
-        inter_node: over the ranks that own the same shard on all nodes; None likewise, and on ranks that own no shard.
+        has_nccl, num_shards, world, intra_node, inter_node: see `NodeGroups`.
 
     Raises:
         TypeError, ValueError: unusable arguments; ranks that disagree in `nodes`, the package's version or
@@ -74,6 +70,7 @@ class BaguaProcessGroup:
                 f"BaguaProcessGroup: process_group must be a torch.distributed.ProcessGroup, got {process_group!r}"
                 f"{'; was init_process_group called?' if process_group is None else ''}"
             )
+        super().__init__()
         check_observers("BaguaProcessGroup", observers)
         if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
             raise ValueError(f"BaguaProcessGroup: timeout must be a positive datetime.timedelta, got {timeout!r}")
@@ -139,8 +136,8 @@ class BaguaProcessGroup:
                 nccl=process_group if self.has_nccl and scope == "world" else None,
             )
 
-        self.intra_node: Communicator | None = None
-        self.inter_node: Communicator | None = None
+        self.intra_node = None
+        self.inter_node = None
         self.world = communicator("world", "world", list(range(self.size)))
         try:
             if 1 < len(self.node_ranks) < self.size:

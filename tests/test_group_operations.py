@@ -1,0 +1,148 @@
+"""What an algorithm of one's own sends over a group: operations on CPUs and GPUs, told to observers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchbagua as tb
+from oracle import ordered_sum
+from ranks import run_ranks
+
+SIZE = 3
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
+
+
+def values_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(rank)).to(device)
+
+
+def on_ranks(device: torch.device, body: Callable[[tb.BaguaProcessGroup], Any], **arguments: Any) -> list[Any]:
+    def with_group(group: dist.ProcessGroup) -> Any:
+        own = tb.BaguaProcessGroup(group, **arguments)
+        try:
+            return body(own)
+        finally:
+            own.close()
+
+    return run_ranks(SIZE, with_group, device=device)
+
+
+def summed(values: list[torch.Tensor]) -> torch.Tensor:
+    """The sum in rank order, in float32, or of float64 in float64, in the dtype of the values."""
+    real = [torch.view_as_real(value) if value.is_complex() else value for value in values]
+    wide = torch.float64 if real[0].dtype == torch.float64 else torch.float32
+    total = torch.as_tensor(ordered_sum([value.cpu().to(wide).numpy() for value in real])).to(real[0].dtype)
+    return torch.complex(*total.unbind(-1)) if values[0].is_complex() else total
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (5, 700), (0, 1)], ids=str)
+def test_all_reduce_and_its_kin(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    given = [values_of(rank, (SIZE, *shape), dtype, device) for rank in range(SIZE)]
+
+    def body(group: tb.BaguaProcessGroup) -> dict[str, torch.Tensor]:
+        own = given[group.rank]
+        results = {}
+        for _ in range(2):  # the second time over what the first has laid out
+            results["sum"] = group.all_reduce(own[0].clone())
+            results["own sum"] = group.reduce_scatter(own)
+            results["all"] = group.all_gather(own[1])
+        assert torch.equal(own, values_of(group.rank, (SIZE, *shape), dtype, device))
+        return results
+
+    for rank, results in enumerate(on_ranks(device, body)):
+        assert torch.equal(results["sum"].cpu(), summed([one[0] for one in given]))
+        assert torch.equal(results["own sum"].cpu(), summed([one[rank] for one in given]))
+        assert torch.equal(results["all"], torch.stack([one[1] for one in given]))
+
+
+def test_the_mean_can_be_compressed_and_respect_nodes(device: torch.device) -> None:
+    given = [values_of(rank, (5000,), torch.float32, device) for rank in range(SIZE)]
+
+    def body(group: tb.BaguaProcessGroup) -> torch.Tensor:
+        return group.all_reduce(given[group.rank].clone(), average=True, compression="MinMaxUInt8", hierarchical=True)
+
+    means = on_ranks(device, body, nodes=[0, 0, 1])
+    assert all(torch.equal(mean, means[0]) for mean in means)
+    expected = summed(given).to(device) / SIZE
+    assert not torch.equal(means[0], expected)
+    assert torch.allclose(means[0], expected, atol=0.05)  # a hundredth of the range of a block, in each phase
+
+
+def test_numbers_that_are_no_floats_are_gathered(device: torch.device) -> None:
+    def body(group: tb.BaguaProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        return group.all_gather(torch.tensor([group.rank, 7], device=device)), group.all_gather(
+            torch.tensor(group.rank == 1, device=device)
+        )
+
+    for numbers, flags in on_ranks(device, body):
+        assert numbers.tolist() == [[0, 7], [1, 7], [2, 7]]
+        assert flags.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("num_elements", [4, 100_000])
+def test_exchange_on_any_graph(device: torch.device, num_elements: int) -> None:
+    """A star, in which what comes in does not come from whom it goes to, and a ring of one direction."""
+    graphs = [{0: [1, 2], 1: [], 2: [0]}, {0: [1], 1: [2], 2: [0]}, {0: [], 1: [], 2: []}]
+
+    def body(group: tb.BaguaProcessGroup) -> list[dict[int, torch.Tensor]]:
+        results = []
+        for targets in graphs:
+            own = targets[group.rank]
+            sends = {peer: torch.full((num_elements,), 10.0 * group.rank + peer, device=device) for peer in own}
+            sources = [source for source in range(SIZE) if group.rank in targets[source]]
+            receives = {source: torch.zeros(num_elements, device=device) for source in sources}
+            group.exchange(sends, receives, name="a graph")
+            results.append(receives)
+        return results
+
+    for rank, results in enumerate(on_ranks(device, body)):
+        for received in results:
+            assert all(value.unique().tolist() == [10.0 * source + rank] for source, value in received.items())
+    assert [sorted(received) for received in on_ranks(device, body)[0]] == [[2], [2], []]
+
+
+def test_observers_hear_of_every_message(device: torch.device) -> None:
+    recorder = tb.traces.Recorder()
+
+    def body(group: tb.BaguaProcessGroup) -> None:
+        x = torch.ones(6, device=device)
+        group.all_reduce(x, name="a sum")
+        group.all_gather(x, name="a gathering")
+        group.reduce_scatter(x.view(SIZE, 2), name="a scatter")
+        group.exchange({1: x} if group.rank == 0 else {}, {0: x} if group.rank == 1 else {}, name="a message")
+
+    def with_group(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group, observers=[recorder] if group.rank() == 0 else [])
+        body(own)
+        own.close()
+
+    run_ranks(SIZE, with_group, device=device)
+    sent = [(event.bucket, event.operation, event.bytes_sent) for event in recorder.events if event.bytes_sent]
+    assert ("a gathering", "all_gather", 24) in sent
+    assert ("a scatter", "all_to_all", 8) in sent
+    assert ("a message", "peer_exchange", 24) in sent
+    assert sum(num_bytes for name, _, num_bytes in sent if name == "a sum") == 24 * 2  # one rank has all six
+
+
+def test_refusals() -> None:
+    def body(group: tb.BaguaProcessGroup) -> None:
+        x = torch.ones(SIZE, 4)
+        for call, message in [
+            (lambda: group.all_reduce(x.T), r"all_reduce: x must be contiguous, got \[4, 3\] with strides"),
+            (lambda: group.all_reduce(x.int()), "all_reduce: x must be floating-point or complex, got torch.int32"),
+            (
+                lambda: group.all_reduce(x.double(), compression="MinMaxUInt8"),
+                "encodes torch.float64, got Min",
+            ),
+            (lambda: group.reduce_scatter(x[:2]), r"x must have a part for each of 3 ranks, got \[2, 4\]"),
+            (lambda: group.exchange({group.rank: x}, {}), "sends must be by another rank of 3, got"),
+            (lambda: group.exchange({}, {SIZE: x}), "receives must be by another rank of 3, got 3"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                call()
+
+    on_ranks(torch.device("cpu"), body)

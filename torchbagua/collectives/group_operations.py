@@ -1,0 +1,182 @@
+"""What an algorithm of one's own sends: operations of a group that work over gloo and NCCL, on CPUs and GPUs."""
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+
+from torchbagua.collectives.all_gather import AllGather
+from torchbagua.collectives.centralized_mean import centralized_mean
+from torchbagua.collectives.exchange import Exchange
+from torchbagua.collectives.node_groups import NodeGroups
+from torchbagua.collectives.reduce_scatter import ReduceScatter
+from torchbagua.compressors import Compressor, Identity, TensorSpec, by_name, sum_dtype
+
+T = TypeVar("T")
+
+
+class GroupOperations(NodeGroups):
+    """The operations of a `BaguaProcessGroup`.
+
+    All ranks call the same ones, in the same order, with tensors of the same sizes: on the lane, as a bucket's
+    operations do, and never beside what that runs. On a GPU they are done on the current stream, and with NCCL no host
+    waits. Observers hear of every message under `name`, and errors have it too.
+
+    All raise CommunicationError where a rank is gone or did not take part within the group's timeout.
+    """
+
+    def __init__(self) -> None:
+        # One for each kind of tensor: what it takes to lay one out costs more than to send a short one.
+        self._collectives: dict[object, object] = {}
+
+    def all_reduce(
+        self,
+        x: torch.Tensor,
+        *,
+        average: bool = False,
+        compression: str | Compressor | None = None,
+        hierarchical: bool = False,
+        name: str = "all_reduce",
+    ) -> torch.Tensor:
+        """Replace `x` by its sum over the ranks, and return it: the same bits on all ranks.
+
+        Args:
+            x: contiguous, floating-point or complex, of any shape.
+            average: divide by the number of ranks.
+            compression: of what is sent, see `BaguaBucket.append_centralized_synchronous_op`.
+            hierarchical: respect node boundaries, see there.
+            name: in events and errors.
+
+        Raises:
+            ValueError: `x` is no such tensor, or `compression` does not encode it.
+        """
+        flat = _flat("all_reduce", "x", x, sums=True)
+        compressor = by_name(compression)
+        if not compressor.encodes(flat.dtype):
+            raise ValueError(
+                f"BaguaProcessGroup.all_reduce: compression must be one that encodes {flat.dtype}, got {compressor!r}"
+            )
+        spec = _spec(flat, name)
+        mean = self._collective(
+            ("all_reduce", spec, compressor, average, hierarchical),
+            lambda: centralized_mean(self, compressor, spec, hierarchical=hierarchical, average=average),
+        )
+        mean(flat)
+        return x
+
+    def all_gather(self, x: torch.Tensor, *, name: str = "all_gather") -> torch.Tensor:
+        """Return `x` of all ranks, [R, *x.shape], in rank order.
+
+        Args:
+            x: contiguous, of any dtype and shape, which are the same on all ranks.
+            name: in events and errors.
+
+        Raises:
+            ValueError: `x` is not contiguous.
+        """
+        flat = _flat("all_gather", "x", x)
+        every = flat.new_empty(self.size, flat.numel())
+        every[self.rank] = flat
+        if self.size > 1:
+            spec = _spec(every.view(-1), name)
+            cuts = [rank * flat.numel() for rank in range(self.size + 1)]
+            gather = self._collective(("all_gather", spec), lambda: AllGather(self.world, Identity(), spec, cuts))
+            gather(every[self.rank], every.view(-1))
+        return _like(every, x).view(self.size, *x.shape)
+
+    def reduce_scatter(self, x: torch.Tensor, *, average: bool = False, name: str = "reduce_scatter") -> torch.Tensor:
+        """Return the sum over the ranks of `x[rank]`, where `x` has a part for each rank; `x` stays as it is.
+
+        Sums are formed in rank order, in float32, of float64 in float64.
+
+        Args:
+            x: contiguous, [R, ...], floating-point or complex.
+            average: divide by the number of ranks.
+            name: in events and errors.
+
+        Raises:
+            ValueError: `x` is no such tensor.
+        """
+        if x.dim() == 0 or len(x) != self.size:
+            raise ValueError(
+                f"BaguaProcessGroup.reduce_scatter: x must have a part for each of {self.size} ranks, got "
+                f"{list(x.shape)}"
+            )
+        flat = _flat("reduce_scatter", "x", x, sums=True)
+        length = flat.numel() // self.size
+        own = flat[self.rank * length :][:length].clone()
+        if self.size > 1:
+            spec = _spec(flat, name)
+            cuts = [rank * length for rank in range(self.size + 1)]
+            divisor = float(self.size) if average else 1.0
+            scatter = self._collective(
+                ("reduce_scatter", spec, divisor),
+                lambda: ReduceScatter(self.world, Identity(), spec, cuts, divisor=divisor),
+            )
+            total = own.to(sum_dtype(own.dtype))
+            scatter(flat, total)
+            own.copy_(total)
+        return _like(own, x).view(x.shape[1:])
+
+    def exchange(
+        self,
+        sends: Mapping[int, torch.Tensor],
+        receives: Mapping[int, torch.Tensor],
+        *,
+        name: str = "exchange",
+    ) -> None:
+        """Send a tensor to each of some peers and receive one from each of some, perhaps others.
+
+        What one rank sends to another that one receives, in as many bytes: gloo ends the process where they differ.
+
+        Args:
+            sends: contiguous tensors by the rank that they go to.
+            receives: contiguous tensors to fill, by the rank that they come from.
+            name: in events and errors.
+
+        Raises:
+            ValueError: a tensor is not contiguous, or a rank is none of the others.
+        """
+        for what, tensors in (("sends", sends), ("receives", receives)):
+            for peer, tensor in tensors.items():
+                if peer not in range(self.size) or peer == self.rank:
+                    raise ValueError(
+                        f"BaguaProcessGroup.exchange: {what} must be by another rank of {self.size}, got {peer!r} on "
+                        f"rank {self.rank}"
+                    )
+                _flat("exchange", f"{what}[{peer}]", tensor)
+        rounds = []
+        for distance in range(1, self.size):
+            target, source = self.world.rank_after(distance), self.world.rank_before(distance)
+            if target in sends or source in receives:
+                rounds.append((target, source))
+        if not rounds:
+            return
+        nothing = next(iter((*sends.values(), *receives.values()))).new_empty(0)
+        of_all = {source: receives.get(source, nothing) for _, source in rounds}
+        Exchange(self.world, "peer_exchange", of_all, name, rounds).run(lambda target: sends.get(target, nothing))
+
+    def _collective(self, key: object, make: Callable[[], T]) -> T:
+        if key not in self._collectives:
+            self._collectives[key] = make()
+        found: T = self._collectives[key]  # type: ignore[assignment]
+        return found
+
+
+def _flat(operation: str, argument: str, tensor: torch.Tensor, *, sums: bool = False) -> torch.Tensor:
+    """Return a view of a tensor in one dimension, complex numbers as pairs; ValueError where there is none."""
+    subject = f"BaguaProcessGroup.{operation}: {argument} must be"
+    if not tensor.is_contiguous():
+        raise ValueError(f"{subject} contiguous, got {list(tensor.shape)} with strides {list(tensor.stride())}")
+    if sums and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"{subject} floating-point or complex, got {tensor.dtype}")
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
+
+
+def _like(flat: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return `flat` as the complex numbers that its pairs are, where `x` is complex."""
+    return torch.view_as_complex(flat.view(flat.numel() // 2, 2)) if x.is_complex() else flat
+
+
+def _spec(flat: torch.Tensor, name: str) -> TensorSpec:
+    return TensorSpec((flat.numel(),), flat.dtype, flat.device, name)
