@@ -8,7 +8,7 @@ from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import ResidualPair, TwoPhaseResiduals
 from torchbagua.collectives.hierarchical import Hierarchical
-from torchbagua.collectives.node_groups import NodeGroups
+from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 from torchbagua.compressors import Compressor, Identity, TensorSpec
 

@@ -8,7 +8,7 @@ import torch
 from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.exchange import Exchange
-from torchbagua.collectives.node_groups import NodeGroups
+from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.reduce_scatter import ReduceScatter
 from torchbagua.compressors import Compressor, Identity, TensorSpec, by_name, sum_dtype
 

@@ -10,7 +10,7 @@ import torch
 
 from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.node_groups import NodeGroups
+from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.reduce_scatter import ReduceScatter
 from torchbagua.compressors import Identity, TensorSpec, sum_dtype
 from torchbagua.compressors.cast import sum_of_rows, typed

@@ -16,6 +16,7 @@ from torchbagua.collectives.clock import clock_of_machine, clock_offset
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.errors import CommunicationError, cause_of
 from torchbagua.collectives.group_operations import GroupOperations
+from torchbagua.collectives.nodes import number_by_first_appearance, number_given_nodes
 from torchbagua.collectives.private_groups import has_nccl
 from torchbagua.collectives.private_nccl import PrivateNccl, warn_of_launch_order
 from torchbagua.events import ClockOffset, Observer, check_observers
@@ -71,6 +72,11 @@ class BaguaProcessGroup(GroupOperations):
                 f"{'; was init_process_group called?' if process_group is None else ''}"
             )
         super().__init__()
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(
+                f"BaguaProcessGroup: process_group must be a torch.distributed.ProcessGroup, got {process_group!r}"
+                f"{'; was init_process_group called?' if process_group is None else ''}"
+            )
         check_observers("BaguaProcessGroup", observers)
         if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
             raise ValueError(f"BaguaProcessGroup: timeout must be a positive datetime.timedelta, got {timeout!r}")
@@ -79,77 +85,88 @@ class BaguaProcessGroup(GroupOperations):
         self.size = process_group.size()
         self.timeout = timeout or timeout_of(process_group)
         self.has_nccl = has_nccl(process_group)
-        node_indices = None if nodes is None else _number_nodes(nodes)
-        if node_indices is not None and len(node_indices) != self.size:
-            raise ValueError(
-                f"BaguaProcessGroup: nodes must have one entry for each of {self.size} ranks, got {len(node_indices)}"
-            )
-
         self._observers = tuple(observers)
         self.tracer = Tracer(observers)
+        self.clock_offsets: list[ClockOffset] = []
+        given_nodes = None if nodes is None else number_given_nodes(nodes, self.size)
+        every = self._gather_settings({**(same_settings or {}), "nodes": given_nodes}, same_settings or {})
+        self.id = str(every[0]["id"])
+        # Where one rank asks for it all have to take part.
+        self.compares_clocks = any(settings["compares clocks"] for settings in every)
+        clocks = [settings["clock"] for settings in every]
+        self._other_clocks = [rank for rank in range(1, self.size) if clocks[rank] is None or clocks[rank] != clocks[0]]
+        self.board = StoreBoard(self._store, self.rank, self.size)
+        self.nodes = given_nodes or number_by_first_appearance([str(settings["host"]) for settings in every])
+        self.node_ranks = [
+            [rank for rank, on in enumerate(self.nodes) if on == node] for node in range(max(self.nodes) + 1)
+        ]
+        self.num_shards = min(len(ranks) for ranks in self.node_ranks)
+        self.intra_node = None
+        self.inter_node = None
+        self.world = self._communicator("world", "world", list(range(self.size)))
+        try:
+            self._open_node_groups()
+            self._wait_until_all_are_open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _gather_settings(self, own: Settings, same: Settings) -> list[Settings]:
+        """Return the settings of all ranks, which agree in `nodes`, the package's version and those of `same`."""
+        group_store = self.process_group.get_group_store()
         # Every rank constructs its groups in the same order, so counting own constructions gives all the same name.
         counter = f"torchbagua/constructed/{self.rank}"
-        group_store = process_group.get_group_store()
-        store = dist.PrefixStore(f"torchbagua/{group_store.add(counter, 1)}", group_store)
-        own: Settings = {
-            **(same_settings or {}),
+        self._store = dist.PrefixStore(f"torchbagua/{group_store.add(counter, 1)}", group_store)
+        settings: Settings = {
+            **own,
             "version": __version__,
-            "nodes": node_indices,
             "host": socket.gethostname(),
             "compares clocks": self.tracer.compares_clocks,
             "clock": clock_of_machine(),
             "id": secrets.token_hex(8),
         }
-        self._store = store
         try:
-            every = gather_settings(store, self.rank, self.size, own, self.timeout)
+            every = gather_settings(self._store, self.rank, self.size, settings, self.timeout)
         except TimeoutError:
             group_store.add(counter, -1)  # a rank that has not come has not counted either: all may try again
             raise
-        fields = {"version": "the version of torchbagua", "nodes": "BaguaProcessGroup's argument nodes"}
-        check_same_settings(every, {**fields, **{name: name for name in same_settings or {}}})
-        # Where one rank asks for it all have to take part.
-        self.compares_clocks = any(settings["compares clocks"] for settings in every)
-        clocks = [settings["clock"] for settings in every]
-        self._other_clocks = [rank for rank in range(1, self.size) if clocks[rank] is None or clocks[rank] != clocks[0]]
-        self.id = str(every[0]["id"])
-        self.clock_offsets: list[ClockOffset] = []
-        self.board = StoreBoard(store, self.rank, self.size)
-        self.nodes = node_indices or _number_by_first_appearance([str(settings["host"]) for settings in every])
+        titles = {"version": "the version of torchbagua", "nodes": "BaguaProcessGroup's argument nodes"}
+        check_same_settings(every, {**titles, **{name: name for name in same}})
+        return every
 
-        self.node_ranks = [
-            [rank for rank, on in enumerate(self.nodes) if on == node] for node in range(max(self.nodes) + 1)
-        ]
-        self.num_shards = min(len(ranks) for ranks in self.node_ranks)
+    def _communicator(self, scope: str, key: str, ranks: list[int]) -> Communicator:
+        return Communicator(
+            self._store,
+            key,
+            rank=ranks.index(self.rank),
+            ranks=ranks,
+            scope=scope,
+            timeout=self.timeout,
+            tracer=self.tracer,
+            nccl=self.process_group if self.has_nccl and scope == "world" else None,
+        )
+
+    def _open_node_groups(self) -> None:
+        """Open the groups in and between nodes, where there are several nodes and one has several ranks."""
+        if not 1 < len(self.node_ranks) < self.size:
+            return
         node = self.nodes[self.rank]
         shard = self.node_ranks[node].index(self.rank)
+        self.intra_node = self._communicator("intra_node", f"node{node}", self.node_ranks[node])
+        self._open_nccl(self.intra_node, f"node{node}")
+        if shard < self.num_shards:
+            owners = [ranks[shard] for ranks in self.node_ranks]
+            self.inter_node = self._communicator("inter_node", f"shard{shard}", owners)
+            self._open_nccl(self.inter_node, f"shard{shard}")
 
-        def communicator(scope: str, key: str, ranks: list[int]) -> Communicator:
-            return Communicator(
-                store,
-                key,
-                rank=ranks.index(self.rank),
-                ranks=ranks,
-                scope=scope,
-                timeout=self.timeout,
-                tracer=self.tracer,
-                nccl=process_group if self.has_nccl and scope == "world" else None,
-            )
-
-        self.intra_node = None
-        self.inter_node = None
-        self.world = communicator("world", "world", list(range(self.size)))
+    def _wait_until_all_are_open(self) -> None:
+        """Wait for the slowest rank: one that closes its groups at once would end what others still connect to it."""
+        if self._store.add("open", 1) == self.size:
+            self._store.set("all are open", "")
         try:
-            if 1 < len(self.node_ranks) < self.size:
-                self.intra_node = communicator("intra_node", f"node{node}", self.node_ranks[node])
-                self._open_nccl(self.intra_node, f"node{node}")
-                if shard < self.num_shards:
-                    owners = [ranks[shard] for ranks in self.node_ranks]
-                    self.inter_node = communicator("inter_node", f"shard{shard}", owners)
-                    self._open_nccl(self.inter_node, f"shard{shard}")
-        except BaseException:
-            self.close()
-            raise
+            self._store.wait(["all are open"], self.timeout)
+        except RuntimeError as error:
+            raise self.world.failure("opening private groups on all ranks", cause_of(error)) from error
 
     def use_private_nccl(self) -> None:
         """Have NCCL, where it is there, move tensors over a private group, for a lane that has a thread of its own.
@@ -273,15 +290,3 @@ class BaguaProcessGroup(GroupOperations):
     def _communicators(self) -> list[Communicator]:
         every = (self.world, self.intra_node, self.inter_node)
         return [communicator for communicator in every if communicator is not None]
-
-
-def _number_nodes(nodes: Sequence[str | int]) -> list[int]:
-    is_list = isinstance(nodes, list | tuple)
-    if not is_list or not all(isinstance(label, str | int) for label in nodes):
-        raise TypeError(f"BaguaProcessGroup: nodes must be a list of strings or integers, got {nodes!r}")
-    return _number_by_first_appearance(nodes)
-
-
-def _number_by_first_appearance(labels: Sequence[str | int]) -> list[int]:
-    numbers: dict[str | int, int] = {}
-    return [numbers.setdefault(label, len(numbers)) for label in labels]

@@ -3,14 +3,14 @@
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
 from torchbagua import native
 from torchbagua.compressors.base import DEFAULT_BLOCK, Compressor
 from torchbagua.compressors.blocks import WireLayout, pad_row
-from torchbagua.native.schema import CODECS, BlockFormat
+from torchbagua.native.schema import CODECS
 
 _LARGEST_BLOCK = 2**30
 
@@ -23,6 +23,23 @@ def check_block(owner: str, block: int | None) -> None:
         raise TypeError(f"{owner}: block must be an int or None, got {block!r}")
     if not 8 <= block <= _LARGEST_BLOCK or block % 8:
         raise ValueError(f"{owner}: block must be None or a multiple of 8 from 8 to {_LARGEST_BLOCK}, got {block}")
+
+
+class BlockFormat(Protocol):
+    """The bytes of a block in the wire of a codec."""
+
+    @property
+    def header_bytes(self) -> int:
+        """What a block's header takes."""
+        ...
+
+    def payload_bytes(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Return what the payloads of blocks of `lengths` elements take."""
+        ...
+
+    def most_bytes(self, num_elements: int, num_blocks: int) -> int:
+        """Return the most that headers and payloads of so many blocks, with so many elements in all, can take."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,136 @@
+"""A codec as somebody else writes it: one class, one line that registers it. Its payload is indices and values."""
+
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchbagua as tb
+from oracle import ordered_sum
+from ranks import run_ranks
+from torchbagua.compressors import BlockCodec, Compressor, TensorSpec, WireLayout, by_name, register_compressor
+from torchbagua.compressors.base import REGISTRY
+
+
+class Pairs(NamedTuple):
+    """No header; for each of the kept elements of a block four bytes of value and two of index."""
+
+    num_kept: int
+    header_bytes: int = 0
+
+    def payload_bytes(self, lengths: torch.Tensor) -> torch.Tensor:
+        return 6 * lengths.clamp(max=self.num_kept)
+
+    def most_bytes(self, num_elements: int, num_blocks: int) -> int:
+        return 6 * min(num_elements, self.num_kept * num_blocks)
+
+
+@dataclass(frozen=True)
+class TopK(BlockCodec):
+    """The elements of each block with the largest magnitudes; of equal ones the first."""
+
+    num_kept: int = 3
+
+    @property
+    def block_format(self) -> Pairs:
+        return Pairs(self.num_kept)
+
+    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
+        for start, length, _, payload in layout.table.tolist():
+            block = x_N[start : start + length].float()
+            kept = block.abs().sort(descending=True, stable=True).indices[: self.num_kept].sort().values
+            pairs = torch.cat([block[kept].view(torch.uint8), kept.to(torch.int16).view(torch.uint8)])
+            wire_W[payload : payload + len(pairs)] = pairs
+
+    def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
+        for start, length, _, payload in layout.table.tolist():
+            kept = min(length, self.num_kept)
+            pairs = wire_W[payload : payload + 6 * kept].clone()
+            block = torch.zeros(length)
+            block[pairs[4 * kept :].view(torch.int16).long()] = pairs[: 4 * kept].view(torch.float32)
+            x_N[start : start + length] = block
+
+
+register_compressor("topk", TopK)
+
+
+def sparse(x: np.ndarray, segments: tuple[int, ...], block: int, num_kept: int) -> np.ndarray:
+    """What is left of `x`, written down once more."""
+    left, start = np.zeros_like(x), 0
+    for length in segments:
+        for first in range(start, start + length, block):
+            part = x[first : min(first + block, start + length)]
+            kept = np.argsort(-np.abs(part), kind="stable")[:num_kept]
+            left[first + kept] = part[kept]
+        start += length
+    return left
+
+
+SEGMENTS = (1000, 1, 333)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_mean_is_that_of_what_is_left_and_is_thinned_out_again(size: int) -> None:
+    codec = TopK(64, num_kept=5)
+    values = torch.randn(size, sum(SEGMENTS), generator=torch.Generator().manual_seed(0))
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        own = tb.BaguaProcessGroup(group)
+        tensors = [tb.BaguaTensor(str(length), torch.zeros(length)) for length in SEGMENTS]
+        bucket = tb.BaguaBucket("bucket", tensors, own, values[group.rank()].clone())
+        mean = bucket.append_centralized_synchronous_op(compression=codec).run()
+        own.close()
+        return mean
+
+    means = run_ranks(size, body)
+    assert all(torch.equal(mean, means[0]) for mean in means)
+    left = [sparse(one, SEGMENTS, 64, 5) for one in values.numpy()]
+    expected = sparse(ordered_sum(left) / np.float32(size), SEGMENTS, 64, 5) if size > 1 else values[0].numpy()
+    assert torch.equal(means[0], torch.from_numpy(expected))
+
+
+def test_forms_that_it_does_not_implement_follow_from_those_that_it_does() -> None:
+    codec = TopK(64, num_kept=5)
+    spec = TensorSpec(SEGMENTS, torch.float32, torch.device("cpu"), "x")
+    layout = codec.layout(spec, spec.even_cuts(1, codec.block_elements))
+    x, residual = torch.randn(2, spec.num_elements, generator=torch.Generator().manual_seed(0))
+    wire, left_out, decoded = torch.zeros(layout.num_bytes, dtype=torch.uint8), torch.empty_like(x), torch.empty_like(x)
+    codec.encode_feedback(x.clone(), residual, layout, wire, left_out)
+    codec.decode(wire, layout, decoded)
+    assert torch.equal(left_out + decoded, x + residual)
+    assert int(decoded.count_nonzero()) == 5 * 16 + 1 + 5 * 5 + 5  # sixteen blocks, one, six of which the last has 13
+
+
+def test_its_rows_are_as_long_as_it_says() -> None:
+    codec = TopK(64, num_kept=5)
+    spec = TensorSpec(SEGMENTS, torch.float32, torch.device("cpu"), "x")
+    layout = codec.layout(spec, spec.even_cuts(3, codec.block_elements))
+    bounds = spec.block_bounds(64).tolist()
+    for row, (first, last) in zip(layout.rows, itertools.pairwise(spec.even_cuts(3, 64)), strict=True):
+        assert row.stop - row.start == codec.wire_bytes(last - first, bounds.index(last) - bounds.index(first), x_dtype)
+    assert layout.num_bytes < spec.num_elements
+
+
+x_dtype = torch.float32
+
+
+def test_it_is_known_by_its_name() -> None:
+    assert by_name("topk") == TopK()
+    assert by_name("topk", block=64, num_kept=5) == TopK(64, num_kept=5)
+    assert isinstance(by_name("topk"), Compressor)
+    with pytest.raises(ValueError, match="a compressor named 'topk' is registered already"):
+        register_compressor("topk", TopK)
+    assert list(REGISTRY).count("topk") == 1
+
+
+def test_half_a_codec_is_none() -> None:
+    class Half(Compressor):
+        def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
+            return 0
+
+    with pytest.raises(TypeError, match=r"abstract.*decode.*encode"):
+        Half()

@@ -1,0 +1,94 @@
+"""Reduce-scatter and all-gather by themselves, with cuts that are given, as FSDP2 gives them."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchbagua as tb
+from oracle import ordered_sum, quantise
+from ranks import run_ranks
+from torchbagua.collectives import AllGather, ReduceScatter
+from torchbagua.compressors import Compressor, Identity, MinMaxUInt8, TensorSpec
+
+BLOCK = 16
+ROW = (100, 1, 37)  # what each rank owns of three parameters
+COMPRESSORS = [MinMaxUInt8(BLOCK), Identity()]
+
+
+def coded(compressor: Compressor, x: np.ndarray) -> np.ndarray:
+    rows = x.reshape(-1, sum(ROW))
+    return rows if isinstance(compressor, Identity) else np.stack([quantise(row, ROW, BLOCK) for row in rows])
+
+
+def rows_of_all(size: int) -> tuple[TensorSpec, list[int]]:
+    """The tensor that FSDP2 scatters: a row of equal length for each rank."""
+    spec = TensorSpec(ROW * size, torch.float32, torch.device("cpu"), "layer 0")
+    return spec, [rank * sum(ROW) for rank in range(size + 1)]
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_each_rank_gets_the_mean_of_its_own_row(size: int, compressor: Compressor) -> None:
+    values = torch.randn(size, size * sum(ROW), generator=torch.Generator().manual_seed(0))
+    spec, cuts = rows_of_all(size)
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        own = tb.BaguaProcessGroup(group)
+        scatter = ReduceScatter(own.world, compressor, spec, cuts, divisor=3.0)
+        out = torch.full((sum(ROW),), torch.nan)
+        for _ in range(2):
+            scatter(values[group.rank()].clone(), out)
+        own.close()
+        return out
+
+    left = [coded(compressor, one) for one in values.numpy()]
+    for rank, out in enumerate(run_ranks(size, body)):
+        expected = ordered_sum([one[rank] for one in left]) / np.float32(3)
+        assert torch.equal(out, torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda one: type(one).__name__)
+def test_all_ranks_get_all_rows(compressor: Compressor) -> None:
+    size = 3
+    values = torch.randn(size, sum(ROW), generator=torch.Generator().manual_seed(0))
+    spec, cuts = rows_of_all(size)
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        own = tb.BaguaProcessGroup(group)
+        out = torch.full((spec.num_elements,), torch.nan)
+        AllGather(own.world, compressor, spec, cuts)(values[group.rank()], out)
+        own.close()
+        return out
+
+    for out in run_ranks(size, body):
+        assert torch.equal(out, torch.from_numpy(coded(compressor, values.numpy()).reshape(-1)))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "message"),
+    [
+        ([0, 8, 276], r"the cuts of layer 0 must lie between its blocks, got 8, which is within one"),
+        ([0, 138, 200], r"the cuts of layer 0 must ascend from 0 to its 276 elements, got \[0, 138, 200\]"),
+        ([0, 276, 138], "must ascend"),
+        ([], "must ascend"),
+    ],
+)
+def test_cuts_that_are_none(cuts: list[int], message: str) -> None:
+    spec, _ = rows_of_all(2)
+    with pytest.raises(ValueError, match=message):
+        MinMaxUInt8(BLOCK).layout(spec, cuts)
+
+
+def test_rows_can_be_of_equal_length() -> None:
+    spec = TensorSpec((100, 10), torch.float32, torch.device("cpu"), "x")
+    layout = MinMaxUInt8(BLOCK).layout(spec, [0, 96, 110], equal_rows=True)
+    alone = MinMaxUInt8(BLOCK).layout(spec, [0, 96, 110])
+    assert [row.stop - row.start for row in alone.rows] == [160, 32]
+    assert [row.stop - row.start for row in layout.rows] == [160, 160]
+    x, decoded = torch.arange(110.0), torch.empty(110)
+    for one in (layout, alone):
+        wire = torch.zeros(one.num_bytes, dtype=torch.uint8)
+        MinMaxUInt8(BLOCK).encode(x, one, wire)
+        MinMaxUInt8(BLOCK).decode(wire, one, decoded)
+        assert torch.equal(decoded, torch.from_numpy(quantise(x.numpy(), (100, 10), BLOCK)))
