@@ -115,6 +115,27 @@ def test_package_version_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         run_ranks(2, tb.BaguaProcessGroup)
 
 
+def test_no_rank_is_done_before_all_have_opened_their_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that closes them at once, because its algorithm is refused, would end what others still connect."""
+    have_opened: list[int] = []
+    open_node_groups = tb.BaguaProcessGroup._open_node_groups
+
+    def slowly(group: tb.BaguaProcessGroup) -> None:
+        time.sleep(0.1 * group.rank)
+        open_node_groups(group)
+        have_opened.append(group.rank)
+
+    monkeypatch.setattr(tb.BaguaProcessGroup, "_open_node_groups", slowly)
+
+    def body(group: dist.ProcessGroup) -> int:
+        own = tb.BaguaProcessGroup(group)
+        num_open = len(have_opened)
+        own.close()
+        return num_open
+
+    assert run_ranks(3, body) == [3, 3, 3]
+
+
 def test_missing_rank_is_named() -> None:
     def body(group: dist.ProcessGroup) -> None:
         if group.rank() != 1:

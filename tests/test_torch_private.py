@@ -25,6 +25,11 @@ def group() -> dist.ProcessGroup:
 
 def test_groups(group: dist.ProcessGroup) -> None:
     group.allreduce([torch.ones(1)]).wait()
+    gathered = torch.zeros(2)
+    work = torch_private.all_gather_base(group, gathered, torch.ones(2))
+    assert work is not None
+    work.wait()
+    assert gathered.tolist() == [1.0, 1.0]
     assert torch_private.timeout_of(group) == timedelta(seconds=7)
     assert isinstance(torch_private.backend_of(group), dist.ProcessGroupGloo)
     assert isinstance(torch_private.backend_of(group, "cpu"), dist.ProcessGroupGloo)
