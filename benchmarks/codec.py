@@ -1,168 +1,231 @@
-"""Times the codecs' kernels beside a copy of the same tensor, one thread, all operations alternated in one run.
+"""Times the codecs' kernels beside a copy, alternated in one run.
 
-    python benchmarks/codec.py [--rounds 31] [--json PATH]
+    python benchmarks/codec.py [--device cpu|cuda] [--num-elements N] [--rounds 31] [--json PATH]
 
-A time is a median over the rounds. The copy is `y.copy_(x)` of the whole tensor in its own type: encode and decode move
-fewer bytes than it does, and so does the mean, which decodes the chunks of 4 senders, a quarter of the tensor each, and
-encodes their mean. `blocks of 2048` is one parameter in blocks of 2048 elements; `parameters` is transformer layers,
-whose blocks follow their parameters; `one block` is all in one block, Bagua's one range.
+A time is a median over the rounds. On the CPU, with one thread, all operations stand beside one copy of the tensor,
+`y.copy_(x)` of 25 MiB of float32: encode and decode move fewer bytes than it does. On a GPU each stands beside a copy
+of as many bytes as it has to read and write, elements, wire and table of blocks, each once; the tensor has 67.1 M
+elements, and a round goes over several sets of buffers, together many times the L2 cache, so that nothing is found
+there. The reference is the same in plain torch. What is timed: codec_cases.py.
+
+The kernels are those that TORCHBAGUA_NATIVE asks for.
 """
 
 import argparse
-import functools
 import itertools
-import json
 import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from environment import environment_record
+from codec_cases import BLOCK, CODECS, OF_ALL, OPS, Arguments, Buffers, Case
+from environment import write_record
+from table import table
+from timing import alternated, elapsed_ms, host_us
 from torchbagua import native
-from torchbagua.compressors import MinMaxUInt8, Sign1Bit
-from torchbagua.compressors.blocks import TensorSpec, WireLayout
+from torchbagua.compressors import MinMaxUInt8
 from torchbagua.native import reference
 
-OPS = torch.ops.torchbagua
-NUM_ELEMENTS = 6_553_600  # 25 MiB of float32
-NUM_SENDERS = 4
-BLOCK = 2048
-WIDTH = 512
-# Parameter sizes of a transformer layer.
-NORM = [WIDTH, WIDTH]
-ATTENTION = [3 * WIDTH * WIDTH, 3 * WIDTH, WIDTH * WIDTH, WIDTH]
-FEED_FORWARD = [4 * WIDTH * WIDTH, 4 * WIDTH, 4 * WIDTH * WIDTH, WIDTH]
-LAYER = [*NORM, *ATTENTION, *NORM, *FEED_FORWARD]
+COPY = "copy"
 REFERENCE_ROUNDS = 3  # it takes as long as all the rest
 
-Timed = dict[str, Callable[[], object]]
+Row = dict[str, Any]
 
 
-def parameters(num_elements: int) -> list[int]:
-    """Sizes of the parameters of transformer layers, as many as fit, and one more for the rest."""
-    sizes = LAYER * (num_elements // sum(LAYER))
-    return [*sizes, num_elements - sum(sizes)]
+@dataclass(frozen=True)
+class Setting:
+    """What is timed on a type of device.
+
+    Attributes:
+        rotated_bytes: how large the buffers are together that a round goes over; 0 for one set of them.
+        copies_tensor: the copy is of the whole tensor; else of as many bytes as an operation reads and writes.
+        least_percent: of the copy's speed, which MinMaxUInt8 is to reach, by operation.
+    """
+
+    num_elements: int
+    num_senders: int
+    layouts: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    rotated_bytes: int
+    copies_tensor: bool
+    least_percent: dict[str, int]
 
 
-# The sizes of the parameters, and the blocks that they are cut into; None is one.
-LAYOUTS: dict[str, tuple[Callable[[int], list[int]], int | None]] = {
-    "blocks of 2048": (lambda num_elements: [num_elements], BLOCK),
-    "parameters": (parameters, BLOCK),
-    "one block": (lambda num_elements: [num_elements], None),
+SETTINGS = {
+    "cpu": Setting(
+        num_elements=6_553_600,
+        num_senders=4,
+        layouts=("blocks of 2048", "parameters", "one block"),
+        dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        rotated_bytes=0,
+        copies_tensor=True,
+        least_percent={},
+    ),
+    "cuda": Setting(
+        num_elements=2**26,
+        num_senders=8,
+        layouts=("blocks of 2048",),
+        dtypes=(torch.float32, torch.bfloat16),
+        rotated_bytes=2**30,  # many times the largest L2 cache
+        copies_tensor=False,
+        least_percent={"encode": 90, "decode": 85, "decode_mean_encode": 85},
+    ),
 }
-CODECS: tuple[type[MinMaxUInt8 | Sign1Bit], ...] = (MinMaxUInt8, Sign1Bit)
 
 
-def lay_out(codec: type[MinMaxUInt8 | Sign1Bit], layout: str, num_elements: int, dtype: torch.dtype) -> WireLayout:
-    """The layout of `num_elements` elements in one chunk."""
-    sizes, block = LAYOUTS[layout]
-    spec = TensorSpec(tuple(sizes(num_elements)), dtype, torch.device("cpu"), layout)
-    return codec(block).layout(spec, [0, num_elements])
+def run_all(calls: list[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
-def timed_functions(codec: type[MinMaxUInt8 | Sign1Bit], layout: str, dtype: torch.dtype) -> tuple[Timed, Timed]:
-    """The copy and the native operations, which are compared; and the reference of each operation."""
-    generator = torch.Generator().manual_seed(0)
-    x = (torch.randn(NUM_ELEMENTS, generator=generator) * 1e-2).to(dtype)
-    y = torch.zeros_like(x)
-    whole = lay_out(codec, layout, NUM_ELEMENTS, dtype)
-    wire = torch.zeros(whole.num_bytes, dtype=torch.uint8)
-    part = lay_out(codec, layout, NUM_ELEMENTS // NUM_SENDERS, dtype)
-    rows = torch.zeros(NUM_SENDERS, part.num_bytes, dtype=torch.uint8)
-    for row, chunk in zip(rows, x.chunk(NUM_SENDERS), strict=True):
-        codec().encode(chunk, part, row)
-    mean_wire = torch.zeros(part.num_bytes, dtype=torch.uint8)
-
-    def kernel(kernels: Any, operation: str) -> Callable[..., None]:
-        found: Callable[..., None] = getattr(kernels, f"{codec.operations}_{operation}")
-        return found
-
-    def encode(kernels: Any) -> None:
-        kernel(kernels, "encode")(x, whole.table, wire)
-
-    def decode(kernels: Any) -> None:
-        kernel(kernels, "decode")(wire, whole.table, y)
-
-    def mean(kernels: Any) -> None:
-        kernel(kernels, "decode_mean_encode")(rows, part.table, float(NUM_SENDERS), mean_wire)
-
-    def feedback(kernels: Any) -> None:
-        kernel(kernels, "encode_feedback")(x, residual, whole.table, wire, y)
-
-    operations = [encode, decode, mean]
-    if dtype == torch.float32:  # it reads two tensors and writes one, where the copy reads one
-        residual = torch.randn(NUM_ELEMENTS, generator=generator) * 1e-2
-        operations.append(feedback)
-    compared: Timed = {"copy": lambda: y.copy_(x)}
-    compared |= {operation.__name__: functools.partial(operation, OPS) for operation in operations}
-    return compared, {operation.__name__: functools.partial(operation, reference) for operation in operations}
-
-
-def median_ms(functions: Timed, rounds: int) -> dict[str, float]:
-    """The median time of each function, called in turn, after one round that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(1 + rounds):
-        for name, function in functions.items():
-            start_ns = time.perf_counter_ns()
-            function()
-            times[name].append((time.perf_counter_ns() - start_ns) / 1e6)
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
+def measure_beside_one_copy(case: Case, names: Sequence[str], setting: Setting, rounds: int) -> list[Row]:
+    """Time these operations and a copy, which take turns."""
+    first = Buffers(case)
+    arguments = {name: [first.arguments()[name]()] for name in names}
+    num_bytes = {name: num_tensor_bytes(own) for name, [own] in arguments.items()}
+    for name, sets in arguments.items():
+        sets += [Buffers(case).arguments()[name]() for _ in range(setting.rotated_bytes // num_bytes[name])]
+    if setting.copies_tensor:
+        copies = [partial(first.y.copy_, first.x)]
+    else:
+        [name] = names
+        shape = 2, num_bytes[name] // 2
+        buffers = [torch.ones(shape, dtype=torch.uint8, device=case.device) for _ in arguments[name]]
+        copies = [partial(target.copy_, source) for source, target in buffers]
+    calls: dict[str, list[Callable[[], object]]] = {COPY: [*copies]}
+    for name, sets in arguments.items():
+        kernel = getattr(OPS, case.kernel(name)).default
+        calls[name] = [partial(kernel, *own) for own in sets]
+    timed = {
+        name: partial(elapsed_ms, case.device, partial(run_all, own), head_start=True) for name, own in calls.items()
+    }
+    times = alternated(timed, rounds, warm_ups=2)
+    ms = {name: statistics.median(values) / len(calls[name]) for name, values in times.items()}
+    return [
+        {
+            "codec": case.codec.__name__,
+            "layout": case.layout,
+            "dtype": str(case.dtype).removeprefix("torch."),
+            "operation": name,
+            "num_bytes": num_bytes[name],
+            "num_sets": len(calls[name]),
+            "copy_ms": ms[COPY],
+            "ms": ms[name],
+            "ratio": ms[name] / ms[COPY],
+            "percent_of_copy": 100 * ms[COPY] / ms[name],
+            "gb_per_s": num_bytes[name] / ms[name] / 1e6,
+        }
+        for name in names
+    ]
 
 
-def measure(rounds: int) -> list[dict[str, str | float]]:
-    """A record for each codec, layout, element type and operation."""
-    records: list[dict[str, str | float]] = []
-    for codec, layout, dtype in itertools.product(CODECS, LAYOUTS, (torch.float32, torch.bfloat16, torch.float16)):
-        compared, references = timed_functions(codec, layout, dtype)
-        medians = median_ms(compared, rounds)
-        reference_medians = median_ms(references, REFERENCE_ROUNDS)
-        records += [
-            {
-                "codec": codec.__name__,
-                "layout": layout,
-                "dtype": str(dtype).removeprefix("torch."),
-                "operation": operation,
-                "copy_ms": medians["copy"],
-                "native_ms": medians[operation],
-                "ratio": medians[operation] / medians["copy"],
-                "reference_ms": reference_medians[operation],
-            }
-            for operation in references
-        ]
-    return records
+def reference_ms(case: Case, name: str) -> float:
+    """Median milliseconds of the same in plain torch."""
+    arguments = Buffers(case).arguments()[name]()
+    timed = partial(elapsed_ms, case.device, partial(getattr(reference, case.kernel(name)), *arguments))
+    return statistics.median(alternated({name: timed}, REFERENCE_ROUNDS)[name])
+
+
+def num_tensor_bytes(arguments: Arguments) -> int:
+    return sum(argument.nbytes for argument in arguments if isinstance(argument, Tensor))
+
+
+def measure(setting: Setting, rounds: int, device: torch.device, paths: dict[str, str]) -> list[Row]:
+    """A row for each codec that has kernels on `device`, layout, element type and operation."""
+    rows: list[Row] = []
+    for codec, layout, dtype in itertools.product(CODECS, setting.layouts, setting.dtypes):
+        path = paths[f"{codec.operations}_encode"]
+        if path == "reference":
+            continue
+        case = Case(codec, layout, dtype, device, setting.num_elements, setting.num_senders)
+        if dtype == torch.float32:
+            case.check()
+        names = list(Buffers(case).arguments())
+        for group in [names] if setting.copies_tensor else [[name] for name in names]:
+            rows += [{"path": path, **row} for row in measure_beside_one_copy(case, group, setting, rounds)]
+        for row in rows[-len(names) :]:
+            name = row["operation"]
+            if device.type == "cpu":
+                row["reference_ms"] = reference_ms(case, name)
+            target = setting.least_percent.get(name.removesuffix(OF_ALL)) if codec is MinMaxUInt8 else None
+            if target is not None:
+                row |= {"target_percent": target, "is_met": row["percent_of_copy"] >= target}
+    return rows
+
+
+def launches(device: torch.device) -> dict[str, float]:
+    """Microseconds of the host for one call on a tiny tensor: of each operation, and of a copy."""
+    x, y = torch.ones(2, BLOCK, device=device)
+    case = Case(MinMaxUInt8, "blocks of 2048", torch.float32, device, num_elements=16 * BLOCK, num_senders=8)
+    calls: dict[str, Callable[[], object]] = {"copy": partial(y.copy_, x)}
+    for name, make in Buffers(case).arguments().items():
+        if not name.endswith(OF_ALL):
+            calls[name] = partial(getattr(OPS, case.kernel(name)).default, *make())
+    times = alternated({name: partial(host_us, device, call) for name, call in calls.items()}, 11)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def table_of(rows: list[Row]) -> str:
+    """The rows as a Markdown table. GB are 1e9 bytes."""
+    head = ["path", "codec", "layout", "type", "operation", "copy ms", "ms", "x copy", "GB/s", "% of the copy's"]
+    body = []
+    for row in rows:
+        target = "" if "is_met" not in row else f"{row['target_percent']} {'met' if row['is_met'] else 'MISSED'}"
+        cells = [row[name] for name in ("path", "codec", "layout", "dtype", "operation")]
+        cells += [f"{row[name]:.4f}" for name in ("copy_ms", "ms")]
+        cells += [f"{row['ratio']:.2f}", f"{row['gb_per_s']:.0f}", f"{row['percent_of_copy']:.1f}"]
+        body.append([*cells, f"{row['reference_ms']:.2f}" if "reference_ms" in row else "", target])
+    return table([*head, "reference ms", "target"], body)
+
+
+def launches_line(launch_us: dict[str, float]) -> str:
+    return "microseconds of the host for a call: " + ", ".join(f"{name} {us:.1f}" for name, us in launch_us.items())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--num-elements", type=int, help="of the tensor (default: 6.6 M, on a GPU 67.1 M)")
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there, too")
     arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("--device cuda: there is no GPU that this torch can use")
+    device, setting = torch.device(arguments.device), SETTINGS[arguments.device]
+    if arguments.num_elements is not None:
+        # With small tensors a round need not go over as much: it is for trying the program out.
+        rotated_bytes = min(setting.rotated_bytes, 64 * arguments.num_elements)
+        setting = replace(setting, num_elements=arguments.num_elements, rotated_bytes=rotated_bytes)
     torch.set_num_threads(1)
     native.load()
-    status = native.status()[0]
-    if status.path == "reference":
-        sys.exit(f"there are no native kernels to time: {status.why}")
-    print(f"native kernels: {status.path}, {status.instruction_set}; {NUM_ELEMENTS} elements, one thread")
+    status = [row for row in native.status() if row.device == device.type]
+    paths = {row.operation: row.path for row in status}
+    if paths[f"{MinMaxUInt8.operations}_encode"] == "reference":
+        sys.exit(f"there are no native kernels to time: {status[0].why}")
 
-    records = measure(arguments.rounds)
+    rows = measure(setting, arguments.rounds, device, paths)
+    launch_us = launches(device)
 
-    columns = ("codec", "layout", "dtype", "operation", "copy_ms", "native_ms", "ratio", "reference_ms")
-    print(("{:<13}{:<15}{:<10}{:<10}" + "{:>14}" * 4).format(*columns))
-    for record in records:
-        print(("{:<13}{:<15}{:<10}{:<10}" + "{:>14.2f}" * 4).format(*(record[column] for column in columns)))
-    if arguments.json is not None:
-        result = {
-            "environment": {**environment_record(), "instruction_set": status.instruction_set},
-            "num_elements": NUM_ELEMENTS,
-            "num_senders": NUM_SENDERS,
-            "rounds": arguments.rounds,
-            "results": records,
-        }
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    print(
+        f"{setting.num_elements} elements, {setting.num_senders} senders; {status[0].instruction_set or device.type}\n"
+    )
+    print(f"{table_of(rows)}\n\n{launches_line(launch_us)}")
+    result = {
+        "device": device.type,
+        "instruction_set": status[0].instruction_set,
+        "num_elements": setting.num_elements,
+        "num_senders": setting.num_senders,
+        "rounds": arguments.rounds,
+        "results": rows,
+        "launch_us": launch_us,
+    }
+    write_record(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -9,22 +9,19 @@ learning rate: AdamW on a rank's own gradients, which are noisier than averaged 
 """
 
 import argparse
-import contextlib
 import datetime
 import importlib.util
 import json
-import os
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from convergence_rank import Settings
 from convergence_report import draw, markdown_table, summarise
 from convergence_tasks import TASKS
-from environment import REPOSITORY, environment_record
-from processes import LOOPBACK, Limits, RankFailure, Stopped, free_port, running_ranks, wait_for_ranks
+from environment import RESULTS, environment_record
+from processes import LOOPBACK, Limits, RankFailure, Stopped, free_port, run_ranks
 
 QUICK_STEPS = 4
 QUICK_HELD_OUT = 32
@@ -32,11 +29,9 @@ QUICK_HELD_OUT = 32
 
 def run(arguments: argparse.Namespace, limits: Limits) -> list[dict[str, Any]]:
     """Train everything, in one set of processes. Raises RankFailure or Stopped."""
-    with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchbagua-convergence-")))
+    with tempfile.TemporaryDirectory(prefix="torchbagua-convergence-") as folder:
         settings = Settings(
-            parent_pid=os.getpid(),
-            scratch=str(scratch),
+            scratch=folder,
             init_method=f"tcp://127.0.0.1:{free_port()}",
             num_ranks=arguments.ranks,
             num_seeds=1 if arguments.quick else arguments.seeds,
@@ -46,14 +41,14 @@ def run(arguments: argparse.Namespace, limits: Limits) -> list[dict[str, Any]]:
             },
             num_held_out=QUICK_HELD_OUT if arguments.quick else None,
         )
-        settings_file = scratch / "settings.json"
-        settings_file.write_text(json.dumps(asdict(settings)))
-        program = [sys.executable, str(Path(__file__).with_name("convergence_rank.py")), str(settings_file)]
-        commands = [[*program, str(rank)] for rank in range(arguments.ranks)]
         environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
-        ranks = stack.enter_context(running_ranks(commands, scratch, environment))
-        wait_for_ranks(ranks, scratch, limits, "convergence")
-        runs: list[dict[str, Any]] = json.loads((scratch / "results.json").read_text())
+        prefixes = [[]] * arguments.ranks
+        run_ranks(
+            *("convergence_rank.py", settings, Path(folder), limits, "convergence"),
+            prefixes=prefixes,
+            environment=environment,
+        )
+        runs: list[dict[str, Any]] = json.loads(Path(folder, "results.json").read_text())
     return runs
 
 
@@ -84,7 +79,7 @@ def main() -> int:
         print("\n\n".join(map(markdown_table, json.loads(arguments.show.read_text())["tasks"])))
         return 0
     limits = Limits(arguments.deadline)
-    folder = arguments.output or REPOSITORY / "benchmarks" / "results"
+    folder = arguments.output or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     environment = environment_record()
     try:

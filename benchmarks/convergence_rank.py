@@ -1,8 +1,7 @@
-"""One rank of the convergence benchmark, started by convergence.py: `convergence_rank.py SETTINGS.json RANK`."""
+"""One rank of the convergence benchmark, started by convergence.py."""
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import torchbagua as tb
 from convergence_contestants import Contestant
 from convergence_tasks import TASKS, Batch, Data
-from processes import die_with_parent, leave_process_group, report_progress
+from processes import begin_rank, leave_process_group, report_progress
 from torchbagua.cli.demo.train import learning_rate_factor
 
 TIMEOUT = timedelta(seconds=60)
@@ -29,7 +28,6 @@ TIMEOUT = timedelta(seconds=60)
 class Settings:
     """What convergence.py tells its ranks, as JSON."""
 
-    parent_pid: int
     scratch: str  # folder of progress.json and of results.json
     init_method: str
     num_ranks: int
@@ -165,10 +163,7 @@ def check_equal_weights(model: nn.Module, label: str) -> None:
 
 
 def main() -> None:
-    settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
-    die_with_parent(settings.parent_pid)
-    rank = int(sys.argv[2])
-    torch.set_num_threads(1)
+    settings, rank = begin_rank(Settings)
     dist.init_process_group(
         "gloo", init_method=settings.init_method, rank=rank, world_size=settings.num_ranks, timeout=TIMEOUT
     )

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from convergence_tasks import TASKS
+from table import table
 
 Row = dict[str, Any]  # one contestant of one task; lists have one entry a seed
 Section = dict[str, Any]  # one task: what was trained, and its rows
@@ -57,19 +58,18 @@ def markdown_table(section: Section) -> str:
 
     MB are 1e6 bytes.
     """
-    header = ["gradients or weights by", "MB sent a step and rank", f"held-out loss, {section['loss_unit']}"]
-    lines = [[*header, "difference, %", "held-out accuracy, %"], ["---"] + ["---:"] * 4]
-    for index, row in enumerate(section["rows"]):
-        lines.append(
-            [
-                row["contestant"],
-                f"{statistics.fmean(row['step_sent_bytes']) / 1e6:.3f}",
-                _spread(row["held_out_loss"], ".4f"),
-                _spread(row["loss_difference_percent"], "+.2f") if index > 0 else "",
-                _spread([100 * accuracy for accuracy in row["held_out_accuracy"]], ".2f"),
-            ]
-        )
-    return "\n".join([caption(section), ""] + ["| " + " | ".join(cells) + " |" for cells in lines])
+    head = ["gradients or weights by", "MB sent a step and rank", f"held-out loss, {section['loss_unit']}"]
+    rows = [
+        [
+            row["contestant"],
+            f"{statistics.fmean(row['step_sent_bytes']) / 1e6:.3f}",
+            _spread(row["held_out_loss"], ".4f"),
+            _spread(row["loss_difference_percent"], "+.2f") if index > 0 else "",
+            _spread([100 * accuracy for accuracy in row["held_out_accuracy"]], ".2f"),
+        ]
+        for index, row in enumerate(section["rows"])
+    ]
+    return f"{caption(section)}\n\n{table([*head, 'difference, %', 'held-out accuracy, %'], rows)}"
 
 
 def _spread(values: Sequence[float], form: str) -> str:

@@ -1,47 +1,34 @@
-"""What a benchmark's result depends on, recorded beside it."""
+"""What a benchmark's result depends on, recorded beside it; and where results go."""
 
 import datetime
-import os
+import json
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from torchbagua.environment import environment, usable_cores
+
 REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = REPOSITORY / "benchmarks" / "results"
 
 
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
-
-
-def _num_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _git_revision() -> str:
-    """The commit, with `-dirty` where tracked files differ from it; `unknown` outside a git checkout."""
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return "unknown"
-    return finished.stdout.strip() or "unknown"
-
-
-def _first_line(*command: str, having: str = "") -> str:
-    """The first line with `having` of what a program prints; `unknown` where there is none."""
-    try:
-        finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return next((line.strip() for line in finished.stdout.splitlines() if having in line), "unknown")
+def environment_record() -> dict[str, str | int]:
+    """The machine, the software and the date. No host name and no path: results are published."""
+    return {
+        "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        # With `-dirty` where tracked files differ from the commit.
+        "git_revision": _first_line(
+            "git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"
+        ),
+        "cpu": _cpu_model(),
+        "cores": usable_cores(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "kernel": f"{platform.system()} {platform.release()}",
+        **environment(),
+    }
 
 
 def gpu_record() -> dict[str, str | float]:
@@ -58,15 +45,26 @@ def gpu_record() -> dict[str, str | float]:
     }
 
 
-def environment_record() -> dict[str, str | int]:
-    """The machine, the software and the date. No host name and no path: results are published."""
-    return {
-        "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "git_revision": _git_revision(),
-        "cpu": _cpu_model(),
-        "cores": _num_cores(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "kernel": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+def write_record(path: Path | None, record: dict[str, Any]) -> None:
+    """Write a result to `path` as JSON, with the environment before it; nowhere if that is None."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"environment": environment_record(), **record}, indent=1) + "\n")
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def _first_line(*command: str, having: str = "") -> str:
+    """The first line with `having` of what a program prints; `unknown` where there is none."""
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return next((line.strip() for line in finished.stdout.splitlines() if having in line), "unknown")

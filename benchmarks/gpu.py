@@ -27,14 +27,14 @@ from typing import IO, Any
 
 import torch
 
-import codec_gpu
+import codec
 import nccl_overhead
-from environment import REPOSITORY, environment_record, gpu_record
+from environment import REPOSITORY, RESULTS, gpu_record, write_record
+from table import table
 
 PATHS = ("aot", "jit", "nvrtc")
-TOOLS = ("memcheck", "racecheck", "synccheck")
+SANITIZER = "compute-sanitizer"
 LEAST_TIME_S = 5  # with less left a step is not begun
-SANITIZER_FOUND = 86
 # In place of pyproject.toml's, which leave out the tests of the GPU and are strict about settings of newer pytests.
 PYTEST = ("-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider")
 SANITIZED = ("tests/test_native_kernels.py", "tests/test_native_kernels_minmax_uint8.py")
@@ -42,34 +42,23 @@ SANITIZED = ("tests/test_native_kernels.py", "tests/test_native_kernels_minmax_u
 
 @dataclass(frozen=True)
 class Step:
-    """A program to run.
-
-    Attributes:
-        limit_s: how long it may take.
-        environment: added to this process's own.
-        needs: a program that has to be on PATH; without it the step is skipped.
-    """
+    """A program to run, in at most `limit_s`; skipped where `needs`, a program, is not on PATH."""
 
     name: str
     command: Sequence[str]
     limit_s: float
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)  # added to this process's own
     needs: str | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step.
-
-    Attributes:
-        result: "passed", "failed", "timed out", "skipped" or "not run".
-        detail: the last line that it printed, or why it did not run.
-    """
+    """What became of a step."""
 
     step: str
-    result: str
+    result: str  # passed, failed, timed out, skipped or not run
     seconds: float
-    detail: str
+    detail: str  # the last line that it printed, or why it did not run
 
     @property
     def is_good(self) -> bool:
@@ -77,36 +66,48 @@ class Outcome:
 
 
 def steps(scratch: Path, *, is_trial: bool) -> list[Step]:
-    """All steps in order: what is longest and tells least comes last."""
+    """All steps in order: what is longest and tells least comes last. Results go to `scratch`, see `results_of`."""
     python = sys.executable
     marked = "not gpu and not soak and not browser" if is_trial else "gpu"
-    tests = ["tests"] if not is_trial else [*SANITIZED, "-k", "same_bytes"]
-    tiny = ["--device", "cpu", "--rounds", "1"] if is_trial else []
-
-    def codec(path: str) -> Step:
-        command = [python, "benchmarks/codec_gpu.py", "--json", str(scratch / f"codec {path}.json"), *tiny]
-        command += ["--num-elements", "100000"] if is_trial else []
-        limit_s = 150 if path == "jit" else 60  # at first use it compiles
-        return Step(f"codec {path}", command, limit_s, {"TORCHBAGUA_NATIVE": path})
-
-    def sanitizer(tool: str) -> Step:
-        command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no"]
-        command += ["--error-exitcode", str(SANITIZER_FOUND), python, *PYTEST, "-m", marked]
-        command += ["-k", "same_bytes and not sign_1bit", "--hypothesis-profile=few", *SANITIZED]
-        # Every tensor in an allocation of its own, so that what lies beside it is nobody's.
-        return Step(f"sanitizer {tool}", command, 90, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "compute-sanitizer")
-
-    overhead = [python, "benchmarks/nccl_overhead.py", "--json", str(scratch / "overhead.json"), *tiny]
-    overhead += ["--small", "--batch", "2"] if is_trial else []
+    tests = [*SANITIZED, "-k", "same_bytes"] if is_trial else ["tests"]
+    small = ["--device", "cpu", "--rounds", "1"] if is_trial else ["--device", "cuda"]
+    tiny_tensor = ["--num-elements", "100000"] if is_trial else []
+    tiny_model = ["--small", "--batch", "2"] if is_trial else []
     test = [python, *PYTEST, "-m", marked, "-rs", "--durations=10", "--continue-on-collection-errors", *tests]
+    overhead = [python, "benchmarks/nccl_overhead.py", "--json", f"{scratch}/overhead.json", *small, *tiny_model]
+    sanitized = ["--report-api-errors", "no", "--error-exitcode", "86", python, *PYTEST, "-m", marked]
+    sanitized += ["-k", "same_bytes and not sign_1bit", "--hypothesis-profile=few", *SANITIZED]
+    # Every tensor in an allocation of its own, so that what lies beside it is nobody's.
+    alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return [
         Step("build", [python, "setup.py", "build_ext", "--inplace"], 200),
         Step("doctor", [python, "-m", "torchbagua.cli", "doctor"], 60),
         Step("tests", test, 200),
-        *map(codec, PATHS),
+        *(
+            Step(
+                f"codec {path}",
+                [python, "benchmarks/codec.py", "--json", f"{scratch}/codec {path}.json", *small, *tiny_tensor],
+                150 if path == "jit" else 60,  # at first use it compiles
+                {"TORCHBAGUA_NATIVE": path},
+            )
+            for path in PATHS
+        ),
         Step("overhead", overhead, 90),
-        *map(sanitizer, TOOLS),
+        *(
+            Step(f"sanitizer {tool}", [SANITIZER, "--tool", tool, *sanitized], 90, alone, needs=SANITIZER)
+            for tool in ("memcheck", "racecheck", "synccheck")
+        ),
     ]
+
+
+def results_of(scratch: Path) -> dict[str, Any]:
+    """What the steps have written so far; None where one has not come to that."""
+
+    def read(name: str) -> Any:
+        path = scratch / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    return {"codec": {path: read(f"codec {path}") for path in PATHS}, "overhead": read("overhead")}
 
 
 def run(step: Step, log: IO[bytes], left_s: float) -> Outcome:
@@ -133,8 +134,9 @@ def run(step: Step, log: IO[bytes], left_s: float) -> Outcome:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     seconds = time.monotonic() - start_s
-    said = last_line(Path(log.name), begin)
-    log.seek(0, os.SEEK_END)
+    log.seek(begin)
+    lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip(" =")]
+    said = lines[-1].strip(" =")[:160] if lines else "it printed nothing"
     if status is None:
         return Outcome(step.name, "timed out", seconds, f"after {limit_s:.0f} s; last: {said}")
     if status != 0:
@@ -142,34 +144,21 @@ def run(step: Step, log: IO[bytes], left_s: float) -> Outcome:
     return Outcome(step.name, "passed", seconds, said)
 
 
-def last_line(path: Path, begin: int) -> str:
-    """The last line that is not empty of what a file holds from `begin` on, shortened."""
-    with open(path, "rb") as file:
-        file.seek(begin)
-        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip(" =")]
-    return lines[-1].strip(" =")[:160] if lines else "it printed nothing"
-
-
-def read(path: Path) -> Any:
-    """What a step has written; None where it has not come to that."""
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def report(result: dict[str, Any]) -> str:
+def report(record: dict[str, Any]) -> str:
     """All tables."""
-    lines = ["| step | result | s | |", "| --- | --- | ---: | --- |"]
-    for one in result["steps"]:
-        detail = one["detail"].replace("|", "/")
-        lines.append(f"| {one['step']} | {one['result']} | {one['seconds']:.0f} | {detail} |")
-    measured = {path: codec for path, codec in result["codec"].items() if codec is not None}
+    outcomes = [
+        [one["step"], one["result"], f"{one['seconds']:.0f}", one["detail"].replace("|", "/")]
+        for one in record["steps"]
+    ]
+    parts = [table(["step", "result", "s", ""], outcomes)]
+    measured = {path: found for path, found in record["codec"].items() if found is not None}
     if measured:
-        lines += ["", codec_gpu.table_of([row for codec in measured.values() for row in codec["results"]]), ""]
-        for path, codec in measured.items():
-            called = ", ".join(f"{name} {us:.1f}" for name, us in codec["launch_us"].items())
-            lines.append(f"{path}: microseconds of the host for a call: {called}")
-    if result["overhead"] is not None:
-        lines += ["", nccl_overhead.table_of(result["overhead"])]
-    return "\n".join(lines)
+        rows = [row for found in measured.values() for row in found["results"]]
+        called = [f"{path}: {codec.launches_line(found['launch_us'])}" for path, found in measured.items()]
+        parts.append("\n".join([codec.table_of(rows), "", *called]))
+    if record["overhead"] is not None:
+        parts.append(nccl_overhead.table_of(record["overhead"]))
+    return "\n\n".join(parts)
 
 
 def main() -> None:
@@ -183,33 +172,28 @@ def main() -> None:
     start_s = time.monotonic()
     name = f"gpu-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
-    results = REPOSITORY / ("runs" if arguments.trial else "benchmarks/results")  # a trial's are no results
+    results = REPOSITORY / "runs" if arguments.trial else RESULTS  # a trial's are no results
     logs = out or REPOSITORY / "runs"
-    for folder in (results, logs):
-        folder.mkdir(parents=True, exist_ok=True)
-    outcomes: list[Outcome] = []
+    logs.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = {"steps": []}
+    if torch.cuda.is_available():
+        record["gpu"] = gpu_record()
     with tempfile.TemporaryDirectory() as folder, open(logs / f"{name}.log", "w+b") as log:
-        scratch = Path(folder)
-        planned = steps(scratch, is_trial=arguments.trial)
-        if arguments.only is not None:
-            planned = [step for step in planned if step.name.startswith(tuple(arguments.only))]
+        prefixes = tuple(arguments.only or [""])
+        planned = [step for step in steps(Path(folder), is_trial=arguments.trial) if step.name.startswith(prefixes)]
         if not planned:
             sys.exit(f"--only {' '.join(arguments.only)}: there is no such step")
-        record: dict[str, Any] = {"environment": environment_record()}
-        if torch.cuda.is_available():
-            record["gpu"] = gpu_record()
         for step in planned:
-            outcomes.append(run(step, log, arguments.deadline - (time.monotonic() - start_s)))
-            print(f"{step.name}: {outcomes[-1].result}, {outcomes[-1].seconds:.0f} s", flush=True)
+            outcome = run(step, log, arguments.deadline - (time.monotonic() - start_s))
+            print(f"{step.name}: {outcome.result}, {outcome.seconds:.0f} s", flush=True)
+            record["steps"].append({**asdict(outcome), "is_good": outcome.is_good})
+            record |= results_of(Path(folder))
             # Written after every step: what ends this program early then costs the rest only.
-            record["steps"] = [asdict(outcome) for outcome in outcomes]
-            record["codec"] = {path: read(scratch / f"codec {path}.json") for path in PATHS}
-            record["overhead"] = read(scratch / "overhead.json")
             for to in filter(None, (results, out)):
-                (to / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+                write_record(to / f"{name}.json", record)
 
     print(f"\n{report(record)}\n\n{name}.json, {name}.log")
-    sys.exit(0 if all(outcome.is_good for outcome in outcomes) else 1)
+    sys.exit(0 if all(one["is_good"] for one in record["steps"]) else 1)
 
 
 if __name__ == "__main__":

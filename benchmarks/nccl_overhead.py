@@ -11,10 +11,9 @@ steps each, by the GPU's clock.
 """
 
 import argparse
-import json
 import statistics
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from device_time import alternated_ms
-from environment import environment_record
+from environment import write_record
 from gpt import GPT, Size
 from processes import leave_process_group
+from table import table
+from timing import alternated, elapsed_ms
 from whole_mean import WholeByteGradAlgorithm
 
 SMALL = Size(num_layers=2, width=64, num_heads=2, vocabulary=300, context=32)
@@ -89,9 +89,9 @@ def measure(size: Size, batch: int, rounds: int, device: torch.device) -> dict[s
     """Milliseconds a step of every contestant."""
     trainings = {"no DDP": Training(size, batch, device, None, is_ddp=False)}
     trainings |= {name: Training(size, batch, device, algorithm) for name, algorithm in ALGORITHMS.items()}
-    turns: dict[str, Callable[[], object]] = {name: training.steps for name, training in trainings.items()}
     # No head start: a step is long, and what keeps the host from running ahead of the GPU is to be seen.
-    blocks_ms = alternated_ms(device, turns, rounds, head_start=False)
+    turns = {name: partial(elapsed_ms, device, training.steps) for name, training in trainings.items()}
+    blocks_ms = alternated(turns, rounds, warm_ups=2)
     for training in trainings.values():
         training.close()
     rounds_ms = {name: [ms / BLOCK_STEPS for ms in values] for name, values in blocks_ms.items()}
@@ -111,9 +111,8 @@ def measure(size: Size, batch: int, rounds: int, device: torch.device) -> dict[s
 
 def table_of(result: dict[str, Any]) -> str:
     """The rows as a Markdown table."""
-    lines = ["| | ms/step | over plain DDP, ms |", "| --- | ---: | ---: |"]
-    lines += [f"| {row['contestant']} | {row['step_ms']:.2f} | {row['over_plain_ms']:+.2f} |" for row in result["rows"]]
-    return "\n".join(lines)
+    rows = [[row["contestant"], f"{row['step_ms']:.2f}", f"{row['over_plain_ms']:+.2f}"] for row in result["rows"]]
+    return table(["", "ms/step", "over plain DDP, ms"], rows)
 
 
 def main() -> None:
@@ -140,9 +139,7 @@ def main() -> None:
 
     print(table_of(result))
     print(f"\nGPT of {result['num_parameters'] / 1e6:.1f} M parameters, one rank, {arguments.rounds} rounds")
-    if arguments.json is not None:
-        record = {"environment": environment_record(), "batch": arguments.batch, "block_steps": BLOCK_STEPS, **result}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(arguments.json, {"batch": arguments.batch, "block_steps": BLOCK_STEPS, **result})
 
 
 if __name__ == "__main__":

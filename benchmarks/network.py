@@ -10,10 +10,9 @@ import argparse
 import contextlib
 import datetime
 import json
-import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,9 @@ from contestants import (
     HIERARCHICAL_CONTESTANTS,
     STRAGGLER_CONTESTANTS,
 )
-from environment import REPOSITORY, environment_record
+from environment import RESULTS, write_record
 from namespaces import EmulatedNetwork, NetworkError, remove_stale_namespaces, why_unavailable
-from processes import LOOPBACK, Limits, RankFailure, Stopped, free_port, running_ranks, wait_for_ranks
+from processes import LOOPBACK, Limits, RankFailure, Stopped, free_port, run_ranks
 from rank import SLOWDOWN, Settings
 from report import (
     Section,
@@ -60,13 +59,12 @@ def run_plan(arguments: argparse.Namespace, limits: Limits, plan: Plan) -> Secti
     """Measure one table. Raises RankFailure, NetworkError or Stopped."""
     network = plan.network
     nodes = network.nodes if network and network.link_rate else list(range(arguments.ranks))
-    with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchbagua-network-")))
-        if network is not None:
-            stack.enter_context(network)
+    prefixes: list[list[str]] = [[] for _ in nodes]
+    if network is not None:
+        prefixes = [["ip", "netns", "exec", network.namespace(rank)] for rank in range(len(nodes))]
+    with tempfile.TemporaryDirectory(prefix="torchbagua-network-") as folder, network or contextlib.nullcontext():
         settings = Settings(
-            parent_pid=os.getpid(),
-            scratch=str(scratch),
+            scratch=folder,
             init_method=f"tcp://{network.address(0)}:29500" if network else f"tcp://127.0.0.1:{free_port()}",
             switch=network.switch if network else None,
             nodes=nodes,
@@ -79,16 +77,9 @@ def run_plan(arguments: argparse.Namespace, limits: Limits, plan: Plan) -> Secti
             min_rounds=arguments.rounds,
             seconds=arguments.seconds,
         )
-        (scratch / "settings.json").write_text(json.dumps(asdict(settings)))
-        ranks = stack.enter_context(
-            running_ranks(
-                [_rank_command(rank, scratch, network) for rank in range(len(nodes))],
-                scratch,
-                RANK_ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "eth0" if network else LOOPBACK},
-            )
-        )
-        wait_for_ranks(ranks, scratch, limits, plan.title)
-        results = [json.loads((scratch / f"result{rank}.json").read_text()) for rank in range(arguments.ranks)]
+        environment = RANK_ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "eth0" if network else LOOPBACK}
+        run_ranks("rank.py", settings, Path(folder), limits, plan.title, prefixes=prefixes, environment=environment)
+        results = [json.loads(Path(folder, f"result{rank}.json").read_text()) for rank in range(len(nodes))]
     about: dict[str, Any] = {
         "title": plan.title,
         "rank_rate": network.rank_rate if network else None,
@@ -100,12 +91,6 @@ def run_plan(arguments: argparse.Namespace, limits: Limits, plan: Plan) -> Secti
     if plan.slow_rank is not None:
         return summarise_straggler(about, results, plan.slow_rank)
     return summarise(about, results, arguments.steps)
-
-
-def _rank_command(rank: int, scratch: Path, network: EmulatedNetwork | None) -> list[str]:
-    prefix = ["ip", "netns", "exec", network.namespace(rank)] if network else []
-    program = str(Path(__file__).with_name("rank.py"))
-    return [*prefix, sys.executable, program, str(scratch / "settings.json"), str(rank)]
 
 
 def make_plans(arguments: argparse.Namespace) -> list[Plan]:
@@ -188,7 +173,7 @@ def main() -> int:
         return 0
     limits = Limits(arguments.deadline)
     now = datetime.datetime.now(datetime.timezone.utc)
-    path = arguments.json or REPOSITORY / "benchmarks" / "results" / f"network-{now:%Y%m%d-%H%M%S}.json"
+    path = arguments.json or RESULTS / f"network-{now:%Y%m%d-%H%M%S}.json"
     sections: list[Section] = []
     complaints: list[str] = []
     try:
@@ -201,8 +186,7 @@ def main() -> int:
                 continue
             print(table_of(section) + "\n")
             sections.append(section)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"environment": environment_record(), "networks": sections}, indent=1) + "\n")
+            write_record(path, {"networks": sections})
             if plan.network is not None and plan.slow_rank is None:
                 complaints += [f"{plan.title}: {message}" for message in byte_disagreements(section)]
     except Stopped as stopped:

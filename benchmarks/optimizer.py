@@ -9,16 +9,16 @@ parameter; Adam writes the second moment too, 28. This is the step alone, withou
 
 import argparse
 import copy
-import json
 import statistics
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from environment import environment_record
+from environment import write_record
+from table import table
+from timing import alternated, elapsed_ms
 from torchbagua import QAdamOptimizer
 
 WIDTH, NUM_LAYERS = 512, 8
@@ -40,17 +40,6 @@ def build_model() -> nn.Module:
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     return model
-
-
-def time_all(steps: dict[str, Callable[[], object]], num_rounds: int) -> dict[str, float]:
-    """Median milliseconds of each, which take turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(num_rounds):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
 
 
 def main() -> None:
@@ -81,20 +70,19 @@ def main() -> None:
             adam.serve(server)
         adam.step()
         adam.step()
-    results = []
-    print(f"{num_parameters / 1e6:.1f} M parameters in {len(list(model.parameters()))} tensors, float32")
-    print("\n| threads | step | ms | x fused Adam | x copy of QAdam's bytes |\n| ---: | --- | ---: | ---: | ---: |")
+    steps = {"copy": partial(target.copy_, source)} | {name: adam.step for name, adam in adams.items()}
+    timed = {name: partial(elapsed_ms, torch.device("cpu"), step) for name, step in steps.items()}
+    results, rows = [], []
     for num_threads in dict.fromkeys(arguments.threads):
         torch.set_num_threads(num_threads)
-        steps: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
-        milliseconds = time_all(steps | {name: adam.step for name, adam in adams.items()}, arguments.rounds)
-        for name, value in milliseconds.items():
-            ratios = value / milliseconds["Adam, fused"], value / milliseconds["copy"]
-            print(f"| {num_threads} | {name} | {value:.2f} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
-        results.append({"num_threads": num_threads, "ms": milliseconds})
-    if arguments.json is not None:
-        record = {"environment": environment_record(), "num_parameters": num_parameters, "results": results}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        ms = {name: statistics.median(values) for name, values in alternated(timed, arguments.rounds).items()}
+        results.append({"num_threads": num_threads, "ms": ms})
+        for name, value in ms.items():
+            ratios = value / ms["Adam, fused"], value / ms["copy"]
+            rows.append([str(num_threads), name, *(f"{number:.2f}" for number in (value, *ratios))])
+    print(f"{num_parameters / 1e6:.1f} M parameters in {len(list(model.parameters()))} tensors, float32\n")
+    print(table(["threads", "step", "ms", "x fused Adam", "x copy of QAdam's bytes"], rows))
+    write_record(arguments.json, {"num_parameters": num_parameters, "results": results})
 
 
 if __name__ == "__main__":

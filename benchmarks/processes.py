@@ -10,12 +10,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
+
+T = TypeVar("T")
 
 POLL_S = 0.1
 STALL_S = 120  # longest wait for a sign of life: importing, a first compilation, one block
@@ -60,28 +65,50 @@ class Limits:
             raise Stopped(f"the deadline of {self.deadline_s:.0f} s (--deadline)")
 
 
-@contextlib.contextmanager
-def running_ranks(
-    commands: Sequence[Sequence[str]], scratch: Path, environment: Mapping[str, str]
-) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """A process for each command, rank 0's first, each with a log in `scratch`; killed with their children at the end.
+def run_ranks(
+    program: str,
+    settings: Any,
+    scratch: Path,
+    limits: Limits,
+    title: str,
+    *,
+    prefixes: Sequence[Sequence[str]],
+    environment: Mapping[str, str],
+) -> None:
+    """Run a program of this folder in a process for each rank, and show their progress until all have ended well.
 
-    `environment` is added to this process's own.
+    Args:
+        program: calls `begin_rank` and, on rank 0, `report_progress`.
+        settings: a dataclass of what JSON can hold.
+        scratch: folder of the settings, of a log for each rank, and of whatever the ranks write.
+        limits: when to stop.
+        title: of the progress bar.
+        prefixes: what comes before Python in each rank's command.
+        environment: added to this process's own.
+
+    Raises:
+        RankFailure: a rank has ended early, or none makes progress.
+        Stopped: by the limits.
+
+    Whichever way this ends, all processes that the ranks have started end with them.
     """
+    # Not torch's start_processes: where starting a rank fails, or a signal comes meanwhile, it forgets those that run.
+    (scratch / "settings.json").write_text(json.dumps(asdict(settings)))
+    arguments = [sys.executable, str(Path(__file__).with_name(program)), str(scratch / "settings.json")]
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        for rank, command in enumerate(commands):
+        for rank, prefix in enumerate(prefixes):
             with open(scratch / f"rank{rank}.log", "wb") as log:
                 ranks.append(
                     subprocess.Popen(
-                        command,
+                        [*prefix, *arguments, str(rank), str(os.getpid())],
                         env=os.environ | environment,
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,  # Ctrl-C reaches this process only, and killpg reaches their children
                     )
                 )
-        yield ranks
+        _wait_for_ranks(ranks, scratch, limits, title)
     finally:
         for process in ranks:
             with contextlib.suppress(ProcessLookupError):
@@ -89,8 +116,7 @@ def running_ranks(
             process.wait()
 
 
-def wait_for_ranks(ranks: list[subprocess.Popen[bytes]], scratch: Path, limits: Limits, title: str) -> None:
-    """Show their progress until all ranks have ended well. Raises RankFailure or Stopped."""
+def _wait_for_ranks(ranks: list[subprocess.Popen[bytes]], scratch: Path, limits: Limits, title: str) -> None:
     last_sign_of_life = time.monotonic()
     with tqdm(desc=title, unit="step", leave=False) as bar:
         while True:
@@ -128,20 +154,26 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+def begin_rank(settings: type[T]) -> tuple[T, int]:
+    """What `run_ranks` has given this process: the settings and its rank. It has one thread from now on.
+
+    The kernel ends the rank when its benchmark ends, even by SIGKILL: nothing then keeps a namespace in use.
+    """
+    path, rank, parent_pid = sys.argv[1:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent_pid):
+        raise SystemExit("the benchmark is gone")
+    torch.set_num_threads(1)
+    return settings(**json.loads(Path(path).read_text())), int(rank)
+
+
 def report_progress(scratch: Path, num_done: int, num_planned: int, label: str) -> None:
-    """What `wait_for_ranks` shows; called by rank 0."""
+    """What `run_ranks` shows; called by rank 0."""
     progress = scratch / "progress.json"
     written = progress.with_suffix(".new")
     written.write_text(json.dumps([num_done, num_planned, label]))
-    written.replace(progress)  # wait_for_ranks never reads half a line
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel end this rank when its benchmark ends, even by SIGKILL: nothing then keeps a namespace in use."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        raise SystemExit("the benchmark is gone")
+    written.replace(progress)  # nobody ever reads half a line
 
 
 def leave_process_group() -> None:

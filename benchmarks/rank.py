@@ -1,4 +1,4 @@
-"""One rank of the network benchmark, started by network.py inside its namespace: `rank.py SETTINGS.json RANK`.
+"""One rank of the network benchmark, started by network.py inside its namespace.
 
 All contestants live in this process, over one process group, and take turns: a round gives each of them one block of
 steps. Whatever slows the machine down for a while then slows all of them.
@@ -6,7 +6,6 @@ steps. Whatever slows the machine down for a while then slows all of them.
 
 import json
 import math
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from contestants import COMPUTE_ONLY, CONTESTANTS, Entry, build_batch, build_model
 from namespaces import Traffic, read_loopback_traffic, read_traffic
-from processes import die_with_parent, leave_process_group, report_progress
+from processes import begin_rank, leave_process_group, report_progress
 
 MAX_ROUNDS = 40
 SLOWDOWN = 3
@@ -28,7 +27,6 @@ WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first, PowerSGD compress
 class Settings:
     """What network.py tells its ranks, as JSON."""
 
-    parent_pid: int
     scratch: str  # folder of progress.json and of result0.json, result1.json, ...
     init_method: str
     switch: str | None  # namespace whose counters tell what was sent; None: this machine's loopback
@@ -150,10 +148,7 @@ class Race:
 
 
 def main() -> None:
-    settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
-    die_with_parent(settings.parent_pid)
-    rank = int(sys.argv[2])
-    torch.set_num_threads(1)
+    settings, rank = begin_rank(Settings)
     race = Race(settings, rank)
     blocks = race.run()
     race.close()

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 from contestants import BASELINE, COMPUTE_ONLY, CONTESTANTS, ring_payload_bytes
+from table import table
 
 # A full TCP/IPv4 segment on Ethernet carries 1448 bytes in a frame of 1514: `tbf` counts the frame.
 FRAME_BYTES_PER_PAYLOAD_BYTE = 1.045
@@ -121,17 +122,24 @@ def table_of(section: Section) -> str:
 
 def straggler_table(section: Section) -> str:
     """The rows as a Markdown table under one line that says what was slow."""
-    lines = [["", "ms/step: the other ranks", "the slow rank", "speed of the others (quartiles)"]]
-    lines.append(["---"] + ["---:"] * 3)
-    for row in section["rows"]:
-        low, median, high = row["speed_quartiles"]
-        speed = f"{median:.2f} ({low:.2f} to {high:.2f})"
-        lines.append([row["label"], f"{row['step_ms']:.0f}", f"{row['slow_rank_ms']:.0f}", speed])
-    title = (
-        f"{section['title']}: {section['num_ranks']} ranks, {section['num_parameters'] / 1e6:.1f} M parameters, "
-        f"{len(section['rows'][0]['rounds_ms'][0])} rounds"
+    rows = [
+        [row["label"], f"{row['step_ms']:.0f}", f"{row['slow_rank_ms']:.0f}", _with_range(row["speed_quartiles"])]
+        for row in section["rows"]
+    ]
+    num_rounds = len(section["rows"][0]["rounds_ms"][0])
+    head = ["", "ms/step: the other ranks", "the slow rank", "speed of the others (quartiles)"]
+    return f"{_title(section)}, {num_rounds} rounds\n\n{table(head, rows)}"
+
+
+def _title(section: Section) -> str:
+    return "{}: {} ranks, {:.1f} M parameters".format(
+        section["title"], section["num_ranks"], section["num_parameters"] / 1e6
     )
-    return "\n".join([title, ""] + ["| " + " | ".join(cells) + " |" for cells in lines])
+
+
+def _with_range(quartiles: Sequence[float]) -> str:
+    low, median, high = quartiles
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
 
 
 def byte_disagreements(section: Section) -> list[str]:
@@ -151,27 +159,20 @@ def _megabytes(num_bytes: float | None) -> str:
 def _speedup(row: Row) -> str:
     if row["contestant"] == COMPUTE_ONLY or "speedup_quartiles" not in row:
         return ""
-    low, median, high = row["speedup_quartiles"]
-    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+    return _with_range(row["speedup_quartiles"])
 
 
 def markdown_table(section: Section) -> str:
     """The rows as a Markdown table under one line that says what the network was. MB are 1e6 bytes."""
-    rows = section["rows"]
-    with_link = any(row["link_bytes"] is not None for row in rows)
-    header = ["", "ms/step", "MB sent/step/rank: counters", "library"]
-    header += ["MB over the link/step"] * with_link + ["floor ms", "x floor", "speed-up (quartiles)"]
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1)]
-    for row in rows:
+    with_link = any(row["link_bytes"] is not None for row in section["rows"])
+    head = ["", "ms/step", "MB sent/step/rank: counters", "library"]
+    head += ["MB over the link/step"] * with_link + ["floor ms", "x floor", "speed-up (quartiles)"]
+    rows = []
+    for row in section["rows"]:
         cells = [row["label"], f"{row['step_ms']:.0f}"]
         cells += [_megabytes(row["counted_bytes"]), _megabytes(row["recorded_bytes"])]
         cells += [_megabytes(row["link_bytes"])] * with_link
-        cells += [f"{row['floor_ms']:.0f}", f"{row['floor_ratio']:.2f}"]
-        cells += [_speedup(row)]
-        lines.append(cells)
-    title = (
-        f"{section['title']}: {section['num_ranks']} ranks, {section['num_parameters'] / 1e6:.1f} M parameters, "
-        f"{len(rows[0]['rounds_ms'])} rounds of {section['block_steps']} steps each, of seconds where "
-        "communication is not tied to steps"
-    )
-    return "\n".join([title, ""] + ["| " + " | ".join(cells) + " |" for cells in lines])
+        rows.append([*cells, f"{row['floor_ms']:.0f}", f"{row['floor_ratio']:.2f}", _speedup(row)])
+    num_rounds = len(section["rows"][0]["rounds_ms"])
+    rounds = f"{num_rounds} rounds of {section['block_steps']} steps each"
+    return f"{_title(section)}, {rounds}, of seconds where communication is not tied to steps\n\n{table(head, rows)}"

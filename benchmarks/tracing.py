@@ -13,25 +13,25 @@ rare, as the pictures are.
 import argparse
 import json
 import operator
-import random
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 import torchbagua as tb
-from environment import environment_record
+from environment import write_record
 from processes import free_port
+from table import table
+from timing import alternated
 
 STEP_MS = 50.0
 STEPS_PER_TURN = 10
@@ -86,13 +86,8 @@ def run_rank(rank: int, num_ranks: int, num_rounds: int, port: int, folder: str)
         trainer.train(batch)
         # So that what a trace writes every ten steps it writes in the middle of a turn, and not in the next one's.
         trainer.train(batch, STEPS_PER_TURN // 2)
-    order = list(trainers)
-    shuffle = random.Random(0).shuffle  # the same on all ranks
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
-    for _ in tqdm(range(num_rounds), disable=rank != 0, desc="rounds"):
-        shuffle(order)
-        for name in order:
-            times[name].append(trainers[name].train(batch))
+    turns = {name: partial(trainer.train, batch) for name, trainer in trainers.items()}
+    times = alternated(turns, num_rounds, warm_ups=0, shows_progress=rank == 0)
     events = trainers["all traces"].attachment.summary()
     for trainer in trainers.values():
         trainer.attachment.detach()
@@ -114,18 +109,16 @@ def _batch_size(trainer: Trainer) -> int:
     return max(8, int(wanted))
 
 
-def report(times: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
-    """Print the table, and return what it says."""
+def report(times: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, float]]:
+    """What listening costs, by who listens: the figures of the table."""
     walls, cpus = ({name: [turn[kind] for turn in turns] for name, turns in times.items()} for kind in (0, 1))
     base_wall_ms, base_cpu_ms = walls["no observer"], cpus["no observer"]
     rows = {}
-    print("\n| listening | ms a step | cost, ms | cost, % | CPU ms a step | cost, % | in the mean, % |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
-    for name in times:
-        wall_ms, cpu_ms = walls[name], cpus[name]
+    for name, wall_ms in walls.items():
+        cpu_ms = cpus[name]
         cost_ms = statistics.median(map(operator.sub, wall_ms, base_wall_ms))
         cpu_cost_ms = statistics.median(map(operator.sub, cpu_ms, base_cpu_ms))
-        row = {
+        rows[name] = {
             "ms": statistics.median(wall_ms),
             "cost_ms": cost_ms,
             "cost_percent": 100 * cost_ms / statistics.median(base_wall_ms),
@@ -133,12 +126,18 @@ def report(times: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
             "cpu_cost_percent": 100 * cpu_cost_ms / statistics.median(base_cpu_ms),
             "mean_cpu_cost_percent": 100 * (statistics.fmean(cpu_ms) / statistics.fmean(base_cpu_ms) - 1),
         }
-        print(
-            f"| {name} | {row['ms']:.2f} | {row['cost_ms']:+.3f} | {row['cost_percent']:+.2f} | {row['cpu_ms']:.2f} "
-            f"| {row['cpu_cost_percent']:+.2f} | {row['mean_cpu_cost_percent']:+.2f} |"
-        )
-        rows[name] = row
     return rows
+
+
+def table_of(rows: dict[str, dict[str, float]]) -> str:
+    """The figures as a Markdown table."""
+    head = ["listening", "ms a step", "cost, ms", "cost, %", "CPU ms a step", "cost, %", "in the mean, %"]
+    forms = (".2f", "+.3f", "+.2f", ".2f", "+.2f", "+.2f")
+    cells = [
+        [name, *(format(figure, form) for figure, form in zip(row.values(), forms, strict=True))]
+        for name, row in rows.items()
+    ]
+    return table(head, cells)
 
 
 def main() -> None:
@@ -154,10 +153,9 @@ def main() -> None:
     num_parameters = NUM_LAYERS * (WIDTH + 1) * WIDTH
     print(f"{arguments.ranks} ranks, {num_parameters / 1e6:.1f} M parameters, batch {result['batch']}")
     rows = report(result["times"])
-    if arguments.json is not None:
-        size = {"ranks": arguments.ranks, "rounds": arguments.rounds, "num_parameters": num_parameters}
-        record = {"environment": environment_record(), **size, "batch": result["batch"], "results": rows}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"\n{table_of(rows)}")
+    size = {"ranks": arguments.ranks, "rounds": arguments.rounds, "num_parameters": num_parameters}
+    write_record(arguments.json, {**size, "batch": result["batch"], "results": rows})
 
 
 if __name__ == "__main__":

@@ -17,3 +17,8 @@ def environment() -> dict[str, str | int]:
         "platform": platform.platform(),
         "num_cores": os.cpu_count() or 1,
     }
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use, which a container or taskset can make fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,138 @@
+"""What the benchmark of the codecs times: a codec's operations on tensors of one type, in one layout.
+
+The mean is formed of the chunks of several senders, which are together as large as the tensor, as in a bucket between
+so many ranks; on a GPU also, where it says `of all`, of chunks that are each as large as the tensor. `blocks of 2048`
+is one parameter in blocks of 2048 elements; `parameters` is transformer layers, whose blocks follow their parameters;
+`one block` is all in one block, Bagua's one range.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchbagua.compressors import MinMaxUInt8, Sign1Bit
+from torchbagua.compressors.blocks import block_bounds
+
+OPS = torch.ops.torchbagua
+BLOCK = 2048
+WIDTH = 512
+# Parameter sizes of a transformer layer.
+NORM = [WIDTH, WIDTH]
+ATTENTION = [3 * WIDTH * WIDTH, 3 * WIDTH, WIDTH * WIDTH, WIDTH]
+FEED_FORWARD = [4 * WIDTH * WIDTH, 4 * WIDTH, 4 * WIDTH * WIDTH, WIDTH]
+LAYER = [*NORM, *ATTENTION, *NORM, *FEED_FORWARD]
+OF_ALL = " of all"
+
+Codec = type[MinMaxUInt8 | Sign1Bit]
+CODECS: tuple[Codec, ...] = (MinMaxUInt8, Sign1Bit)
+Arguments = tuple[Any, ...]
+
+
+def parameters(num_elements: int) -> list[int]:
+    """Sizes of the parameters of transformer layers, as many as fit, and one more for the rest."""
+    sizes = LAYER * (num_elements // sum(LAYER))
+    return [*sizes, num_elements - sum(sizes)]
+
+
+# The sizes of the parameters, and the blocks that they are cut into; None is one.
+LAYOUTS: dict[str, tuple[Callable[[int], list[int]], int | None]] = {
+    "blocks of 2048": (lambda num_elements: [num_elements], BLOCK),
+    "parameters": (parameters, BLOCK),
+    "one block": (lambda num_elements: [num_elements], None),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A codec on tensors of one type, laid out in one way.
+
+    Attributes:
+        num_elements, num_senders: see `Setting`.
+    """
+
+    codec: Codec
+    layout: str
+    dtype: torch.dtype
+    device: torch.device
+    num_elements: int
+    num_senders: int
+
+    def filled(self, num_elements: int, seed: int = 0) -> Tensor:
+        """Random values of the size of gradients."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return (torch.randn(num_elements, generator=generator, device=self.device) * 1e-2).to(self.dtype)
+
+    def encoded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The table of its blocks, in one chunk, and its wire."""
+        sizes, block = LAYOUTS[self.layout]
+        bounds = block_bounds(sizes(x.numel()), BLOCK)
+        layout = self.codec(block).layout(bounds, [0, len(bounds) - 1], self.dtype, self.device)
+        wire = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.device)
+        self.codec().encode(x, layout, wire)
+        return layout.table, wire
+
+    def kernel(self, operation: str) -> str:
+        """The name of the native operation, as `torch.ops.torchbagua` and the reference have it."""
+        return f"{self.codec.operations}_{operation.removesuffix(OF_ALL)}"
+
+    def check(self) -> None:
+        """Raise RuntimeError where decoding does not give back what was encoded: a wrong kernel's time is of no use."""
+        x = self.filled(self.num_elements)
+        table, wire = self.encoded(x)
+        decoded = torch.full_like(x, torch.nan)
+        getattr(OPS, self.kernel("decode"))(wire, table, decoded)
+        error = float((decoded - x).abs().max())
+        largest = float(x.max() - x.min()) / 255 if self.codec is MinMaxUInt8 else 2 * float(x.abs().max())
+        if not error <= largest:
+            raise RuntimeError(f"{self}: decoded values are off by {error}, not at most {largest}")
+
+
+class Buffers:
+    """The arguments of a case's operations: tensors that are made when they are first asked for."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+
+    @cached_property
+    def x(self) -> Tensor:
+        return self._case.filled(self._case.num_elements)
+
+    @cached_property
+    def y(self) -> Tensor:
+        return torch.zeros_like(self.x)
+
+    @cached_property
+    def table_and_wire(self) -> tuple[Tensor, Tensor]:
+        return self._case.encoded(self.x)
+
+    def arguments(self) -> dict[str, Callable[[], Arguments]]:
+        """What makes the arguments, by operation."""
+        case = self._case
+        chunk = case.num_elements // case.num_senders
+
+        def encode() -> Arguments:
+            return self.x, *self.table_and_wire
+
+        def decode() -> Arguments:
+            table, wire = self.table_and_wire
+            return wire, table, self.y
+
+        def feedback() -> Arguments:
+            return self.x, case.filled(case.num_elements, seed=1), *self.table_and_wire, self.y
+
+        def mean(length: int, *, encodes: bool) -> Arguments:
+            x = case.filled(length)
+            table, wire = case.encoded(x)
+            return wire.repeat(case.num_senders, 1), table, float(case.num_senders), wire if encodes else x
+
+        found: dict[str, Callable[[], Arguments]] = {"encode": encode, "decode": decode}
+        found["decode_mean_encode"] = partial(mean, chunk, encodes=True)
+        if case.device.type == "cuda":
+            found[f"decode_mean_encode{OF_ALL}"] = partial(mean, case.num_elements, encodes=True)
+        if case.dtype == torch.float32:
+            found |= {"decode_mean": partial(mean, chunk, encodes=False), "encode_feedback": feedback}
+        return found
