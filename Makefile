@@ -60,6 +60,10 @@ format: $(STAMPS)/dev ## format the Python and C++ sources in place
 bench-codec: $(STAMPS)/package ## time the native kernels against a copy
 	$(BIN)/python benchmarks/codec.py $(ARGS)
 
+.PHONY: bench-host-time
+bench-host-time: $(STAMPS)/package ## count what a gradient bucket launches over NCCL, and time its host; without a GPU
+	$(BIN)/python benchmarks/host_time.py $(ARGS)
+
 .PHONY: bench-optimizer
 bench-optimizer: $(STAMPS)/package ## time QAdam's update beside torch's fused Adam
 	$(BIN)/python benchmarks/optimizer.py $(ARGS)

@@ -1,0 +1,140 @@
+"""What a gradient bucket of ByteGrad costs the host over NCCL, by the number of ranks; without a GPU.
+
+    python benchmarks/host_time.py [--ranks 2 4 8 16 64] [--rounds 31] [--json PATH]
+
+Counts the kernels and the operations of NCCL that DDP's hook launches for one bucket, and times the hook. GPU and NCCL
+are pretended (pretended_gpu.py): what is launched is noted and not done, so the time is that of Python, without what
+CUDA takes to queue each kernel, some microseconds. All ranks are on one node and make their groups on threads; then
+rank 0's hook runs alone. The hooks take turns; a time is the median over the rounds, each the mean of CALLS calls, in
+CPU time. The floor is a hook that does nothing but complete its future.
+"""
+
+import argparse
+import functools
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import torchbagua as tb
+from environment import write_record
+from pretended_gpu import LaunchesOfTorch, PretendedNccl, pretend_gpu
+from table import table
+from timing import alternated, host_us
+from torchbagua import native
+
+CALLS = 50
+FLOOR = "a hook that does nothing"
+# What issue 16 wants at any number of ranks.
+MOST_LAUNCHES = 6
+MOST_US = 60.0
+WIDTH = 128
+# Parameters of a transformer layer, all sizes small: the host's time depends on none, while every rank has a block.
+SHAPES = ((WIDTH,), (3 * WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH))
+
+Hook = Callable[[], object]
+
+
+class MiddleBucket:
+    """A bucket of gradients as DDP gives it to its hook, neither the first nor the last of a backward."""
+
+    def __init__(self) -> None:
+        self._parameters = [torch.zeros(shape) for shape in SHAPES]
+        self._buffer = torch.zeros(sum(parameter.numel() for parameter in self._parameters))
+
+    def index(self) -> int:
+        return 1
+
+    def is_last(self) -> bool:
+        return False
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+
+def make_hook(algorithm: tb.Algorithm, num_ranks: int) -> tuple[Hook, "Counter[str]"]:
+    """DDP's hook on rank 0 of so many, with a bucket; and where its calls of NCCL are counted."""
+    store = dist.HashStore()
+    groups = [PretendedNccl(store, rank, num_ranks) for rank in range(num_ranks)]
+    with ThreadPoolExecutor(num_ranks) as pool:
+        impls = list(pool.map(algorithm.reify, groups))
+    bucket: Any = MiddleBucket()
+    return functools.partial(tb.comm_hook, impls[0], bucket), groups[0].calls
+
+
+def do_nothing() -> object:
+    future: torch.futures.Future[None] = torch.futures.Future()
+    future.set_result(None)
+    return future
+
+
+def measure(ranks: list[int], rounds: int) -> dict[str, Any]:
+    """A row for each number of ranks, and the floor."""
+    native.load()
+    launches = pretend_gpu()
+    hooks = {num_ranks: make_hook(tb.ByteGradAlgorithm(), num_ranks) for num_ranks in ranks}
+    counts: dict[int, tuple[dict[str, int], dict[str, int]]] = {}
+    for num_ranks, (hook, nccl) in hooks.items():
+        hook()  # the first makes what the others use again
+        launches.clear()
+        nccl.clear()
+        with LaunchesOfTorch(launches):
+            hook()
+        counts[num_ranks] = dict(launches), dict(nccl)
+    calls: dict[str, Hook] = {FLOOR: do_nothing} | {str(num_ranks): hook for num_ranks, (hook, _) in hooks.items()}
+    host = torch.device("cpu")
+    timed = {name: functools.partial(host_us, host, call, CALLS) for name, call in calls.items()}
+    us = {name: statistics.median(values) for name, values in alternated(timed, rounds).items()}
+    rows = [
+        {
+            "ranks": num_ranks,
+            "launches": sum(of_kernels.values()),
+            "nccl_calls": sum(of_nccl.values()),
+            "host_us": us[str(num_ranks)],
+            "floor_ratio": us[str(num_ranks)] / us[FLOOR],
+            "is_met": sum(of_kernels.values()) <= MOST_LAUNCHES and us[str(num_ranks)] <= MOST_US,
+            "calls_by_name": of_kernels | of_nccl,
+        }
+        for num_ranks, (of_kernels, of_nccl) in counts.items()
+    ]
+    return {"floor_us": us[FLOOR], "most_launches": MOST_LAUNCHES, "most_us": MOST_US, "results": rows}
+
+
+def table_of(result: dict[str, Any]) -> str:
+    """The rows as a Markdown table, over what was launched and the floor."""
+    head = ["ranks", "kernel launches", "NCCL calls", "host us", "x floor", "target", "launched"]
+    rows = [
+        [
+            *(str(row[name]) for name in ("ranks", "launches", "nccl_calls")),
+            f"{row['host_us']:.1f}",
+            f"{row['floor_ratio']:.1f}",
+            "met" if row["is_met"] else "MISSED",
+            ", ".join(f"{name} x{count}" for name, count in row["calls_by_name"].items()),
+        ]
+        for row in result["results"]
+    ]
+    target = f"target: at most {MOST_LAUNCHES} launches and {MOST_US:.0f} us"
+    return f"{table(head, rows)}\n\nfor one bucket; {target}; floor, {FLOOR}: {result['floor_us']:.2f} us"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 64])
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there, too")
+    arguments = parser.parse_args()
+    result = measure(arguments.ranks, arguments.rounds)
+    print(table_of(result))
+    write_record(arguments.json, {"rounds": arguments.rounds, "calls": CALLS, **result})
+
+
+if __name__ == "__main__":
+    main()

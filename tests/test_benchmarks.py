@@ -1,0 +1,67 @@
+"""What the benchmarks share: turns and tables; and what the host's time is counted and measured with, without a GPU."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import programs
+from source_tree import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+from table import table
+from timing import alternated, elapsed_ms, host_us
+
+
+def test_contestants_take_turns_in_an_order_that_is_the_same_everywhere() -> None:
+    def order(names: str, rounds: int, warm_ups: int) -> tuple[list[str], dict[str, list[int]]]:
+        called: list[str] = []
+
+        def contestant(name: str) -> int:
+            called.append(name)
+            return called.count(name)
+
+        return called, alternated({name: partial(contestant, name) for name in names}, rounds, warm_ups=warm_ups)
+
+    called, results = order("abc", rounds=20, warm_ups=2)
+    rounds = {"".join(called[start : start + 3]) for start in range(0, len(called), 3)}
+    assert len(called) == 66
+    assert {"".join(sorted(one)) for one in rounds} == {"abc"}
+    assert len(rounds) == 6, "every order"
+    assert results == {name: list(range(3, 23)) for name in "abc"}, "warm-ups do not count"
+    assert order("abc", rounds=20, warm_ups=2)[0] == called
+
+
+def test_times_on_the_cpu_are_those_of_the_call() -> None:
+    cpu, calls = torch.device("cpu"), []
+    assert 0 < elapsed_ms(cpu, lambda: calls.append(1), head_start=True) < 1e3
+    assert 0 < host_us(cpu, lambda: calls.append(1), num_calls=10) < 1e6
+    assert len(calls) == 11
+
+
+def test_columns_of_numbers_are_aligned_to_the_right() -> None:
+    rows = [["a", "1.50 (1 to 2)", "", "90 met"], ["2", "-3", "", ""]]
+    assert table(["", "x", "y", "z"], rows).splitlines() == [
+        "|  | x | y | z |",
+        "| --- | ---: | --- | ---: |",
+        "| a | 1.50 (1 to 2) |  | 90 met |",
+        "| 2 | -3 |  |  |",
+    ]
+    assert table(["x"], []).splitlines() == ["| x |", "| --- |"]
+
+
+def test_the_hosts_work_for_a_bucket_is_counted_and_timed(tmp_path: Path) -> None:
+    program = [sys.executable, str(REPOSITORY / "benchmarks" / "host_time.py"), "--ranks", "2", "8", "--rounds", "3"]
+    run = programs.run([*program, "--json", str(tmp_path / "result.json")], cwd=REPOSITORY)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [row["ranks"] for row in result["results"]] == [2, 8]
+    for row in result["results"]:
+        assert row["launches"] + row["nccl_calls"] == sum(row["calls_by_name"].values())
+        assert row["nccl_calls"] == 2, "for each phase one"
+        # Encode, reduce and decode, at least once and at most once a chunk.
+        assert 3 <= row["launches"] <= 2 * row["ranks"] + 1
+        assert row["host_us"] > result["floor_us"] > 0
+        assert f"| {row['ranks']} | {row['launches']} | 2 | {row['host_us']:.1f} |" in run.stdout
+    assert "git_revision" in result["environment"]
