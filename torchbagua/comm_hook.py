@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import BaguaBucket, check_elements
-from torchbagua.gpu_clock import Moment
+from torchbagua.clocks import Timestamp
 from torchbagua.torch_private import queue_callback
 from torchbagua.tracer import Tracer
 
@@ -89,8 +89,8 @@ def _ending_step(last: BaguaBucket, tracer: Tracer) -> Callable[[], torch.Tensor
 
 def _told_of_wait(last: BaguaBucket, tracer: Tracer) -> Callable[[], torch.Tensor]:
     """Return what runs the last bucket of a backward, and tell observers how long backward waits for it."""
-    begun: Moment = 0
-    done: Moment = 0
+    begun: Timestamp = 0
+    done: Timestamp = 0
 
     def run() -> torch.Tensor:
         nonlocal done

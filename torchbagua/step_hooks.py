@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.gpu_clock import Moment
+from torchbagua.clocks import Timestamp
 from torchbagua.grad_scaler import agree_on_overflow
 from torchbagua.step_clock import StepClock
 from torchbagua.torch_private import leaves, queue_callback
@@ -107,7 +107,7 @@ class _Backward:
         self._on_end = on_end
         self._clock = clock
         self._is_training = False
-        self._start: Moment = 0
+        self._start: Timestamp = 0
         self._is_queued = False
         self._is_closed = False
 

@@ -7,13 +7,12 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, cast
 
 import torch
 from torch.autograd import profiler
 
+from torchbagua.clocks import Clock, GpuClock, HostClock, TimedPhase, TimedStep, Timestamp
 from torchbagua.events import CommEvent, Details, Observer, Phase, Run, Trace, TraceError
-from torchbagua.gpu_clock import Ended, LateValues, Moment, StepsOnGpu
 from torchbagua.torch_private import is_profiling
 from torchbagua.user_warning import warn_user
 
@@ -23,20 +22,29 @@ _MOST_PENDING = 5_000
 _NO_DETAILS = Details()
 
 
-class Span(Protocol):
-    """A phase that is under way; a context manager too. One that ends by an exception is not told of."""
+class Span:
+    """A phase that is under way; a context manager too. One that ends by an exception is not told of.
+
+    This one is for where nobody listens.
+    """
+
+    __slots__ = ()
 
     def begin(self) -> None:
         """Start the clock."""
-        ...
 
     def end(self) -> None:
         """Stop it, and tell the observers."""
-        ...
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        self.begin()
 
-    def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None: ...
+    def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
+        if exception_type is None:
+            self.end()
+
+
+NO_SPAN = Span()
 
 
 class Tracer:
@@ -69,10 +77,10 @@ class Tracer:
         self.failures: list[str] = []
         self._unreported: list[tuple[str, int, Exception]] = []
         self._lock = threading.Lock()  # guards the observers, who hear of one thing at a time
-        self._pending: deque[Ended] = deque()  # which threads append to without a lock
+        self._clock: Clock = HostClock()
+        self._pending: deque[TimedPhase] = deque()  # which threads append to without a lock
+        self._unresolved: deque[TimedStep] = deque()
         self._is_started = False  # before that there are no steps
-        self._step_start: Moment = 0
-        self._gpu: StepsOnGpu | None = None
 
     @property
     def is_on(self) -> bool:
@@ -99,17 +107,16 @@ class Tracer:
 
     def use_gpu(self, device: torch.device) -> None:
         """Make known that what is traced from now on is done on this GPU, the same each time."""
-        if self._observers and self._gpu is None:
-            self._gpu = StepsOnGpu(device)
-            self._step_start = self.now()
+        if self._observers and not isinstance(self._clock, GpuClock):
+            self._clock = GpuClock(device)
 
-    def now(self, *, on_host: bool = False) -> Moment:
+    def now(self, *, on_host: bool = False) -> Timestamp:
         """Return this moment of the GPU's current stream, where one is used; on the host always if asked for."""
-        return time.perf_counter_ns() if on_host or self._gpu is None else self._gpu.clock.now()
+        return time.perf_counter_ns() if on_host else self._clock.now()
 
     def end(self) -> None:
         """Tell observers of what is left, and that there is nothing more to come; they are let go."""
-        self._deliver(self.now())
+        self._deliver()
         self._tell_traces(lambda trace: trace.on_end())
         self._observers = ()
 
@@ -124,38 +131,36 @@ class Tracer:
         # On a thread that the profiler does not follow, asking is cheaper than a range that nobody sees.
         if is_profiling() and phase != "send":
             return _ProfiledSpan(self, phase, details, on_host)
-        return _Span(self, phase, details, on_host) if self._observers else NO_SPAN
+        return _TracedSpan(self, phase, details, on_host) if self._observers else NO_SPAN
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """Return a range for torch.profiler, where it is at work, of which observers hear nothing."""
         return profiler.record_function(f"torchbagua: {name}") if is_profiling() else nullcontext()
 
-    def tell(self, phase: Phase, start: Moment, end: Moment, details: Details = _NO_DETAILS) -> None:
+    def tell(self, phase: Phase, start: Timestamp, end: Timestamp, details: Details = _NO_DETAILS) -> None:
         """Have observers told, at the end of the step, of a phase; of none that ended before it could start."""
         if self._observers:
-            self._add(Ended(phase, start, end, details))
+            self._add(TimedPhase(phase, start, end, details))
 
     def measure(self, compute: Callable[[], Mapping[str, torch.Tensor]], bucket: str) -> None:
         """Tell observers of numbers by name, which it takes `compute` the time of a phase to find."""
         if not self._observers:
             return
         start = self.now()
-        found = compute()
-        late = LateValues(found) if self._gpu else None
-        values = {name: value.item() for name, value in found.items()} if late is None else {}
-        self._add(Ended("measure", start, self.now(), Details(bucket=bucket, values=values), late))
+        measured = self._clock.fetch(compute())
+        self._add(TimedPhase("measure", start, self.now(), Details(bucket=bucket), measured))
 
     def end_step(self) -> None:
         """Tell observers of the training step that has ended, and go on to the next."""
         if not self._observers:
             return
-        self._deliver(self.now(), is_step=True)
+        self._deliver(ends_step=True)
         self._choose_samples()
 
-    def _add(self, ended: Ended) -> None:
-        self._pending.append(ended)
+    def _add(self, phase: TimedPhase) -> None:
+        self._pending.append(phase)
         if not self._is_started or len(self._pending) >= _MOST_PENDING:
-            self._deliver(self.now())
+            self._deliver()
 
     @property
     def _traces(self) -> list[Trace]:
@@ -166,49 +171,29 @@ class Tracer:
         self._tell_traces(lambda trace: wanted.append(trace.samples(self.step)))
         self.samples = any(wanted)
 
-    def _deliver(self, end: Moment, *, is_step: bool = False) -> None:
-        """Tell observers of what has ended by then; all at once, which takes a fraction of the time."""
+    def _deliver(self, *, ends_step: bool = False) -> None:
+        """Tell observers of what has ended; all at once, which takes a fraction of the time."""
         with self._lock:
-            if self._gpu is None:
-                ended = self._take_pending(cast(int, end))
-            else:
-                ended = [(self.step, self._pending.popleft()) for _ in range(len(self._pending))]
-            if is_step:
-                ended.append((self.step, Ended("step", self._step_start or end, end, _NO_DETAILS)))
-            if self._gpu is not None:
-                self._gpu.add(self.step, [one for _, one in ended])
-                ended = self._gpu.take(waits=not is_step)
-            events = [
-                CommEvent(one.phase, cast(int, one.start), cast(int, one.end), step, self.algorithm, *one.details)
-                for step, one in ended
-                if cast(int, one.start) <= cast(int, one.end)
-            ]
-            for observer in self._observers:
-                try:
-                    for event in events:
-                        observer.on_comm(event)
-                except Exception as error:
-                    self._drop(observer, error)
-            if is_step:
-                self.step, self._step_start = self.step + 1, end
+            num_ended = len(self._pending)  # counted before the step ends: none of these ends after it
+            end = self._clock.now() if ends_step else None
+            phases = [self._pending.popleft() for _ in range(num_ended)]
+            self._unresolved.append(TimedStep(self.step, self.algorithm, phases, end))
+            while self._unresolved:
+                events = self._clock.resolve(self._unresolved[0], waits=not ends_step)
+                if events is None:
+                    break
+                self._unresolved.popleft()
+                self._tell(events)
+            self.step += ends_step
         self._report_failures()
 
-    def _take_pending(self, end_ns: int) -> list[tuple[int, Ended]]:
-        """Return what has ended by then, each with its step."""
-        ended = []
-        step_start_ns = cast(int, self._step_start)
-        for _ in range(len(self._pending)):
-            one = self._pending.popleft()
-            start_ns, phase_end_ns = cast(int, one.start), cast(int, one.end)
-            if phase_end_ns > end_ns:  # in the next step
-                self._pending.append(one)
-                continue
-            if self.step == 0:  # which begins with the first that is done in it
-                step_start_ns = min(step_start_ns or start_ns, start_ns)
-            # The lane may come with what has ended a moment before the step did when that has been told of.
-            ended.append((self.step - (phase_end_ns < step_start_ns), one))
-        self._step_start = step_start_ns
-        return ended
+    def _tell(self, events: Sequence[CommEvent]) -> None:
+        for observer in self._observers:
+            try:
+                for event in events:
+                    observer.on_comm(event)
+            except Exception as error:
+                self._drop(observer, error)
 
     def _tell_traces(self, call: Callable[[Trace], None]) -> None:
         with self._lock:
@@ -242,7 +227,7 @@ class Tracer:
                 sys.stderr.write(message)
 
 
-class _Span:
+class _TracedSpan(Span):
     __slots__ = ("_details", "_on_host", "_phase", "_start", "_tracer")
 
     def __init__(self, tracer: Tracer, phase: Phase, details: Details, on_host: bool) -> None:
@@ -257,14 +242,8 @@ class _Span:
     def end(self) -> None:
         self._tracer.tell(self._phase, self._start, self._tracer.now(on_host=self._on_host), self._details)
 
-    __enter__ = begin
 
-    def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
-        if exception_type is None:
-            self.end()
-
-
-class _ProfiledSpan(_Span):
+class _ProfiledSpan(_TracedSpan):
     """One that is a range of torch.profiler besides."""
 
     __slots__ = ("_range",)
@@ -280,20 +259,3 @@ class _ProfiledSpan(_Span):
     def __exit__(self, exception_type: type[BaseException] | None, *rest: object) -> None:
         super().__exit__(exception_type, *rest)
         self._range.__exit__(None, None, None)
-
-
-class _NoSpan:
-    def begin(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-NO_SPAN = _NoSpan()

@@ -1,11 +1,9 @@
 """Times of what a GPU does: told when it has come to the end of a step, and not waited for. The test plays the GPU."""
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 
-from torchbagua import gpu_clock
+from torchbagua import clocks
 from torchbagua.tracer import Tracer
 from torchbagua.traces import Recorder
 
@@ -40,20 +38,12 @@ class PlayedEvent:
         return float(end.at_ms - self.at_ms)
 
 
-class PlayedValues:
-    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
-        self._values = values
-
-    def read(self) -> dict[str, float]:
-        return {name: float(value) for name, value in self._values.items()}
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> PlayedGpu:
     played = PlayedGpu()
-    monkeypatch.setattr(gpu_clock.GpuClock, "now", lambda clock: PlayedEvent(played))
-    monkeypatch.setattr(gpu_clock.time, "perf_counter_ns", lambda: START_NS)
-    monkeypatch.setattr("torchbagua.tracer.LateValues", PlayedValues)
+    monkeypatch.setattr(clocks.GpuClock, "now", lambda clock: PlayedEvent(played))
+    monkeypatch.setattr(clocks.GpuClock, "fetch", lambda clock, values: values)
+    monkeypatch.setattr(clocks.time, "perf_counter_ns", lambda: START_NS)
     return played
 
 
@@ -70,29 +60,29 @@ def test_observers_hear_of_a_step_when_the_gpu_has_come_to_its_end(gpu: PlayedGp
     recorder = Recorder()
     tracer = Tracer([recorder])
     tracer._is_started = True
-    tracer.use_gpu(torch.device("cuda"))  # event 0, and 1 is where the first step starts
+    tracer.use_gpu(torch.device("cuda"))  # event 0, with which the first step starts
     assert gpu.num_waits == 1, "to compare the clocks"
 
-    with tracer.span("encode"):  # 2 to 3
+    with tracer.span("encode"):  # 1 to 2
         pass
     with tracer.span("receive", on_host=True):
         pass
-    tracer.end_step()  # 4
+    tracer.end_step()  # 3
     assert recorder.events == []
-    with tracer.span("decode"):  # 5 to 6
-        gpu.now_ms = 4
-    tracer.end_step()  # 7
-    first = [("encode", 0, 2, 3), ("receive", 0, 0, 0), ("step", 0, 1, 4)]
+    with tracer.span("decode"):  # 4 to 5
+        gpu.now_ms = 3
+    tracer.end_step()  # 6
+    first = [("encode", 0, 1, 2), ("receive", 0, 0, 0), ("step", 0, 0, 3)]
     assert heard(recorder) == first
     assert gpu.num_waits == 1
 
-    tracer.measure(lambda: {"encoded": torch.tensor(3.0)}, "bucket")  # 8 to 9
-    gpu.now_ms = 6
-    tracer.end_step()  # 10
+    tracer.measure(lambda: {"encoded": torch.tensor(3.0)}, "bucket")  # 7 to 8
+    gpu.now_ms = 5
+    tracer.end_step()  # 9
     assert heard(recorder) == first, "the GPU has not come to the end of the second step"
     tracer.end()
-    second = [("decode", 1, 5, 6), ("step", 1, 4, 7)]
-    assert heard(recorder) == [*first, *second, ("measure", 2, 8, 9), ("step", 2, 7, 10)]
+    second = [("decode", 1, 4, 5), ("step", 1, 3, 6)]
+    assert heard(recorder) == [*first, *second, ("measure", 2, 7, 8), ("step", 2, 6, 9)]
     assert recorder.events[-2].values == {"encoded": 3.0}
 
 
@@ -106,7 +96,7 @@ def test_a_wait_for_what_was_done_before_is_none(gpu: PlayedGpu) -> None:
     tracer.tell("wait", begun, done)
     tracer.tell("wait", done, begun)
     tracer.end()
-    assert heard(recorder) == [("wait", 0, 2, 3)]
+    assert heard(recorder) == [("wait", 0, 1, 2)]
 
 
 def test_without_observers_nothing_is_recorded(gpu: PlayedGpu) -> None:
