@@ -19,7 +19,7 @@ from torchbagua.cli.demo.model import GPT
 from torchbagua.cli.demo.report import compare, table
 from torchbagua.cli.demo.text import LIMIT_BYTES, read_standard_library
 from torchbagua.cli.demo.train import Run
-from torchbagua.traces.rank_files import find_files
+from torchbagua.traces.files import find_files
 
 STEPS = 12
 COMMAND = [sys.executable, "-m", "torchbagua.cli", "demo"]

@@ -1,8 +1,10 @@
-"""PerfettoTrace: files in the trace event format, brought together on one clock; and `torchbagua trace`."""
+"""PerfettoTrace: a file a rank, brought together in the trace event format on one clock; and `torchbagua trace`."""
 
+import dataclasses
 import gzip
 import json
 import math
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -20,7 +22,7 @@ from ranks import run_ranks
 from torchbagua.cli import trace
 from torchbagua.collectives import clock, process_group
 from torchbagua.events import ClockOffset, Trace
-from torchbagua.traces.rank_files import RankFile, find_files
+from torchbagua.traces.files import RankFile, RankFileWriter, find_files
 from tracing import NUM_STEPS, check_nested, merge_files, train_traced, write_trace
 
 Row = dict[str, Any]
@@ -41,14 +43,8 @@ def check_format(rows: list[Row]) -> None:
         assert isinstance(row["name"], str)
         assert isinstance(row["pid"], int)
         if row["ph"] == "M":
-            assert row["name"] in (
-                "process_name",
-                "process_sort_index",
-                "thread_name",
-                "thread_sort_index",
-                "torchbagua",
-            )
-            assert set(row["args"]) & {"name", "sort_index", "id"}
+            assert row["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
+            assert set(row["args"]) & {"name", "sort_index"}
             continue
         assert isinstance(row["tid"], int)
         assert isinstance(row["cat"], str)
@@ -73,11 +69,12 @@ def slices_by_track(rows: list[Row]) -> dict[tuple[int, int], list[Row]]:
 @pytest.mark.parametrize("name", ["bytegrad", "decentralized", "async"])
 def test_a_file_for_each_rank(tmp_path: Path, name: str) -> None:
     write_trace(tmp_path, size=3, name=name)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank{rank}.json.gz" for rank in range(3)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank{rank}.jsonl.gz" for rank in range(3)]
+    merged = read(merge_files(tmp_path, tmp_path / "all.json.gz").path)
+    check_format(merged)
+    assert {row["pid"] for row in merged} == {0, 1, 2}
     for rank in range(3):
-        rows = read(tmp_path / f"rank{rank}.json.gz")
-        check_format(rows)
-        assert {row["pid"] for row in rows} == {rank}
+        rows = [row for row in merged if row["pid"] == rank]
         tracks = slices_by_track(rows)
         named = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
         assert {tid for _, tid in tracks} == set(named)
@@ -103,16 +100,30 @@ def test_files_hold_what_observers_hear(tmp_path: Path) -> None:
         2, "qadam_1bit", lambda group: [recorders[group.rank()], traces[group.rank()]], nodes=[0, 1]
     )
     for rank, (recorder, attachment) in enumerate(zip(recorders, attachments, strict=True)):
-        path = tmp_path / f"rank{rank}.json.gz"
-        file = RankFile(path)
-        header = file.header
-        assert header["description"] == repr(attachment.algorithm)
-        assert header["nodes"] == [0, 1]
-        assert header["settings"]["optimizer"].startswith("QAdamOptimizer(lr=0.001")
-        assert {"torch", "python", "torchbagua", "model"} <= set(header["settings"])
+        file = RankFile(tmp_path / f"rank{rank}.jsonl.gz")
+        run = file.run
+        assert run.description == repr(attachment.algorithm)
+        assert run.nodes == (0, 1)
+        assert run.settings["optimizer"].startswith("QAdamOptimizer(lr=0.001")
+        assert {"torch", "python", "torchbagua", "model"} <= set(run.settings)
         assert list(file.events()) == recorder.events
         table, own = str(file.summary()), str(attachment.summary())
         assert table == own
+
+
+def test_a_file_can_be_read_without_torchbagua(tmp_path: Path) -> None:
+    """Lines of JSON: the run, which says what an event's fields are called, the events of each step, and the run."""
+    recorder = tb.traces.Recorder()
+    train_traced(1, "bytegrad", lambda group: [recorder, tb.traces.PerfettoTrace(tmp_path)])
+    with gzip.open(tmp_path / "rank0.jsonl.gz", "rt") as file:
+        first, *steps, rest, last = map(json.loads, file)
+    assert first["run"]["algorithm"] == last["run"]["algorithm"] == "ByteGradAlgorithm"
+    assert len(first["run"]["clock_offsets"]) < len(last["run"]["clock_offsets"]), "it knows more by its end"
+    assert len(steps) == NUM_STEPS
+    phase = first["event"].index("phase")
+    assert [step[-1][phase] for step in steps] == ["step"] * NUM_STEPS
+    events = [dict(zip(first["event"], event, strict=True)) for step in [*steps, rest] for event in step]
+    assert [event["end_ns"] for event in events] == [event.end_ns for event in recorder.events]
 
 
 @pytest.mark.parametrize("nodes", [None, [0, 0, 1, 1]], ids=["flat", "2x2"])
@@ -197,27 +208,21 @@ def test_merging_undoes_what_clocks_differ_by(tmp_path: Path) -> None:
     plain, skewed = tmp_path / "plain", tmp_path / "skewed"
     write_trace(plain)
     skewed.mkdir()
-    (skewed / "rank0.json.gz").write_bytes((plain / "rank0.json.gz").read_bytes())
-    rows = read(plain / "rank1.json.gz")
-    ahead_ns, rate = 7e9, 1.001
-    header = [row["args"] for row in rows if row["name"] == "torchbagua"][-1]
-    base_ns = header["base_ns"]
+    (skewed / "rank0.jsonl.gz").write_bytes((plain / "rank0.jsonl.gz").read_bytes())
+    file = RankFile(plain / "rank1.jsonl.gz")
+    ahead_ns, rate = 7 * 10**9, 1.001
+    base_ns = file.run.clock_offsets[0].own_ns
 
-    def on_skewed(own_ns: float) -> float:
-        return own_ns + ahead_ns + (rate - 1) * (own_ns - base_ns)
+    def on_skewed(own_ns: int) -> int:
+        return own_ns + ahead_ns + round((rate - 1) * (own_ns - base_ns))
 
     offsets = []
-    for own_ns, offset_ns, error_ns in header["clock_offsets"]:
-        offsets.append([round(on_skewed(own_ns)), round(own_ns + offset_ns - on_skewed(own_ns)), error_ns])
-    for row in rows:
-        if "ts" in row:
-            start_ns, end_ns = base_ns + row["ts"] * 1e3, base_ns + (row["ts"] + row["dur"]) * 1e3
-            row["ts"] = (on_skewed(start_ns) - on_skewed(base_ns)) / 1e3
-            row["dur"] = (on_skewed(end_ns) - on_skewed(start_ns)) / 1e3
-        elif row["name"] == "torchbagua":
-            row["args"] |= {"base_ns": round(on_skewed(base_ns)), "clock_offsets": offsets}
-    with gzip.open(skewed / "rank1.json.gz", "wt") as file:
-        file.write("[" + ",\n".join(map(json.dumps, rows)) + "]\n")
+    for own_ns, offset_ns, error_ns in file.run.clock_offsets:
+        offsets.append(ClockOffset(on_skewed(own_ns), own_ns + offset_ns - on_skewed(own_ns), error_ns))
+    writer = RankFileWriter(skewed, dataclasses.replace(file.run, clock_offsets=offsets))
+    writer.close(
+        [event._replace(start_ns=on_skewed(event.start_ns), end_ns=on_skewed(event.end_ns)) for event in file.events()]
+    )
 
     expected = [row for row in read(merge_files(plain, tmp_path / "a.json.gz").path) if row["ph"] == "X"]
     found = [row for row in read(merge_files(skewed, tmp_path / "b.json.gz").path) if row["ph"] == "X"]
@@ -233,19 +238,21 @@ def test_merging_undoes_what_clocks_differ_by(tmp_path: Path) -> None:
 def test_only_some_steps(tmp_path: Path) -> None:
     write_trace(tmp_path, steps=range(2, 4))
     for rank in range(2):
-        rows = [row for row in read(tmp_path / f"rank{rank}.json.gz") if row["ph"] == "X"]
-        assert {row["args"].get("step", 0) for row in rows} == {2, 3}
+        assert {event.step for event in RankFile(tmp_path / f"rank{rank}.jsonl.gz").events()} == {2, 3}
     assert merge_files(tmp_path, tmp_path / "all.json.gz").num_messages > 0
 
 
 def test_one_rank_alone_may_trace(tmp_path: Path) -> None:
     train_traced(2, "bytegrad", lambda group: [tb.traces.PerfettoTrace(tmp_path)] if group.rank() == 1 else [])
-    assert [path.name for path in tmp_path.iterdir()] == ["rank1.json.gz"]
+    assert [path.name for path in tmp_path.iterdir()] == ["rank1.jsonl.gz"]
     files, problems = find_files(tmp_path)
-    assert [file.header["rank"] for file in files] == [1]
+    assert [file.run.rank for file in files] == [1]
     assert problems == ["of 2 ranks, there is nothing of [0]"]
     merged = merge_files(tmp_path, tmp_path / "all.json.gz")
     assert (merged.num_ranks, merged.num_messages) == (1, 0)
+    rows = read(merged.path)
+    check_format(rows)
+    assert sum(row.get("cat") == "step" for row in rows) == NUM_STEPS
 
 
 @pytest.mark.parametrize("as_text", [True, False])
@@ -278,7 +285,7 @@ def test_refusals(tmp_path: Path) -> None:
 def test_files_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     write_trace(tmp_path, size=3)
     write_trace(tmp_path, size=2)
-    with pytest.raises(ValueError, match=r"rank2.json.gz is of another run than rank0.json.gz; remove the older one"):
+    with pytest.raises(ValueError, match=r"rank2.jsonl.gz is of another run than rank0.jsonl.gz; remove the older one"):
         find_files(tmp_path)
 
 
@@ -298,7 +305,8 @@ def test_a_step_that_overflows_is_valid_json(tmp_path: Path) -> None:
     run_ranks(2, body)
     rows = read(merge_files(tmp_path, tmp_path / "all.json.gz").path)
     assert any(row.get("cat") == "measure" for row in rows)
-    measured = [event for event in RankFile(tmp_path / "rank0.json.gz").events() if event.phase == "measure"]
+    measured = [event for event in RankFile(tmp_path / "rank0.jsonl.gz").events() if event.phase == "measure"]
+    assert measured
     assert all(math.isnan(event.values["encoded"]) for event in measured)
 
 
@@ -325,16 +333,24 @@ def test_trace_shows_merges_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     assert trace.main(["draw", str(tmp_path), "--step", "99"]) == 1
     assert "step 99 is not in this trace, whose steps are 0 to 5" in capsys.readouterr().err
     assert trace.main(["show", str(tmp_path / "nothing")]) == 1
-    assert "there is no rank*.json.gz" in capsys.readouterr().err
+    assert "there is no rank*.jsonl.gz" in capsys.readouterr().err
     assert trace.main(["show", str(tmp_path.parent)]) == 1
     assert "there are some in its folders ['run']" in capsys.readouterr().err
-    (tmp_path / "rank0.json.gz").write_bytes(gzip.compress(b"[1]"))
+    (tmp_path / "rank0.jsonl.gz").write_bytes(gzip.compress(b"[1]"))
     assert trace.main(["show", str(tmp_path)]) == 0
     output = capsys.readouterr()
-    assert "rank0.json.gz does not begin as PerfettoTrace's files do" in output.err
+    assert "rank0.jsonl.gz does not begin as PerfettoTrace's files do" in output.err
     assert "of 2 ranks, there is nothing of [0]" in output.err
     assert [line.split()[:2] for line in output.out.splitlines() if line[:5].strip() == "1"] == [["1", "6"]]
-    assert trace.main(["merge", str(tmp_path), "--output", str(tmp_path / "rank1.json.gz" / "x")]) == 1
-    assert trace.main(["merge", str(tmp_path), "--output", str(tmp_path / "rank1.json.gz")]) == 1
+    assert trace.main(["merge", str(tmp_path), "--output", str(tmp_path / "rank1.jsonl.gz" / "x")]) == 1
+    assert trace.main(["merge", str(tmp_path), "--output", str(tmp_path / "rank1.jsonl.gz")]) == 1
     assert "the output must be a file of its own" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_merging_needs_nothing_that_is_not_installed_anyway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_trace(tmp_path, num_steps=1)
+    for missing in "tqdm", "matplotlib", "tensorboard":
+        monkeypatch.setitem(sys.modules, missing, None)
+    assert trace.main(["merge", str(tmp_path)]) == 0
+    check_format(read(tmp_path / "merged.json.gz"))

@@ -12,9 +12,9 @@ from torch.utils.tensorboard import SummaryWriter
 import programs
 import torchbagua as tb
 from torchbagua.events import Run
+from torchbagua.traces.charts import scalars as shown
 from torchbagua.traces.figures import Figures
 from torchbagua.traces.over_ranks import OverRanks
-from torchbagua.traces.tensorboard_pages import scalars as shown
 from tracing import NAMES, train_traced
 
 EVERY = 4

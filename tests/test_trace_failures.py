@@ -16,18 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 import programs
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.traces.rank_files import RankFile, find_files
-from tracing import merge_files, write_trace
+from torchbagua.events import CommEvent, Run
+from torchbagua.traces import background_trace
+from torchbagua.traces.files import RankFile, find_files
+from tracing import merge_files, train_traced, write_trace
 
 
 def test_what_a_killed_process_leaves_can_be_read(tmp_path: Path) -> None:
     write_trace(tmp_path)
-    path = tmp_path / "rank0.json.gz"
-    whole = len(list(RankFile(path).rows()))
+    path = tmp_path / "rank0.jsonl.gz"
+    whole = len(list(RankFile(path).events()))
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert 20 < len(list(RankFile(path).rows())) < whole
+    assert 20 < len(list(RankFile(path).events())) < whole
     (problem,) = find_files(tmp_path).problems
-    assert problem.startswith("rank0.json.gz breaks off after step")
+    assert problem.startswith("rank0.jsonl.gz breaks off after step")
     assert merge_files(tmp_path, tmp_path / "all.json.gz").num_messages > 0
     assert RankFile(path).summary().figures.num_steps > 0
 
@@ -37,18 +39,14 @@ import os, signal, sys, time
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
-from torchbagua.traces import perfetto
-perfetto._FLUSH_EVERY_S = 0.0
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=0, world_size=1)
 ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 tb.attach(ddp, optimizer, "bytegrad", observers=[tb.traces.PerfettoTrace(sys.argv[1])])
 for step in range(51):
-    if step == 50:
-        time.sleep(1)  # what is half a second old is handed to the writer
     ddp(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-time.sleep(0.5)
+time.sleep(1.5)  # what is half a second old is written
 {end}
 """
 
@@ -60,8 +58,9 @@ def test_a_process_that_does_not_detach_loses_next_to_nothing(tmp_path: Path, en
     command = [sys.executable, str(script), str(tmp_path / "trace"), str(tmp_path / "store")]
     done = programs.run(command, check=False)
     assert done.returncode == status, done.stderr
-    rows = RankFile(tmp_path / "trace" / "rank0.json.gz").rows()
-    assert sum(row.get("cat") == "step" for row in rows) == 51
+    file = RankFile(tmp_path / "trace" / "rank0.jsonl.gz")
+    assert sum(event.phase == "step" for event in file.events()) == 51
+    assert file.is_whole == (status == 0)
 
 
 def test_two_traces_at_once_need_two_paths(tmp_path: Path) -> None:
@@ -77,11 +76,13 @@ def test_two_traces_at_once_need_two_paths(tmp_path: Path) -> None:
             attachment.detach()
         return [str(attachment.summary()) for attachment in attached]
 
-    with pytest.warns(RuntimeWarning, match="(?s)another PerfettoTrace is writing '.*rank0.json.gz'; give each a path"):
+    with pytest.warns(
+        RuntimeWarning, match="(?s)another PerfettoTrace is writing '.*rank0.jsonl.gz'; give each a path"
+    ):
         (first, second) = run_ranks(1, body)[0]
     assert "another PerfettoTrace" not in first
     assert "another PerfettoTrace" in second
-    assert RankFile(tmp_path / "rank0.json.gz").summary().figures.num_steps == 1
+    assert RankFile(tmp_path / "rank0.jsonl.gz").summary().figures.num_steps == 1
 
 
 def test_behind_the_plain_hook_no_thread_outlives_the_trace(tmp_path: Path) -> None:
@@ -106,7 +107,30 @@ def test_behind_the_plain_hook_no_thread_outlives_the_trace(tmp_path: Path) -> N
         time.sleep(0.05)
     assert len(threads()) == before
     for rank in range(2):
-        assert RankFile(tmp_path / f"rank{rank}.json.gz").is_whole
+        assert RankFile(tmp_path / f"rank{rank}.jsonl.gz").is_whole
+
+
+def test_what_hangs_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+
+    class Hanging:
+        def write(self, steps: list[list[CommEvent]]) -> None:
+            goes_on.wait()
+
+        def close(self, events: list[CommEvent]) -> None:
+            pass
+
+    class HangingTrace(background_trace.BackgroundTrace):
+        def open(self, run: Run) -> Hanging:
+            return Hanging()
+
+    monkeypatch.setattr(background_trace, "_MOST_WAITING", 50)
+    try:
+        with pytest.warns(RuntimeWarning, match="'a disk' cannot be written to: .* so slow that 50 events wait"):
+            (attachment,) = train_traced(1, "bytegrad", lambda group: [HangingTrace("a disk")], num_steps=60)
+    finally:
+        goes_on.set()
+    assert attachment.summary().figures.num_steps == 60
 
 
 FULL = """

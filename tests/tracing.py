@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.traces import merge
-from torchbagua.traces.rank_files import find_files
+from torchbagua.traces.files import find_files
+from torchbagua.traces.perfetto import Merged, merge
 from training import Tower, build
 
 NUM_STEPS = 6
@@ -82,12 +82,14 @@ def record(size: int, name: str, **options: Any) -> list[list[tb.CommEvent]]:
     return [recorder.events for recorder in recorders]
 
 
-def write_trace(folder: Path, size: int = 2, name: str = "bytegrad", **options: Any) -> list[tb.Attachment]:
-    return train_traced(size, name, lambda group: [tb.traces.PerfettoTrace(folder, **options)])
+def write_trace(
+    folder: Path, size: int = 2, name: str = "bytegrad", *, num_steps: int = NUM_STEPS, **options: Any
+) -> list[tb.Attachment]:
+    return train_traced(size, name, lambda group: [tb.traces.PerfettoTrace(folder, **options)], num_steps=num_steps)
 
 
-def merge_files(folder: Path, output: Path) -> merge.Merged:
-    return merge.merge(find_files(folder).files, output)
+def merge_files(folder: Path, output: Path) -> Merged:
+    return merge(find_files(folder).files, output)
 
 
 def check_nested(spans: Sequence[tuple[float, float]], tolerance: float = 0) -> None:

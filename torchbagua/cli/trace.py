@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from torchbagua.traces.merge import merge
-from torchbagua.traces.rank_files import RankFile, events_of_step, find_files
+from torchbagua.traces.files import RankFile, events_of_step, find_files
+from torchbagua.traces.perfetto import merge
 from torchbagua.traces.summary import table
 
 _VIEWER = "https://ui.perfetto.dev"
@@ -34,12 +34,7 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def _merge(options: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
-    def progress(files: Iterable[RankFile]) -> Iterable[RankFile]:
-        return tqdm(files, unit="rank", leave=False, disable=None)  # where it is a terminal
-
-    merged = merge(_files(options), options.output or options.folder / "merged.json.gz", progress)
+    merged = merge(_files(options), options.output or options.folder / "merged.json.gz", _progress)
     print(
         f"wrote {merged.path}: {merged.num_ranks} ranks, {merged.num_messages} messages, clocks aligned to within "
         f"{merged.clock_error_us:.0f} us; open it in {_VIEWER}"
@@ -47,6 +42,14 @@ def _merge(options: argparse.Namespace) -> int:
     if merged.num_backwards:
         print(f"{merged.num_backwards} messages seem to arrive before they leave: a clock has not run evenly")
     return 0
+
+
+def _progress(files: Iterable[RankFile]) -> Iterable[RankFile]:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return files
+    return tqdm(files, unit="rank", leave=False, disable=None)  # where it is a terminal
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -2,20 +2,22 @@
 
 import atexit
 import os
-import queue
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from torchbagua.events import CommEvent, Run, Trace, TraceError
 
+# Often enough that a process that is killed loses little, and seldom enough that training is seldom interrupted.
+_WRITE_EVERY_S = 0.5
 # Of a disk that hangs, memory shall not fill with what it has not taken.
-_MOST_QUEUED = 1_000
+_MOST_WAITING = 500_000
 _LONGEST_END_S = 30.0
-_HAND_OVER_EVERY_NS = 500_000_000
 
 
 def folder_of(owner: str, argument: str, path: object) -> Path:
@@ -37,8 +39,20 @@ def folder_of(owner: str, argument: str, path: object) -> Path:
         raise ValueError(f"{owner}: {argument} must be a folder to write to, got {str(path)!r}: {error}") from error
 
 
+class Writer(Protocol):
+    """What a trace writes with. It is called on one thread, and must not hold the trace."""
+
+    def write(self, steps: list[list[CommEvent]]) -> None:
+        """Write the events of some steps, of each of which the last is the step's own."""
+        ...
+
+    def close(self, events: list[CommEvent]) -> None:
+        """Write those that came after the last whole step, and finish."""
+        ...
+
+
 class BackgroundTrace(Trace):
-    """Hands the events of some steps, when they have ended, to a writer on a thread of its own.
+    """Has events written on a thread of its own, step by step.
 
     Subclasses override `open`. What the writer raises is raised to whoever tells of a later step. The thread ends with
     `on_end`, where nobody calls that with the trace itself, or else with the process.
@@ -48,44 +62,39 @@ class BackgroundTrace(Trace):
     """
 
     def __init__(self, place: object) -> None:
-        self._place = place  # that is written to, in errors
-        self._worker: _Worker | None = None
-        self._handed_over_ns = 0
+        self._place = place
+        self._thread: _WriterThread | None = None
+
+    def open(self, run: Run) -> Writer:
+        """Return what writes."""
+        raise NotImplementedError
 
     def check(self) -> None:
         """Raise ValueError where it has been attached before."""
-        if self._worker is not None:
+        if self._thread is not None:
             raise ValueError(f"{type(self).__name__}: a trace serves one attachment; make another one")
-
-    def open(self, run: Run) -> tuple[Callable[[list[CommEvent]], None], Callable[[], None]]:
-        """Return what writes the events of whole steps, and at last of what came after these, and what finishes.
-
-        Both are called on the thread, and must not hold the trace.
-        """
-        raise NotImplementedError
 
     def on_start(self, run: Run) -> None:
         """Open what is written to. Raises TraceError where that cannot be done."""
         self.check()
         with self._explained():
-            self._worker = _Worker(f"torchbagua {type(self).__name__}", *self.open(run))
-        weakref.finalize(self, self._worker.stop).atexit = False
+            self._thread = _WriterThread(f"torchbagua {type(self).__name__}", self.open(run))
+        weakref.finalize(self, self._thread.ending.set).atexit = False
 
     def on_comm(self, event: CommEvent) -> None:
-        """Keep the event, and hand over those of whole steps now and then: many at once take far less time."""
-        if self._worker is None:
-            return
-        self._worker.pending.append(event)
-        if event.phase == "step" and event.end_ns - self._handed_over_ns > _HAND_OVER_EVERY_NS:
-            self._handed_over_ns = event.end_ns
-            with self._explained():
-                self._worker.hand_over()
+        """Leave the event to the thread. Raises TraceError at the end of a step where it could not write."""
+        if self._thread is not None:
+            self._thread.events.append(event)
+            if event.phase == "step":
+                with self._explained():
+                    self._thread.check()
 
     def on_end(self) -> None:
-        """Write what is left, and close what was opened."""
-        if self._worker is not None:
+        """Wait until all is written. Raises TraceError where it could not be."""
+        if self._thread is not None:
             with self._explained():
-                self._worker.close()
+                self._thread.end()
+                self._thread.check()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -95,61 +104,53 @@ class BackgroundTrace(Trace):
             raise TraceError(f"{str(self._place)!r} cannot be written to: {error}") from error
 
 
-class _Worker:
-    """A thread that hands lists of events to `write`, one after the other, and then calls `finish`.
-
-    What `write` raises ends it, and is raised by the next `hand_over` or `close`.
+class _WriterThread:
+    """Hands events to a writer now and then: many at once take far less time.
 
     Attributes:
-        pending: events that are still to be handed over.
+        events: that are to be written; any thread appends.
+        ending: set where no more will come.
     """
 
-    def __init__(self, name: str, write: Callable[[list[CommEvent]], None], finish: Callable[[], None]) -> None:
-        self.pending: list[CommEvent] = []
-        self._queue: queue.SimpleQueue[list[CommEvent] | None] = queue.SimpleQueue()
-        self._write = write
-        self._finish = finish
+    def __init__(self, name: str, writer: Writer) -> None:
+        self.events: deque[CommEvent] = deque()
+        self.ending = threading.Event()
+        self._writer = writer
         self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._write, name=name, daemon=True)
         self._thread.start()
-        atexit.register(self._finish_at_exit)
+        atexit.register(self.end)
 
-    def hand_over(self) -> None:
-        """Queue what is pending; raise what earlier events have led to."""
+    def check(self) -> None:
+        """Raise what writing has led to."""
         if self._failure is not None:
             raise self._failure
-        if self._queue.qsize() >= _MOST_QUEUED:
-            raise TimeoutError(f"what it writes to is so slow that {_MOST_QUEUED} lists of events wait to be written")
-        if self.pending:
-            self._queue.put(self.pending)
-            self.pending = []
-
-    def stop(self) -> None:
-        """Let the thread end when it has written what there is; does not wait for that."""
-        self._queue.put(self.pending)
-        self.pending = []
-        self._queue.put(None)
-
-    def close(self) -> None:
-        """Wait until all is written; raise what that has led to."""
-        self.stop()
-        self._thread.join(_LONGEST_END_S)
-        if self._thread.is_alive():
+        if len(self.events) > _MOST_WAITING:
+            raise TimeoutError(f"what it writes to is so slow that {_MOST_WAITING} events wait to be written")
+        if self.ending.is_set() and self._thread.is_alive():
             raise TimeoutError(f"what it writes to takes longer than {_LONGEST_END_S:g} s for the rest")
-        if self._failure is not None:
-            raise self._failure
 
-    def _finish_at_exit(self) -> None:
-        self.stop()
+    def end(self) -> None:
+        """Wait, for so long at most, until all is written."""
+        self.ending.set()
         self._thread.join(_LONGEST_END_S)
 
-    def _work(self) -> None:
+    def _write(self) -> None:
         try:
-            while (events := self._queue.get()) is not None:
-                if events:
-                    self._write(events)
-            self._finish()
+            step: list[CommEvent] = []
+            is_ending = False
+            while not is_ending:
+                is_ending = self.ending.wait(_WRITE_EVERY_S)
+                steps = []
+                for _ in range(len(self.events)):
+                    step.append(event := self.events.popleft())
+                    if event.phase == "step":
+                        steps.append(step)
+                        step = []
+                if steps:
+                    self._writer.write(steps)
+            self._writer.close(step)
         except Exception as error:
             self._failure = error
         finally:
-            atexit.unregister(self._finish_at_exit)
+            atexit.unregister(self.end)

@@ -1,37 +1,38 @@
-"""PerfettoTrace: what every rank does and when, for https://ui.perfetto.dev."""
+"""PerfettoTrace keeps what every rank does and when; `merge` makes a file of it for https://ui.perfetto.dev."""
 
-import fcntl
 import gzip
 import json
 import math
-import operator
 import os
-import time
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
-from torchbagua.events import CommEvent, Run, TraceError
-from torchbagua.traces.background_trace import BackgroundTrace, folder_of
-
-HEADER = "torchbagua"
-"""Name of the metadata event that every file begins with; what it holds is `header`'s."""
-
-TRAINING_THREAD, LANE_THREAD, FIRST_SENDER = 1, 2, 10
-"""Numbers of the tracks of a rank; messages to rank p are on FIRST_SENDER + p."""
+from torchbagua.events import CommEvent, Run
+from torchbagua.traces.background_trace import BackgroundTrace, Writer, folder_of
+from torchbagua.traces.files import RankFile, RankFileWriter
 
 _TRAINING_PHASES = ("step", "backward", "wait", "apply")
-_DETAILS = ("operation", "bucket", "scope", "ranks", "peers", "num_elements", "raw_bytes")
-_details_of = operator.attrgetter(*_DETAILS)
-_FLUSH_EVERY_S = 2.0
+# What a slice is called, where that is not its phase.
+_NAMES = {"step": "step {event.step}", "send": "send {event.bucket}", "bucket": "{event.bucket}"}
+_DETAILS = ("operation", "bucket", "scope", "ranks", "peers", "num_elements", "raw_bytes", "wire_bytes")
+
+Row = dict[str, Any]
+"""An event in Chrome's trace event format."""
+
+Progress = Callable[[Iterable[RankFile]], Iterable[RankFile]]
 
 
 class PerfettoTrace(BackgroundTrace):
-    """Writes one file a rank, in Chrome's trace event format: training thread, lane, and messages by peer. An observer.
+    """Writes one file a rank, of everything that observers hear. An observer.
 
-    Writes `rank<r>.json.gz` in `path`, on a thread of its own, and replaces what an earlier run has left there.
-    `torchbagua trace merge` makes one file of all ranks', with their clocks aligned and an arrow for every message;
-    `torchbagua trace show` prints a table. Serves one attachment, or one `reify`.
+    Writes `rank<r>.jsonl.gz` in `path`, on a thread of its own, and replaces what an earlier run has left there.
+    Of all ranks' files `torchbagua trace merge` makes one for https://ui.perfetto.dev: training thread, lane, messages
+    by peer and an arrow for each, on one clock; `torchbagua trace show` prints a table. Serves one attachment, or one
+    `reify`.
 
     Args:
         path: a folder; the ranks of one run share it, or their files are brought together later.
@@ -40,8 +41,6 @@ class PerfettoTrace(BackgroundTrace):
     Raises:
         ValueError: `path` cannot be written to, or `steps` is empty.
         TypeError: `path` is no path, or `steps` no range.
-
-    Source: "Trace Event Format", the Chromium project.
     """
 
     compares_clocks = True
@@ -55,10 +54,8 @@ class PerfettoTrace(BackgroundTrace):
         self.path = folder_of("PerfettoTrace", "path", path)
         self._steps = steps
 
-    def open(self, run: Run) -> tuple[Callable[[list[CommEvent]], None], Callable[[], None]]:
-        """Return what writes the rank's file, and what closes it."""
-        file = _File(self.path / f"rank{run.rank}.json.gz", run)
-        return file.write, file.close
+    def open(self, run: Run) -> Writer:
+        return RankFileWriter(self.path, run)
 
     def on_comm(self, event: CommEvent) -> None:
         """Keep the event, where its step is one to keep."""
@@ -66,101 +63,157 @@ class PerfettoTrace(BackgroundTrace):
             super().on_comm(event)
 
 
-class _File:
-    def __init__(self, path: Path, run: Run) -> None:
-        self._run = run
-        self._base_ns = time.perf_counter_ns()
-        self._named: set[int] = set()
-        self._rendered: dict[tuple[Any, ...], tuple[int, str, str]] = {}
-        self._raw_file = _locked(path)
-        self._file = gzip.open(self._raw_file, "wt", encoding="utf-8", compresslevel=1)  # noqa: SIM115 - for the run
-        self._flushed_s = time.monotonic()
-        # One event a line, so that what a killed process leaves can be read; the format allows that the end is missing.
-        self._file.write("[" + self._header())
-        self._name("process_name", 0, f"rank {run.rank}, node {run.nodes[run.rank]}")
-        self._file.flush()
+class Merged(NamedTuple):
+    """What `merge` has made.
 
-    def write(self, events: list[CommEvent]) -> None:
-        for event in events:
-            self._put(event)
-        if time.monotonic() > self._flushed_s + _FLUSH_EVERY_S:
-            self._file.flush()
-            self._flushed_s = time.monotonic()
+    Attributes:
+        path: the file.
+        num_ranks: of which it holds the events.
+        num_messages: that have an arrow.
+        clock_error_us: how far off the time of any rank may be, as far as its clock runs evenly.
+        num_backwards: how many messages arrive before they leave, by more than that explains.
+    """
 
-    def close(self) -> None:
-        self._file.write(",\n" + self._header() + "]\n")  # with the clocks that have been compared since
-        self._file.close()
-        self._raw_file.close()
+    path: Path
+    num_ranks: int
+    num_messages: int
+    clock_error_us: float
+    num_backwards: int
 
-    def _header(self) -> str:
-        run = self._run
-        args = {
-            "id": run.id,
-            "rank": run.rank,
-            "nodes": run.nodes,
-            "algorithm": run.algorithm,
-            "description": run.description,
-            "base_ns": self._base_ns,
-            "clock_offsets": run.clock_offsets,
-            "settings": dict(run.settings),
-            "failures": run.failures,
+
+class _Message(NamedTuple):
+    """What tells a message from all others; both sides know it."""
+
+    scope: str
+    ranks: tuple[int, ...]
+    sender: int
+    receiver: int
+    number: int
+
+
+class _Span(NamedTuple):
+    """When a rank sent a message, or waited for it, and on which track that is shown."""
+
+    start_ns: int
+    end_ns: int
+    rank: int
+    track: int
+
+
+def merge(files: Sequence[RankFile], output: Path, progress: Progress = iter) -> Merged:
+    """Write one trace of all ranks' files, on rank 0's clock, with an arrow for every message.
+
+    Memory: some 900 bytes a message.
+
+    Args:
+        files: what `find_files` has found.
+        output: a .json.gz file, none of these.
+        progress: told of the files, once for messages and once for all that is in them.
+
+    Raises:
+        ValueError: `output` is one of the files.
+        OSError: `output` cannot be written; nothing is left of it then.
+
+    Source: "Trace Event Format", the Chromium project.
+    """
+    if output.resolve() in [file.path.resolve() for file in files]:
+        raise ValueError(f"the output must be a file of its own, got {str(output)!r}, which is one of the ranks'")
+    sends: dict[_Message, _Span] = {}
+    receives: dict[_Message, _Span] = {}
+    origin_ns = sys.maxsize
+    for file in progress(files):
+        rank = file.run.rank
+        for event in file.events_on_common_clock():
+            origin_ns = min(origin_ns, event.start_ns)
+            if event.phase in ("send", "receive"):
+                span = _Span(event.start_ns, event.end_ns, rank, _track(event)[0])
+                if event.phase == "send":
+                    sends[_message(event, sender=rank, receiver=event.peers[0])] = span
+                else:
+                    receives[_message(event, sender=event.peers[0], receiver=rank)] = span
+    pairs = [(sent, receives[message]) for message, sent in sends.items() if message in receives]
+
+    partial = output.with_name(f"{output.name}.partial")
+    with _removed_on_failure(partial), gzip.open(partial, "wt", encoding="utf-8", compresslevel=6) as trace:
+        rows = (row for file in progress(files) for row in _rows_of_rank(file, origin_ns))
+        arrows = (row for number, pair in enumerate(pairs, 1) for row in _arrow(number, *pair, origin_ns))
+        separator = "["
+        for row in chain(rows, arrows):
+            trace.write(f"{separator}{json.dumps(row)}")
+            separator = ",\n"
+        trace.write("]\n")
+    partial.rename(output)
+
+    errors_ns = {file.run.rank: file.clock_error_ns for file in files}
+    num_backwards = sum(
+        sent.start_ns - received.end_ns > errors_ns[sent.rank] + errors_ns[received.rank] for sent, received in pairs
+    )
+    return Merged(output, len(files), len(pairs), max(errors_ns.values()) / 1e3, num_backwards)
+
+
+def _message(event: CommEvent, *, sender: int, receiver: int) -> _Message:
+    return _Message(event.scope, event.ranks, sender, receiver, event.message)
+
+
+def _track(event: CommEvent) -> tuple[int, str]:
+    """Return number and name of the track that an event is shown on."""
+    if event.phase == "send":
+        return 10 + event.peers[0], f"to rank {event.peers[0]}"
+    return (1, "training") if event.phase in _TRAINING_PHASES else (2, "lane")
+
+
+def _rows_of_rank(file: RankFile, origin_ns: int) -> Iterator[Row]:
+    rank = file.run.rank
+    yield from _named("process", rank, 0, f"rank {rank}, node {file.run.nodes[rank]}", order=rank)
+    tracks = set()
+    for event in file.events_on_common_clock():
+        track, name = _track(event)
+        if track not in tracks:
+            tracks.add(track)
+            yield from _named("thread", rank, track, name, order=track)
+        yield {
+            "name": _NAMES.get(event.phase, event.phase).format(event=event),
+            "cat": event.phase,
+            "ph": "X",
+            "ts": (event.start_ns - origin_ns) / 1e3,
+            "dur": event.duration_ns / 1e3,
+            "pid": rank,
+            "tid": track,
+            "args": _args_of(event),
         }
-        return json.dumps({"name": HEADER, "ph": "M", "pid": run.rank, "args": args})
-
-    def _put(self, event: CommEvent) -> None:
-        # All but step, message and times comes again in every step.
-        key = (event.phase, *_details_of(event), event.wire_bytes)
-        known = self._rendered.get(key)
-        if known is None:
-            known = self._rendered[key] = self._render(event)
-        tid, name, details = known
-        if event.phase == "step":
-            name = f"step {event.step}"
-        if event.values:
-            # JSON has no NaN, which a step that overflows is full of.
-            values = {key: value if math.isfinite(value) else None for key, value in event.values.items()}
-            details += f',"values":{json.dumps(values)}'
-        self._file.write(
-            f',\n{{"name":"{name}","cat":"{event.phase}","ph":"X","ts":{(event.start_ns - self._base_ns) / 1e3:.3f},'
-            f'"dur":{(event.end_ns - event.start_ns) / 1e3:.3f},"pid":{self._run.rank},"tid":{tid},'
-            f'"args":{{"step":{event.step},"message":{event.message}{details}}}}}'
-        )
-
-    def _render(self, event: CommEvent) -> tuple[int, str, str]:
-        """Return track, name and details of an event, the latter two in JSON."""
-        name: str = event.phase
-        if event.phase == "send":
-            tid, track = FIRST_SENDER + event.peers[0], f"to rank {event.peers[0]}"
-            name = f"send {event.bucket}"
-        elif event.phase in _TRAINING_PHASES:
-            tid, track = TRAINING_THREAD, "training"
-        else:
-            tid, track = LANE_THREAD, "lane"
-            name = event.bucket if event.phase == "bucket" else event.phase
-        if tid not in self._named:
-            self._named.add(tid)
-            self._name("thread_name", tid, track)
-        details: dict[str, Any] = {
-            name: value for name, value in zip(_DETAILS, _details_of(event), strict=True) if value
-        }
-        if event.wire_bytes:
-            details |= {"wire_bytes": event.wire_bytes, "bits_per_element": round(event.bits_per_element, 3)}
-        return tid, json.dumps(name)[1:-1], f",{json.dumps(details)[1:-1]}" if details else ""
-
-    def _name(self, kind: str, tid: int, name: str) -> None:
-        row = {"name": kind, "ph": "M", "pid": self._run.rank, "tid": tid, "args": {"name": name}}
-        order = {"name": kind.replace("name", "sort_index"), "ph": "M", "pid": self._run.rank, "tid": tid}
-        order["args"] = {"sort_index": tid or self._run.rank}
-        self._file.write(f",\n{json.dumps(row)},\n{json.dumps(order)}")
 
 
-def _locked(path: Path) -> BinaryIO:
-    """Open a file anew, unless another trace is writing it: then raise TraceError."""
-    file = path.open("ab")
+def _named(kind: str, rank: int, track: int, name: str, *, order: int) -> Iterator[Row]:
+    common = {"ph": "M", "pid": rank, "tid": track}
+    yield {"name": f"{kind}_name", **common, "args": {"name": name}}
+    yield {"name": f"{kind}_sort_index", **common, "args": {"sort_index": order}}
+
+
+def _args_of(event: CommEvent) -> Row:
+    """Return what is shown of an event when one clicks on it."""
+    args: Row = {"step": event.step, "message": event.message}
+    args |= {name: value for name in _DETAILS if (value := getattr(event, name))}
+    if event.wire_bytes:
+        args["bits_per_element"] = round(event.bits_per_element, 3)
+    if event.values:
+        # JSON has no NaN, which a step that overflows is full of.
+        args["values"] = {name: value if math.isfinite(value) else None for name, value in event.values.items()}
+    return args
+
+
+def _arrow(number: int, sent: _Span, received: _Span, origin_ns: int) -> Iterator[Row]:
+    """Yield the two flow events that Perfetto draws an arrow between."""
+    common = {"name": "message", "cat": "message", "id": number}
+    # It ends at the slice around its end, which need not be longer than a nanosecond.
+    end_ns = received.start_ns + 0.99 * (received.end_ns - received.start_ns)
+    for kind, time_ns, span in ({"ph": "s"}, sent.start_ns, sent), ({"ph": "f", "bp": "e"}, end_ns, received):
+        yield {**common, **kind, "ts": round((time_ns - origin_ns) / 1e3, 3), "pid": span.rank, "tid": span.track}
+
+
+@contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise TraceError(f"another PerfettoTrace is writing {str(path)!r}; give each a path of its own") from error
-    file.truncate(0)
-    return file
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise

@@ -1,14 +1,14 @@
 """TensorBoardTrace: what communication costs, as charts and pictures in TensorBoard."""
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchbagua.events import CommEvent, Run, TraceError
-from torchbagua.traces.background_trace import BackgroundTrace, folder_of
+from torchbagua.events import Run, TraceError
+from torchbagua.traces.background_trace import BackgroundTrace, Writer, folder_of
+from torchbagua.traces.charts import ChartWriter, layout
 from torchbagua.traces.over_ranks import OverRanks
-from torchbagua.traces.tensorboard_pages import Pages, layout
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -68,24 +68,16 @@ class TensorBoardTrace(BackgroundTrace):
         """Return whether values are measured in this step: in the one after which it writes."""
         return (step + 1) % self._every_n_steps == 0
 
-    def open(self, run: Run) -> tuple[Callable[[list[CommEvent]], None], Callable[[], None]]:
-        """Return what fills the charts, and what closes the event file; on ranks that write."""
+    def open(self, run: Run) -> Writer:
         if self._ranks[-1] >= run.num_ranks:
             raise TraceError(f"ranks {self._ranks} are to write, and there are {run.num_ranks} ranks, from 0")
         is_first = run.rank == self._ranks[0]
-        given = self._given_writer
         writer = None
         if run.rank in self._ranks:
-            writer = given or _open(self._folder, None if is_first else run.rank)
+            writer = self._given_writer or _open(self._folder, None if is_first else run.rank)
         over_ranks = OverRanks(run, collects=is_first)
-        pages = Pages(run, writer, over_ranks, self._every_n_steps)
-
-        def finish() -> None:
-            pages.finish()
-            if writer is not None and writer is not given:
-                writer.close()
-
-        return pages.add_events, finish
+        is_own = self._given_writer is None
+        return ChartWriter(run, writer, over_ranks, self._every_n_steps, closes_writer=is_own)
 
 
 def _open(folder: Path | None, rank: int | None) -> "SummaryWriter":

@@ -57,8 +57,8 @@ def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     from torchbagua.cli.demo.report import compare, table, write
     from torchbagua.cli.demo.text import read_standard_library
     from torchbagua.cli.demo.train import Settings
-    from torchbagua.traces.merge import merge
-    from torchbagua.traces.rank_files import find_files
+    from torchbagua.traces.files import find_files
+    from torchbagua.traces.perfetto import merge
 
     try:
         text_mb = len(read_standard_library()) / 1e6

@@ -77,7 +77,7 @@ def scalars(figures: Figures, sent_bytes: int) -> dict[str, float]:
     }
 
 
-class Pages:
+class ChartWriter:
     """Fills the charts, step by step.
 
     Args:
@@ -85,17 +85,26 @@ class Pages:
         writer: None on a rank that only puts its figures up for another.
         over_ranks: brings the ranks' figures together.
         every_n_steps: how often to write.
+        closes_writer: whether nobody else writes with it.
     """
 
-    def __init__(self, run: Run, writer: "SummaryWriter | None", over_ranks: OverRanks, every_n_steps: int) -> None:
+    def __init__(
+        self,
+        run: Run,
+        writer: "SummaryWriter | None",
+        over_ranks: OverRanks,
+        every_n_steps: int,
+        *,
+        closes_writer: bool,
+    ) -> None:
         self._run = run
         self._writer: Any = writer  # whose methods have no types (torch 2.13)
         self._over_ranks = over_ranks
         self._every_n_steps = every_n_steps
+        self._closes_writer = closes_writer
         self._window = Figures()
         self._sent_bytes = self._num_steps = 0
         self._undrawn: list[CommEvent] = []
-        self._has_more = False  # sent since the last step
         self._next_picture_s = 0.0
         self._flushed_s = 0.0
         if self._writer is not None:
@@ -103,38 +112,31 @@ class Pages:
             text = "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
             self._writer.add_text(f"{_OVERVIEW}/run", text)
 
-    def add_events(self, events: list[CommEvent]) -> None:
+    def write(self, steps: list[list[CommEvent]]) -> None:
         """Add the events of steps, and write where it is time."""
-        start = 0
-        for index, event in enumerate(events, 1):
-            if event.phase == "step" or index == len(events):
-                self._add_step(events[start:index])
-                start = index
+        for events in steps:
+            self._sent_bytes += sum(event.bytes_sent for event in events)
+            self._window.add(events)
+            self._num_steps = events[-1].step + 1
+            self._undrawn = events
+            if self._num_steps % self._every_n_steps == 0:
+                self._write()
 
-    def _add_step(self, events: list[CommEvent]) -> None:
-        sent_bytes = sum(event.bytes_sent for event in events)
-        self._sent_bytes += sent_bytes
-        if events[-1].phase != "step":  # after the last whole step
-            self._has_more = sent_bytes > 0
-            return
-        self._window.add(events)
-        self._num_steps = events[-1].step + 1
-        self._undrawn = events
-        if self._num_steps % self._every_n_steps == 0:
-            self._write()
-
-    def finish(self) -> None:
+    def close(self, events: list[CommEvent]) -> None:
         """Write what there is of steps since the last time, the last timeline, and what other ranks have put up."""
         if self._window.num_steps:
             self._write()
         found = self._over_ranks.found_last()
-        if self._writer is not None:
-            if self._has_more:
-                self._writer.add_scalar(_SENT_IN_ALL, self._sent_bytes / 1e6, self._num_steps)
-            self._write_over_ranks(found)
-            if self._undrawn:
-                self._draw()
-            self._writer.flush()
+        if self._writer is None:
+            return
+        if sent_bytes := sum(event.bytes_sent for event in events):
+            self._writer.add_scalar(_SENT_IN_ALL, (self._sent_bytes + sent_bytes) / 1e6, self._num_steps)
+        self._write_over_ranks(found)
+        if self._undrawn:
+            self._draw()
+        self._writer.flush()
+        if self._closes_writer:
+            self._writer.close()
 
     def _write(self) -> None:
         num_steps = self._num_steps
