@@ -1,9 +1,11 @@
-"""Times of what a GPU does: told when it has come to the end of a step, and not waited for. The test plays the GPU."""
+"""Times of what the host does, and of what a GPU does, which nobody waits for. The test plays the GPU."""
 
 import pytest
 import torch
 
 from torchbagua import clocks
+from torchbagua.clocks import HostClock, TimedPhase, TimedStep
+from torchbagua.events import CommEvent, Details
 from torchbagua.tracer import Tracer
 from torchbagua.traces import Recorder
 
@@ -106,3 +108,44 @@ def test_without_observers_nothing_is_recorded(gpu: PlayedGpu) -> None:
         pass
     tracer.end_step()
     assert gpu.num_recorded == 0
+
+
+def step(number: int, *phases: tuple[str, int, int], end: int | None) -> TimedStep:
+    timed = [TimedPhase(phase, start, stop, Details()) for phase, start, stop in phases]
+    return TimedStep(number, "Algorithm", timed, end)
+
+
+def resolved(clock: HostClock, timed: TimedStep) -> list[tuple[str, int, int, int]]:
+    events = clock.resolve(timed, waits=False)
+    assert events is not None, "on the host all times are known"
+    assert {event.algorithm for event in events} <= {"Algorithm"}
+    return [(event.phase, event.step, event.start_ns, event.end_ns) for event in events]
+
+
+def test_on_the_host_the_first_step_begins_with_the_first_phase() -> None:
+    clock = HostClock()
+    assert resolved(clock, step(0, ("receive", 20, 30), end=None)) == [("receive", 0, 20, 30)], "before it has ended"
+    assert resolved(clock, step(0, ("encode", 40, 50), ("send", 10, 60), end=70)) == [
+        ("encode", 0, 40, 50),
+        ("send", 0, 10, 60),
+        ("step", 0, 10, 70),
+    ]
+    assert resolved(clock, step(1, end=90)) == [("step", 1, 70, 90)]
+    assert resolved(HostClock(), step(0, end=5)) == [("step", 0, 5, 5)], "nothing was done in it"
+
+
+def test_a_phase_is_of_the_step_in_which_it_ended() -> None:
+    clock = HostClock()
+    resolved(clock, step(6, end=100))
+    late, across, backwards = ("send", 80, 99), ("receive", 90, 101), ("wait", 120, 110)
+    assert resolved(clock, step(7, late, across, backwards, end=150)) == [
+        ("send", 6, 80, 99),
+        ("receive", 7, 90, 101),
+        ("step", 7, 100, 150),
+    ]
+
+
+def test_details_are_the_tail_of_an_event() -> None:
+    names = CommEvent._fields[CommEvent._fields.index("operation") :]
+    assert Details._fields == names
+    assert Details._field_defaults == {name: CommEvent._field_defaults[name] for name in names}

@@ -55,7 +55,7 @@ class BackgroundTrace(Trace):
     """Has events written on a thread of its own, step by step.
 
     Subclasses override `open`. What the writer raises is raised to whoever tells of a later step. The thread ends with
-    `on_end`, where nobody calls that with the trace itself, or else with the process.
+    `on_end`; where nobody calls that, with the trace itself or else with the process.
 
     Args:
         place: what is written to, in errors.
@@ -104,7 +104,7 @@ class BackgroundTrace(Trace):
             raise TraceError(f"{str(self._place)!r} cannot be written to: {error}") from error
 
 
-class _WriterThread:
+class _WriterThread(threading.Thread):
     """Hands events to a writer now and then: many at once take far less time.
 
     Attributes:
@@ -113,29 +113,15 @@ class _WriterThread:
     """
 
     def __init__(self, name: str, writer: Writer) -> None:
+        super().__init__(name=name, daemon=True)
         self.events: deque[CommEvent] = deque()
         self.ending = threading.Event()
         self._writer = writer
         self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._write, name=name, daemon=True)
-        self._thread.start()
+        self.start()
         atexit.register(self.end)
 
-    def check(self) -> None:
-        """Raise what writing has led to."""
-        if self._failure is not None:
-            raise self._failure
-        if len(self.events) > _MOST_WAITING:
-            raise TimeoutError(f"what it writes to is so slow that {_MOST_WAITING} events wait to be written")
-        if self.ending.is_set() and self._thread.is_alive():
-            raise TimeoutError(f"what it writes to takes longer than {_LONGEST_END_S:g} s for the rest")
-
-    def end(self) -> None:
-        """Wait, for so long at most, until all is written."""
-        self.ending.set()
-        self._thread.join(_LONGEST_END_S)
-
-    def _write(self) -> None:
+    def run(self) -> None:
         try:
             step: list[CommEvent] = []
             is_ending = False
@@ -154,3 +140,17 @@ class _WriterThread:
             self._failure = error
         finally:
             atexit.unregister(self.end)
+
+    def check(self) -> None:
+        """Raise what writing has led to."""
+        if self._failure is not None:
+            raise self._failure
+        if len(self.events) > _MOST_WAITING:
+            raise TimeoutError(f"what it writes to is so slow that {_MOST_WAITING} events wait to be written")
+        if self.ending.is_set() and self.is_alive():
+            raise TimeoutError(f"what it writes to takes longer than {_LONGEST_END_S:g} s for the rest")
+
+    def end(self) -> None:
+        """Wait, for so long at most, until all is written."""
+        self.ending.set()
+        self.join(_LONGEST_END_S)
