@@ -59,7 +59,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For what the host does."""
+    """For what the host does: all timestamps are its own."""
 
     def __init__(self) -> None:
         self._step_start_ns = 0  # found with the first phase
@@ -73,7 +73,9 @@ class HostClock:
     def resolve(self, step: TimedStep, *, waits: bool) -> list[CommEvent] | None:
         events = []
         for phase in step.phases:
-            start_ns, end_ns = _host_ns(phase.start), _host_ns(phase.end)
+            start_ns, end_ns = phase.start, phase.end
+            assert isinstance(start_ns, int)
+            assert isinstance(end_ns, int)
             if step.number == 0:  # which begins with the first phase in it
                 self._step_start_ns = min(self._step_start_ns or start_ns, start_ns)
             # The lane may come with what has ended a moment before the step did when that has been told of.
@@ -81,9 +83,9 @@ class HostClock:
             if start_ns <= end_ns:
                 events.append(_event(phase, start_ns, end_ns, number, step.algorithm))
         if step.end is not None:
-            end_ns = _host_ns(step.end)
-            events.append(CommEvent("step", self._step_start_ns or end_ns, end_ns, step.number, step.algorithm))
-            self._step_start_ns = end_ns
+            assert isinstance(step.end, int)
+            events.append(CommEvent("step", self._step_start_ns or step.end, step.end, step.number, step.algorithm))
+            self._step_start_ns = step.end
         return events
 
 
@@ -143,11 +145,6 @@ class GpuClock:
             return timestamp
         elapsed_ms: float = self._base.elapsed_time(timestamp)
         return self._base_ns + round(1e6 * elapsed_ms)
-
-
-def _host_ns(timestamp: Timestamp) -> int:
-    assert isinstance(timestamp, int), "a clock of the host gives no others"
-    return timestamp
 
 
 def _event(phase: TimedPhase, start_ns: int, end_ns: int, step: int, algorithm: str) -> CommEvent:

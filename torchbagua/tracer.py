@@ -37,11 +37,10 @@ class Span:
         """Stop it, and tell the observers."""
 
     def __enter__(self) -> None:
-        self.begin()
+        pass
 
     def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
-        if exception_type is None:
-            self.end()
+        pass
 
 
 NO_SPAN = Span()
@@ -241,6 +240,12 @@ class _TracedSpan(Span):
 
     def end(self) -> None:
         self._tracer.tell(self._phase, self._start, self._tracer.now(on_host=self._on_host), self._details)
+
+    __enter__ = begin
+
+    def __exit__(self, exception_type: type[BaseException] | None, *_: object) -> None:
+        if exception_type is None:
+            self.end()
 
 
 class _ProfiledSpan(_TracedSpan):
