@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchbagua.compressors import MinMaxUInt8, Sign1Bit
-from torchbagua.compressors.blocks import block_bounds
+from torchbagua.compressors import MinMaxUInt8, Sign1Bit, TensorSpec
 
 OPS = torch.ops.torchbagua
 BLOCK = 2048
@@ -69,8 +68,8 @@ class Case:
     def encoded(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The table of its blocks, in one chunk, and its wire."""
         sizes, block = LAYOUTS[self.layout]
-        bounds = block_bounds(sizes(x.numel()), BLOCK)
-        layout = self.codec(block).layout(bounds, [0, len(bounds) - 1], self.dtype, self.device)
+        spec = TensorSpec(tuple(sizes(x.numel())), self.dtype, self.device, self.layout)
+        layout = self.codec(block).layout(spec, [0, x.numel()])
         wire = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.device)
         self.codec().encode(x, layout, wire)
         return layout.table, wire
