@@ -1,13 +1,12 @@
 """The mean in full precision of what NCCL moves: its own all-reduce, which knows the machine better than we do."""
 
-from typing import Literal
-
 import torch
 
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.exchange import launched
 from torchbagua.collectives.private_groups import all_reduce
 from torchbagua.compressors import TensorSpec
+from torchbagua.events import Details
 from torchbagua.tracer import Span
 
 
@@ -42,22 +41,16 @@ class AllReduceMean:
         if self._divisor is not None and self._divides_first:
             out_N.div_(self._divisor)
         # What a rank has to send in a ring; its neighbours there stand for whom NCCL chooses.
-        num_elements, num_bytes = out_N.numel(), 2 * out_N.nbytes * (communicator.size - 1) // communicator.size
-
-        def message(phase: Literal["send", "receive"], peer: int) -> Span:
-            return communicator.message_span(
-                phase,
-                peer,
-                self._name,
-                on_nccl=True,
-                operation="all_reduce",
-                num_elements=num_elements,
-                raw_bytes=num_bytes,
-                wire_bytes=num_bytes,
-            )
+        num_bytes = 2 * out_N.nbytes * (communicator.size - 1) // communicator.size
+        details = Details(
+            "all_reduce", self._name, num_elements=out_N.numel(), raw_bytes=num_bytes, wire_bytes=num_bytes
+        )
 
         def messages() -> list[Span]:
-            return [message("send", communicator.rank_after(1)), message("receive", communicator.rank_before(1))]
+            return [
+                communicator.message_span("send", communicator.rank_after(1), details, on_nccl=True),
+                communicator.message_span("receive", communicator.rank_before(1), details, on_nccl=True),
+            ]
 
         with launched(communicator, f"all_reduce of {self._name}", messages) as nccl:
             all_reduce(nccl, out_N)

@@ -214,51 +214,17 @@ class Communicator:
         del pending
         self._fail(direction, peer, purpose, cause)
 
-    def span(
-        self,
-        phase: Phase,
-        bucket: str,
-        *,
-        on_host: bool = False,
-        operation: str = "",
-        peers: tuple[int, ...] = (),
-        message: int = 0,
-        num_elements: int = 0,
-        raw_bytes: int = 0,
-        wire_bytes: int = 0,
-    ) -> Span:
-        """Return a phase of what is done for `bucket` over this group, see `Tracer.span`; the rest are its details."""
+    def span(self, phase: Phase, details: Details, *, on_host: bool = False) -> Span:
+        """Return a phase of what is done over this group, see `Tracer.span`; `details` need not say which group it is."""
         if self.tracer.is_idle:
             return NO_SPAN
-        sizes = (num_elements, raw_bytes, wire_bytes)
-        details = Details(operation, bucket, self.scope, self.ranks, peers, message, *sizes)
-        return self.tracer.span(phase, details, on_host=on_host)
+        return self.tracer.span(phase, details._replace(scope=self.scope, ranks=self.ranks), on_host=on_host)
 
-    def message_span(
-        self,
-        phase: Literal["send", "receive"],
-        peer: int,
-        bucket: str,
-        *,
-        on_nccl: bool,
-        operation: str,
-        num_elements: int,
-        raw_bytes: int,
-        wire_bytes: int,
-    ) -> Span:
+    def message_span(self, phase: Literal["send", "receive"], peer: int, details: Details, *, on_nccl: bool) -> Span:
         """Return a phase for one message to or from `peer`, of which the two sides must make equally many."""
         self._num_messages[phase, peer] = message = self._num_messages[phase, peer] + 1
-        return self.span(
-            phase,
-            bucket,
-            on_host=not on_nccl,
-            operation=operation,
-            peers=(self.ranks[peer],),
-            message=message,
-            num_elements=num_elements,
-            raw_bytes=raw_bytes,
-            wire_bytes=wire_bytes,
-        )
+        details = details._replace(peers=(self.ranks[peer],), message=message)
+        return self.span(phase, details, on_host=not on_nccl)
 
     def close(self) -> None:
         """Close the connections; peers that still wait for this rank get an error at once.

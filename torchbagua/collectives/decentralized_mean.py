@@ -13,6 +13,7 @@ from torchbagua.collectives.exchange import Exchange
 from torchbagua.collectives.hierarchical import BetweenNodes, Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.compressors import Identity, TensorSpec, sum_dtype
+from torchbagua.events import Details
 
 PEER_SELECTION_MODES = ("all", "shift_one")
 
@@ -119,9 +120,8 @@ class PairMean:
         theirs_N = communicator.scratch("rows", x_N.nbytes, x_N.device).view(x_N.dtype)
         Exchange(communicator, "peer_exchange", {peer: theirs_N}, self._bucket, [(peer, peer)]).run(lambda _: x_N)
         whose = (communicator.ranks[peer],)
-        with communicator.span(
-            "reduce", self._bucket, operation="peer_exchange", peers=whose, num_elements=x_N.numel()
-        ):
+        details = Details("peer_exchange", self._bucket, peers=whose, num_elements=x_N.numel())
+        with communicator.span("reduce", details):
             if x_N.dtype == sum_dtype(x_N.dtype):
                 torch.add(x_N, theirs_N, out=out_N).div_(2)
             else:

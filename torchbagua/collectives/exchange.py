@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, Communicator
 from torchbagua.collectives.private_groups import all_to_all
+from torchbagua.events import Details
 from torchbagua.tracer import NO_SPAN, Span
 
 # Exchanges of different operations may be under way at the same time.
@@ -178,16 +179,10 @@ class Exchange:
             raw_bytes = tensor.nbytes
         else:
             num_elements, raw_bytes = self._counts.of(phase, peer)
-        return self._communicator.message_span(
-            phase,
-            peer,
-            self._bucket,
-            on_nccl=self._is_on_nccl,
-            operation=self._operation,
-            num_elements=num_elements,
-            raw_bytes=raw_bytes,
-            wire_bytes=tensor.nbytes,
+        details = Details(
+            self._operation, self._bucket, num_elements=num_elements, raw_bytes=raw_bytes, wire_bytes=tensor.nbytes
         )
+        return self._communicator.message_span(phase, peer, details, on_nccl=self._is_on_nccl)
 
 
 @contextmanager

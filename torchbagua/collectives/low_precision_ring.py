@@ -14,7 +14,7 @@ from torchbagua.collectives.exchange import ElementCounts, Exchange
 from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.compressors import Compressor, TensorSpec
-from torchbagua.events import Phase
+from torchbagua.events import Details, Phase
 from torchbagua.tracer import Span
 
 # What the arithmetic of one chunk touches stays in a core's cache. On a GPU there is one chunk, and few launches.
@@ -149,14 +149,14 @@ class LowPrecisionRing:
 
     def _span(self, phase: Phase) -> Span:
         weight = self._replicas.weight
-        return self._communicator.span(
-            phase,
+        details = Details(
+            "peer_exchange",
             self._bucket,
-            operation="peer_exchange",
             num_elements=len(weight),
             raw_bytes=weight.nbytes,
             wire_bytes=len(self._wire_W),
         )
+        return self._communicator.span(phase, details)
 
 
 def low_precision_ring(

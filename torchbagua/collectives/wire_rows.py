@@ -4,16 +4,17 @@ Shape suffixes: N elements, W wire bytes, R ranks.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.exchange import ElementCounts, launched
 from torchbagua.collectives.private_groups import all_gather_rows, all_to_all_rows
 from torchbagua.compressors import Compressor, TensorSpec, WireLayout
-from torchbagua.events import Phase
+from torchbagua.events import Details, Phase
 from torchbagua.tracer import NO_SPAN, Span
 
 
@@ -65,37 +66,13 @@ class WireRows:
 
     def all_to_all(self, rows_RW: torch.Tensor, wire_W: torch.Tensor, counts: ElementCounts) -> None:
         """Send the rows of `wire_W` to their ranks and receive own row from all, over NCCL, where rows are equal."""
-        purpose = f"all_to_all of {self.name}"
-        with launched(self._communicator, purpose, lambda: self._messages("all_to_all", counts)) as nccl:
+        with self._launched("all_to_all", counts) as nccl:
             all_to_all_rows(nccl, rows_RW.view(-1), wire_W)
 
     def all_gather(self, wire_W: torch.Tensor, own_wire: torch.Tensor, counts: ElementCounts) -> None:
         """Send `own_wire`, a row of `wire_W`, to all ranks and receive their rows, over NCCL, where rows are equal."""
-        purpose = f"all_gather of {self.name}"
-        with launched(self._communicator, purpose, lambda: self._messages("all_gather", counts)) as nccl:
+        with self._launched("all_gather", counts) as nccl:
             all_gather_rows(nccl, wire_W, own_wire)
-
-    def _messages(self, operation: str, counts: ElementCounts) -> list[Span]:
-        spans: list[Span] = []
-        phases: tuple[Literal["send", "receive"], ...] = ("send", "receive")
-        for phase in phases:
-            for peer in range(self._communicator.size):
-                if peer == self._communicator.rank:
-                    continue
-                num_elements, raw_bytes = counts.of(phase, peer)
-                spans.append(
-                    self._communicator.message_span(
-                        phase,
-                        peer,
-                        self.name,
-                        on_nccl=True,
-                        operation=operation,
-                        num_elements=num_elements,
-                        raw_bytes=raw_bytes,
-                        wire_bytes=self.own_layout.num_bytes,
-                    )
-                )
-        return spans
 
     def span(self, phase: Phase, operation: str, peer: int | None = None) -> Span:
         """Return a phase of the work on the chunk that `peer` owns, or on all chunks."""
@@ -103,11 +80,31 @@ class WireRows:
             return NO_SPAN
         num_elements = sum(self.lengths) if peer is None else self.lengths[peer]
         row = slice(0, self.layout.num_bytes) if peer is None else self.layout.rows[peer]
-        return self._communicator.span(
-            phase,
+        details = self._details(operation, num_elements, row.stop - row.start)
+        return self._communicator.span(phase, details)
+
+    def _launched(self, operation: str, counts: ElementCounts) -> AbstractContextManager[dist.ProcessGroup]:
+        communicator = self._communicator
+        row_bytes = self.own_layout.num_bytes
+
+        def messages() -> list[Span]:
+            peers = [peer for peer in range(communicator.size) if peer != communicator.rank]
+            spans = []
+            for peer in peers:
+                details = self._details(operation, counts.sent[peer], row_bytes)
+                spans.append(communicator.message_span("send", peer, details, on_nccl=True))
+            for peer in peers:
+                details = self._details(operation, counts.received[peer], row_bytes)
+                spans.append(communicator.message_span("receive", peer, details, on_nccl=True))
+            return spans
+
+        return launched(communicator, f"{operation} of {self.name}", messages)
+
+    def _details(self, operation: str, num_elements: int, wire_bytes: int) -> Details:
+        return Details(
+            operation,
             self.name,
-            operation=operation,
             num_elements=num_elements,
             raw_bytes=num_elements * self._element_bytes,
-            wire_bytes=row.stop - row.start,
+            wire_bytes=wire_bytes,
         )
