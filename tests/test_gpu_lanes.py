@@ -16,6 +16,7 @@ from torchbagua import side_stream
 from torchbagua.collectives import centralized_mean, staging
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.wire_rows import WireRows
 from torchbagua.compressors import Cast, Identity, MinMaxUInt8, TensorSpec
 from torchbagua.lane import Lane
 from torchbagua.side_stream import StreamHandoff
@@ -92,6 +93,23 @@ def test_exchanges_over_nccl_give_the_same_bits(
     found = mean_of_ranks(compressor, nodes, calls)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert calls.count("rank 0") == 2 * {1: 2, 2: 4}[len(set(nodes))], "an all-to-all for each phase"
+
+
+@pytest.mark.parametrize("compressor", [MinMaxUInt8(), MinMaxUInt8(block=None), Cast("float16"), Identity()], ids=str)
+@pytest.mark.parametrize("nodes", [[0, 0, 0, 0], [0, 0, 0, 1]], ids=str)
+def test_what_is_coded_at_once_and_sent_by_gloo_has_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, compressor: Any, nodes: list[int]
+) -> None:
+    expected = mean_of_ranks(compressor, nodes)
+    make = WireRows.__init__
+
+    def of_a_gpu(rows: WireRows, *arguments: Any, **options: Any) -> None:
+        make(rows, *arguments, **options)
+        rows.are_coded_at_once = True
+
+    monkeypatch.setattr(WireRows, "__init__", of_a_gpu)
+    found = mean_of_ranks(compressor, nodes)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 class PlayedStream:
