@@ -13,11 +13,11 @@ import torch.distributed as dist
 import torchbagua as tb
 from ranks import run_ranks
 from torchbagua import side_stream
-from torchbagua.collectives import centralized_mean, staging
+from torchbagua.collectives import TwoPhaseResiduals, centralized_mean, staging
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.wire_rows import WireRows
-from torchbagua.compressors import Cast, Identity, MinMaxUInt8, TensorSpec
+from torchbagua.compressors import Cast, Identity, MinMaxUInt8, Sign1Bit, TensorSpec
 from torchbagua.lane import Lane
 from torchbagua.side_stream import StreamHandoff
 
@@ -63,7 +63,9 @@ def is_of_a_gpu(_: Communicator, tensor: torch.Tensor) -> bool:
     return tensor.dtype != torch.int64  # all but what ranks agree on
 
 
-def mean_of_ranks(compressor: Any, nodes: list[int], nccl_calls: list[str] | None = None) -> list[torch.Tensor]:
+def mean_of_ranks(
+    compressor: Any, nodes: list[int], nccl_calls: list[str] | None = None, *, has_feedback: bool = False
+) -> list[torch.Tensor]:
     """The mean that each of four ranks ends with, formed twice with the same memory; over NCCL where calls are kept."""
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
@@ -72,10 +74,13 @@ def mean_of_ranks(compressor: Any, nodes: list[int], nccl_calls: list[str] | Non
             if nccl_calls is not None and communicator is not None:
                 communicator.nccl = PlayedNccl(communicator.process_group, nccl_calls)  # type: ignore[assignment]
         spec = TensorSpec(LENGTHS, torch.float32, torch.device("cpu"), "bucket 0")
-        mean = centralized_mean(own, compressor, spec, hierarchical=True)
+        residuals = TwoPhaseResiduals(spec.device) if has_feedback else None
+        mean = centralized_mean(own, compressor, spec, hierarchical=True, residuals=residuals)
         for round_index in range(2):
             x = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(10 * round_index + group.rank()))
             mean(x)
+            if residuals is not None:
+                residuals.commit()
         own.close()
         return x
 
@@ -109,6 +114,15 @@ def test_what_is_coded_at_once_and_sent_by_gloo_has_the_same_bits(
 
     monkeypatch.setattr(WireRows, "__init__", of_a_gpu)
     found = mean_of_ranks(compressor, nodes)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 0, 0], [0, 0, 0, 1]], ids=str)
+def test_error_feedback_over_nccl_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, nodes: list[int]) -> None:
+    expected = mean_of_ranks(Sign1Bit(), nodes, has_feedback=True)
+    assert not torch.equal(expected[0], mean_of_ranks(Sign1Bit(), nodes)[0])
+    monkeypatch.setattr(Communicator, "is_on_nccl", is_of_a_gpu)
+    found = mean_of_ranks(Sign1Bit(), nodes, [], has_feedback=True)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
