@@ -12,7 +12,7 @@ from torchbagua.collectives.encoding_error import EncodingError
 from torchbagua.collectives.error_feedback import Residual
 from torchbagua.collectives.exchange import ElementCounts, Exchange
 from torchbagua.collectives.wire_rows import WireRows
-from torchbagua.compressors import Compressor, TensorSpec
+from torchbagua.compressors import Compressor, TensorSpec, WireLayout
 
 
 class ReduceScatter:
@@ -79,46 +79,43 @@ class ReduceScatter:
         """Do what comes before the sum; return [R, W], the wires of own chunk by the rank that they come from."""
         communicator, rows = self._communicator, self.rows
         rank, size = communicator.rank, communicator.size
-        wire_W = rows.wire(x_N)
+        layout, wire_W = rows.layout, rows.wire(x_N)
         row_bytes = rows.own_layout.num_bytes
         rows_RW = communicator.scratch("rows", size * row_bytes, x_N.device).view(size, row_bytes)
         if rows.are_equal:
-            self._encode_all(x_N, wire_W)
+            self._encode(x_N, layout, wire_W, slice(0, len(x_N)))
+            self._tell_error(x_N[self.own], wire_W[layout.rows[rank]])
             rows.all_to_all(rows_RW, wire_W, self._counts)
             return rows_RW
-        wires = [wire_W[row] for row in rows.layout.rows]
+        wires = [wire_W[row] for row in layout.rows]
         exchange = Exchange(communicator, "all_to_all", list(rows_RW), rows.name, counts=self._counts)
         exchange.expect()
         if rows.are_coded_at_once:
-            self._encode_all(x_N, wire_W)
+            self._encode(x_N, layout, wire_W, slice(0, len(x_N)))
             rows_RW[rank].copy_(wires[rank])
+        else:
+            self._encode_chunk(x_N, rank, rows_RW[rank])
+        self._tell_error(x_N[self.own], rows_RW[rank])
+        if rows.are_coded_at_once:
             exchange.run(lambda peer: wires[peer])
         else:
-            chunks = [x_N[elements] for elements in rows.layout.elements]
-            self._encode(chunks[rank], rows_RW[rank], rank)
-            exchange.run(lambda peer: self._encode(chunks[peer], wires[peer], peer))
+            exchange.run(lambda peer: self._encode_chunk(x_N, peer, wires[peer]))
         return rows_RW
 
-    def _encode_all(self, x_N: torch.Tensor, wire_W: torch.Tensor) -> None:
-        rows = self.rows
-        with rows.span("encode", "all_to_all"):
-            if self._residual is None:
-                self._compressor.encode(x_N, rows.layout, wire_W)
-            else:
-                self._residual.encode(x_N, self._compressor, rows.layout, wire_W, slice(0, len(x_N)))
-        own_row = rows.layout.rows[self._communicator.rank]
-        self._tell_error(x_N[self.own], wire_W[own_row])
-
-    def _encode(self, x_L: torch.Tensor, wire_W: torch.Tensor, peer: int) -> torch.Tensor:
+    def _encode_chunk(self, x_N: torch.Tensor, peer: int, wire_W: torch.Tensor) -> torch.Tensor:
+        """Encode the chunk that `peer` owns into `wire_W`, and return that."""
         elements = self.rows.layout.elements[peer]
+        self._encode(x_N[elements], self.rows.chunks[peer], wire_W, elements, peer)
+        return wire_W
+
+    def _encode(
+        self, x_L: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor, elements: slice, peer: int | None = None
+    ) -> None:
         with self.rows.span("encode", "all_to_all", peer):
             if self._residual is None:
-                self._compressor.encode(x_L, self.rows.chunks[peer], wire_W)
+                self._compressor.encode(x_L, layout, wire_W)
             else:
-                self._residual.encode(x_L, self._compressor, self.rows.chunks[peer], wire_W, elements)
-        if peer == self._communicator.rank:
-            self._tell_error(x_L, wire_W)
-        return wire_W
+                self._residual.encode(x_L, self._compressor, layout, wire_W, elements)
 
     def _tell_error(self, x_L: torch.Tensor, wire_W: torch.Tensor) -> None:
         """Tell observers what encoding own chunk has left out of it."""
