@@ -85,6 +85,6 @@ def test_shell_blocks(line: str) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in ("README.md", "CONTRIBUTING.md"):
-        for target in re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / page).read_text()):
-            assert (ROOT / target).exists(), f"{page} links to {target}"
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
