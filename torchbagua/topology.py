@@ -1,0 +1,186 @@
+"""Topologies: who averages with whom, with which weight, in which round."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torchbagua.description import qualified_name
+
+# Weights are used in float32 or float64, and a user may have written them in decimals.
+_TOLERANCE = 1e-6
+
+
+class Topology:
+    """Who averages with whom in each round: a value, the same on all ranks. Subclasses are frozen dataclasses.
+
+    In round t the tensor of rank r becomes the sum over j of W[r][j] x_j, W being a mixing matrix (Lian et al., arXiv
+    1705.09056), whose row r `neighbours` returns. Where nodes take the place of ranks, so do their numbers. `Graph`
+    makes a topology of a function.
+    """
+
+    def period(self, size: int) -> int:
+        """Return after how many rounds it begins again, among `size` ranks."""
+        return 1
+
+    def neighbours(self, rank: int, size: int, round: int) -> Mapping[int, float]:
+        """Return the weights of the mean that `rank` forms, by rank; its own weight is one of them.
+
+        Called with rounds from 0 to `period(size)` - 1, of all ranks, and the same on all of them.
+        """
+        raise TypeError(f"{type(self).__name__} must override Topology.neighbours")
+
+    def check(self, owner: str, size: int, members: str = "ranks") -> None:
+        """Raise ValueError where it does not fit `size` ranks, in any round of its period.
+
+        Neighbours are mutual, since both send; weights are positive; and rows and columns of the mixing matrix add up
+        to 1, so that the mean over all ranks stays what it is.
+
+        Args:
+            owner: the subject of the error, which names topology, round and rank.
+            size: the number of ranks.
+            members: what they are called in the error: "ranks", or "nodes".
+        """
+        period = self.period(size)
+        if not isinstance(period, int) or period < 1:
+            raise ValueError(f"{owner}: the period of {self!r} must be at least 1, an integer, got {period!r}")
+        for round in range(period):
+            rows = [self.neighbours(rank, size, round) for rank in range(size)]
+            subjects = [f"{owner}: {self!r} in round {round}: {members[:-1]} {rank} of {size}" for rank in range(size)]
+            for subject, row in zip(subjects, rows, strict=True):
+                _check_row(subject, row, size)
+            for rank, (subject, row) in enumerate(zip(subjects, rows, strict=True)):
+                if one_sided := [peer for peer in row if rank not in rows[peer]]:
+                    raise ValueError(f"{subject} has {one_sided[0]} for a neighbour, which does not have it for one")
+                _check_sum(f"{subject}: the weights that all give it", [rows[peer][rank] for peer in row])
+
+
+def _check_row(subject: str, row: object, size: int) -> None:
+    if not isinstance(row, Mapping) or not all(isinstance(peer, int) for peer in row):
+        raise ValueError(f"{subject} must have its neighbours' weights in a dict by rank, got {row!r}")
+    for peer, weight in row.items():
+        if not 0 <= peer < size:
+            raise ValueError(f"{subject} has {peer} for a neighbour, and there is none")
+        if not isinstance(weight, float | int) or not 0 < weight < math.inf:
+            raise ValueError(f"{subject} must have positive weights, got {weight!r} for {peer}")
+    _check_sum(f"{subject}: its weights", list(row.values()))
+
+
+def _check_sum(subject: str, weights: list[float]) -> None:
+    if not math.isclose(math.fsum(weights), 1, abs_tol=_TOLERANCE):
+        raise ValueError(f"{subject} must add up to 1, got {math.fsum(weights):g}")
+
+
+@dataclass(frozen=True)
+class AllRanks(Topology):
+    """All ranks form their mean together, in every round."""
+
+    def neighbours(self, rank: int, size: int, round: int) -> Mapping[int, float]:
+        """Return equal weights."""
+        return dict.fromkeys(range(size), 1 / size)
+
+
+@dataclass(frozen=True)
+class ShiftOne(Topology):
+    """Pairs, others in each round; an even number of ranks.
+
+    Ranks of the lower half meet ranks of the upper half, and every such pair meets once in size / 2 rounds. Source:
+    Bagua (arXiv 2107.01499), DecentralizedAlgorithm.
+    """
+
+    def period(self, size: int) -> int:
+        """Return half of `size`."""
+        return size // 2
+
+    def neighbours(self, rank: int, size: int, round: int) -> Mapping[int, float]:
+        """Return the weights of the pair."""
+        half = size // 2
+        peer = (round + rank) % half + half if rank < half else (rank - half - round) % half
+        return {rank: 0.5, peer: 0.5}
+
+    def check(self, owner: str, size: int, members: str = "ranks") -> None:
+        """Raise ValueError where `size` is odd."""
+        if size % 2:
+            raise ValueError(
+                f"{owner}: peer_selection_mode='shift_one' pairs {members} and needs an even number, got {size}"
+            )
+
+
+@dataclass(frozen=True)
+class Ring(Topology):
+    """Every rank with the one before and the one after it, a third each, in every round."""
+
+    def neighbours(self, rank: int, size: int, round: int) -> Mapping[int, float]:
+        """Return the weights of three ranks; of two, the other one counts twice."""
+        weights: dict[int, float] = {}
+        for peer in (rank, (rank - 1) % size, (rank + 1) % size):
+            weights[peer] = weights.get(peer, 0) + 1 / 3
+        return weights
+
+
+@dataclass(frozen=True, repr=False)
+class Graph(Topology):
+    """Any graph, by a function.
+
+    Args:
+        function: of (rank, size, round), returns what `Topology.neighbours` does. A function of a module, by whose
+            name ranks compare it.
+        num_rounds: the period, or a function of the number of ranks that returns it.
+
+    Raises:
+        TypeError: a function without such a name, a lambda for instance.
+    """
+
+    function: Callable[[int, int, int], Mapping[int, float]]
+    num_rounds: int | Callable[[int], int] = 1
+
+    def __post_init__(self) -> None:
+        repr(self)  # which says where a name is missing
+
+    def __repr__(self) -> str:
+        """Return it with the names of its functions."""
+        period = qualified_name(self.num_rounds, "Graph: num_rounds") if callable(self.num_rounds) else self.num_rounds
+        return f"Graph({qualified_name(self.function, 'Graph: function')}, {period})"
+
+    def period(self, size: int) -> int:
+        """Return `num_rounds`."""
+        return self.num_rounds(size) if callable(self.num_rounds) else self.num_rounds
+
+    def neighbours(self, rank: int, size: int, round: int) -> Mapping[int, float]:
+        """Return what `function` does."""
+        return self.function(rank, size, round)
+
+
+PEER_SELECTION_MODES = {"all": AllRanks(), "shift_one": ShiftOne()}
+"""Bagua's names for topologies."""
+
+
+def topology_of(owner: str, peer_selection_mode: str | Topology) -> Topology:
+    """Return the topology that has this name, or is given; else raise ValueError with `owner` as its subject."""
+    if isinstance(peer_selection_mode, Topology):
+        return peer_selection_mode
+    if not isinstance(peer_selection_mode, str) or peer_selection_mode not in PEER_SELECTION_MODES:
+        raise ValueError(
+            f"{owner}: peer_selection_mode must be one of {tuple(PEER_SELECTION_MODES)}, got {peer_selection_mode!r}; "
+            "for another graph, a Topology"
+        )
+    return PEER_SELECTION_MODES[peer_selection_mode]
+
+
+def meetings(topology: Topology, rank: int, size: int, round: int) -> list[int]:
+    """Return the peers of `rank` in the order in which it meets them, so that ranks wait for each other little.
+
+    Every meeting of the round has a number, and those of a rank have different ones, small ones if that can be. All
+    ranks take theirs in that order, and therefore two never wait for each other in a circle.
+    """
+    own_peers = [peer for peer in topology.neighbours(rank, size, round) if peer != rank]
+    if len(own_peers) == 1:
+        return own_peers
+    numbered: list[dict[int, int]] = [{} for _ in range(size)]  # of each rank, its peer in each meeting
+    for one in range(size):
+        for other in sorted(topology.neighbours(one, size, round)):
+            if other > one:
+                taken = numbered[one].keys() | numbered[other].keys()
+                number = next(number for number in itertools.count() if number not in taken)
+                numbered[one][number], numbered[other][number] = other, one
+    return [peer for _, peer in sorted(numbered[rank].items())]
