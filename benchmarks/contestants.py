@@ -189,7 +189,7 @@ def _wrap_averaging(algorithm_name: str, **arguments: Any) -> Wrap:
             entry.pause = lambda: attachment.impl.abort(entry.module)
             entry.pause()
         else:
-            entry.settle = attachment.impl.settle
+            entry.settle = attachment.impl.finish_round
             entry.settle()
         return entry
 

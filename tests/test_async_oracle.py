@@ -58,9 +58,7 @@ class ClockedAlgorithm(tb.AsyncModelAverageAlgorithm):
     """AsyncModelAverage by a clock of the test's."""
 
     def make_impl(self, process_group: tb.BaguaProcessGroup) -> AsyncModelAverageAlgorithmImpl:
-        return AsyncModelAverageAlgorithmImpl(
-            process_group, "all", self.sync_interval_ms, self.warmup_steps, clock=ControlledClock(), **self.options
-        )
+        return AsyncModelAverageAlgorithmImpl(process_group, self, clock=ControlledClock())
 
 
 def clocked_run(group: dist.ProcessGroup, model: nn.Module, bucket_cap_mb: float) -> tuple[Trainer, list[str], Weights]:

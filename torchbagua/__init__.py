@@ -1,6 +1,6 @@
 """torchbagua: data-parallel training in plain PyTorch that sends less, or waits less."""
 
-from torchbagua import traces
+from torchbagua import topology, traces
 from torchbagua.algorithms import (
     Algorithm,
     AlgorithmImpl,
@@ -19,7 +19,9 @@ from torchbagua.bucket import BaguaBucket, BaguaTensor
 from torchbagua.collectives import BaguaProcessGroup, CommunicationError
 from torchbagua.comm_hook import comm_hook
 from torchbagua.events import CommEvent, Observer
+from torchbagua.topology import Topology
 from torchbagua.version import __version__
+from torchbagua.weights import WeightBuckets
 
 __all__ = [
     "Algorithm",
@@ -38,10 +40,13 @@ __all__ = [
     "Observer",
     "QAdamAlgorithm",
     "QAdamOptimizer",
+    "Topology",
+    "WeightBuckets",
     "__version__",
     "attach",
     "available_algorithms",
     "comm_hook",
     "register",
+    "topology",
     "traces",
 ]

@@ -6,20 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from torchbagua.collectives import (
-    BaguaProcessGroup,
-    CommunicationError,
-    Mean,
-    Replicas,
-    TwoPhaseResiduals,
-    cause_of,
-    centralized_mean,
-    decentralized_mean,
-    low_precision_ring,
-)
-from torchbagua.compressors import Compressor, TensorSpec, by_name, sum_dtype
+from torchbagua.collectives import BaguaProcessGroup, Replicas, TwoPhaseResiduals
+from torchbagua.compressors import Compressor, TensorSpec
 from torchbagua.events import Details
 from torchbagua.memory_order import flat_length, shape_like
+from torchbagua.operations import Operation, centralized_mean, decentralized_mean, low_precision_ring, python_op
+from torchbagua.topology import Topology
 from torchbagua.tracer import Span
 
 
@@ -44,10 +36,6 @@ _CARRIED_DTYPES = (
     torch.complex128,
     torch.complex64,
 )
-
-Finish = Callable[[], None]
-Operation = Callable[["BaguaBucket"], Finish | None]
-"""Works on a bucket's flat tensor, in place or into another. What is left to do once that is final, it may return."""
 
 
 def check_elements(what: str, tensor: torch.Tensor) -> None:
@@ -74,6 +62,7 @@ class BaguaBucket:
 
     Attributes:
         num_runs: how often it has run; the same on all ranks.
+        operations: what it runs, in this order; `append_...` adds one.
 
     Raises:
         ValueError: `flat` is not such a tensor.
@@ -99,12 +88,22 @@ class BaguaBucket:
         self.group = group
         self.flat = flat
         self.num_runs = 0
-        self._operations: list[Operation] = []
-        self._groups = [group]
+        self.operations: list[Operation] = []
+
+    def __repr__(self) -> str:
+        """Return its name, size and operations."""
+        operations = ", ".join(operation.name for operation in self.operations)
+        return f"BaguaBucket({self.name!r}, {self.flat.numel():,} elements of {self.flat.dtype}, [{operations}])"
+
+    @property
+    def spec(self) -> TensorSpec:
+        """What `flat` is, for collectives."""
+        lengths = tuple(flat_length(tensor.parameter) for tensor in self.tensors)
+        return TensorSpec(lengths, self.flat.dtype, self.flat.device, self.name)
 
     def parts(self, flat: torch.Tensor) -> list[tuple[BaguaTensor, torch.Tensor]]:
         """Return each tensor with its part of `flat`, elements in the order of the tensor's memory."""
-        return list(zip(self.tensors, flat.split(self._segment_lengths), strict=True))
+        return list(zip(self.tensors, flat.split(self.spec.segment_lengths), strict=True))
 
     def views(self, flat: torch.Tensor) -> list[tuple[BaguaTensor, torch.Tensor]]:
         """Return each tensor with its part of `flat`, in its shape."""
@@ -112,25 +111,29 @@ class BaguaBucket:
 
     def run(self) -> torch.Tensor:
         """Run the operations in order, in place on `flat`, and return it; one that raises fails the step."""
-        self.start()()
+        self.start()
+        self.finish()
         return self.flat
 
-    def start(self) -> Finish:
-        """Run the operations up to where `flat` is final; what is returned does the rest.
+    def start(self) -> None:
+        """Run the operations up to where `flat` is final, which the caller may use before `finish` does the rest.
 
         An operation that raises fails the step, and closes the groups of all operations, since no later message on them
         would be matched, and so that peers hear of it at once.
         """
         with self._closed_on_failure(), self._span():
-            rest = [finish for operation in self._operations if (finish := operation(self)) is not None]
+            for operation in self.operations:
+                with self.group.tracer.range(operation.name):
+                    operation.run(self)
         self.num_runs += 1
 
-        def finish_all() -> None:
+    def finish(self) -> None:
+        """Do what the operations have left for later: of the low-precision ring, tell the neighbours of the change."""
+        rest = [operation.finish for operation in self.operations if operation.finish is not None]
+        if rest:
             with self._closed_on_failure(), self._span():
                 for finish in rest:
                     finish()
-
-        return finish_all if rest else lambda: None
 
     def _span(self) -> Span:
         details = Details(bucket=self.name, num_elements=self.flat.numel(), raw_bytes=self.flat.nbytes)
@@ -141,13 +144,13 @@ class BaguaBucket:
         try:
             yield
         except BaseException:
-            for group in self._groups:
+            for group in {self.group, *(operation.group for operation in self.operations)}:
                 group.close()
             raise
 
     def clear_ops(self) -> "BaguaBucket":
         """Remove all operations."""
-        self._operations.clear()
+        self.operations.clear()
         return self
 
     def append_python_op(
@@ -163,22 +166,7 @@ class BaguaBucket:
         the lane's stream. Where it raises, the training step raises a RuntimeError that names the function, the bucket,
         the rank and the error.
         """
-        group = self._using(group)
-        name = getattr(python_function, "__qualname__", repr(python_function))
-
-        def operation(bucket: "BaguaBucket") -> None:
-            try:
-                python_function(bucket, group)
-            except CommunicationError:
-                raise
-            except Exception as error:
-                cause = f"{type(error).__name__}: {cause_of(error)}"
-                raise RuntimeError(
-                    f"torchbagua: {name} on {bucket.name} failed on rank {group.rank}: {cause}"
-                ) from error
-
-        self._operations.append(operation)
-        return self
+        return self._append(python_op(python_function, group or self.group))
 
     def append_centralized_synchronous_op(
         self,
@@ -205,43 +193,41 @@ class BaguaBucket:
             ValueError: no compression has that name, or it does not encode the bucket's dtype, or the bucket cannot
                 have error feedback.
         """
-        if error_feedback is not None and self.flat.dtype != torch.float32:
-            raise ValueError(f"BaguaBucket: error_feedback needs a float32 bucket, got {self.flat.dtype}")
-        mean = self._centralized_mean(
-            group, compression, hierarchical=hierarchical, average=average, error_feedback=error_feedback
+        return self._append(
+            centralized_mean(
+                self.spec,
+                group or self.group,
+                compression,
+                hierarchical=hierarchical,
+                average=average,
+                residuals=error_feedback,
+            )
         )
-        self._operations.append(lambda bucket: mean(bucket.flat))
-        return self
 
     def append_decentralized_synchronous_op(
         self,
         peer_weight: torch.Tensor,
         hierarchical: bool = True,
-        peer_selection_mode: str = "all",
+        peer_selection_mode: str | Topology = "all",
         group: BaguaProcessGroup | None = None,
     ) -> "BaguaBucket":
         """Append the mean of the flat tensor with this rank's peers, which is written to `peer_weight`.
 
         Args:
-            peer_weight: like the flat tensor, which is left as it is.
+            peer_weight: like the flat tensor, which is left as it is; or that tensor itself.
             hierarchical: where there are several nodes with several ranks: the mean of the node, averaged with the
                 node's peers.
-            peer_selection_mode: "all" ranks, or "shift_one" for one of them, another one each time.
+            peer_selection_mode: "all" ranks, or "shift_one" for one of them, another one each time, or a Topology.
             group: default the bucket's.
 
         Raises:
-            ValueError: `peer_weight` is not such a tensor, no mode has that name, or ranks cannot be paired.
+            ValueError: `peer_weight` is not such a tensor, no mode has that name, or the topology does not fit.
         """
-        self._check_like_flat("peer_weight", peer_weight, self.flat.dtype)
-        mean = decentralized_mean(
-            self._using(group), self.spec, hierarchical=hierarchical, peer_selection_mode=peer_selection_mode
+        return self._append(
+            decentralized_mean(
+                self.spec, group or self.group, peer_weight, peer_selection_mode, hierarchical=hierarchical
+            )
         )
-
-        def operation(bucket: "BaguaBucket") -> None:
-            mean(bucket.flat, peer_weight, bucket.num_runs)
-
-        self._operations.append(operation)
-        return self
 
     def append_low_precision_decentralized_synchronous_op(
         self,
@@ -257,7 +243,7 @@ class BaguaBucket:
         """Append one round of the ring of compressed differences (see `LowPrecisionRing`).
 
         The flat tensor becomes what this rank has agreed on with its neighbours; what they have to hear of it is sent
-        by what `start` returns.
+        by `finish`.
 
         Args:
             weight, left_peer_weight, right_peer_weight: own and the neighbours' replicas, as long as the flat tensor,
@@ -271,24 +257,16 @@ class BaguaBucket:
             ValueError: a replica is not such a tensor, no compression has that name, or it does not encode the
                 bucket's dtype.
         """
-        replicas = Replicas(weight, left_peer_weight, right_peer_weight)
-        for name, replica in vars(replicas).items():
-            self._check_like_flat(f"the replica {name}", replica, sum_dtype(self.flat.dtype))
-        update, exchange = low_precision_ring(
-            self._using(group),
-            self._compressor(compression),
-            self.spec,
-            replicas,
-            hierarchical=hierarchical,
-            is_bounded=is_bounded,
+        return self._append(
+            low_precision_ring(
+                self.spec,
+                group or self.group,
+                Replicas(weight, left_peer_weight, right_peer_weight),
+                compression,
+                hierarchical=hierarchical,
+                is_bounded=is_bounded,
+            )
         )
-
-        def operation(bucket: "BaguaBucket") -> Finish:
-            update(bucket.flat)
-            return exchange
-
-        self._operations.append(operation)
-        return self
 
     def append_asynchronous_model_average_op(
         self,
@@ -311,57 +289,8 @@ class BaguaBucket:
             raise ValueError(
                 f"append_asynchronous_model_average_op: peer_selection_mode must be 'all', got {peer_selection_mode!r}"
             )
-        if snapshot is None:
-            return self.append_centralized_synchronous_op(group=group)
-        self._check_like_flat("snapshot", snapshot, self.flat.dtype)
-        mean = self._centralized_mean(group, None, hierarchical=False, average=True)
-        self._operations.append(lambda bucket: mean(snapshot, bucket.flat))
+        return self._append(centralized_mean(self.spec, group or self.group, None, snapshot=snapshot))
+
+    def _append(self, operation: Operation) -> "BaguaBucket":
+        self.operations.append(operation)
         return self
-
-    def _centralized_mean(
-        self,
-        group: BaguaProcessGroup | None,
-        compression: str | Compressor | None,
-        *,
-        hierarchical: bool,
-        average: bool,
-        error_feedback: TwoPhaseResiduals | None = None,
-    ) -> Mean:
-        return centralized_mean(
-            self._using(group),
-            self._compressor(compression),
-            self.spec,
-            hierarchical=hierarchical,
-            average=average,
-            residuals=error_feedback,
-        )
-
-    @property
-    def spec(self) -> TensorSpec:
-        """What `flat` is, for collectives."""
-        return TensorSpec(tuple(self._segment_lengths), self.flat.dtype, self.flat.device, self.name)
-
-    @property
-    def _segment_lengths(self) -> list[int]:
-        return [flat_length(tensor.parameter) for tensor in self.tensors]
-
-    def _compressor(self, compression: str | Compressor | None) -> Compressor:
-        compressor = by_name(compression)
-        if not compressor.encodes(self.flat.dtype):
-            raise ValueError(
-                f"BaguaBucket: compression must be one that encodes {self.flat.dtype}, or None for full precision, got "
-                f"{compressor!r}"
-            )
-        return compressor
-
-    def _check_like_flat(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        if tensor.shape != self.flat.shape or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(
-                f"BaguaBucket: {name} must be contiguous, {dtype}, {list(self.flat.shape)}, got "
-                f"{'' if tensor.is_contiguous() else 'non-contiguous, '}{tensor.dtype}, {list(tensor.shape)}"
-            )
-
-    def _using(self, group: BaguaProcessGroup | None) -> BaguaProcessGroup:
-        if group is not None and group not in self._groups:
-            self._groups.append(group)
-        return group or self.group

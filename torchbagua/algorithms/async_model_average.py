@@ -6,14 +6,17 @@ from typing import Any, Literal
 
 import torch
 
-from torchbagua.algorithms.background_rounds import BackgroundRounds, Clock, Ending, MonotonicClock
+from torchbagua.algorithms.averaging import ModelAveragingAlgorithm, check_at_least
+from torchbagua.algorithms.background_rounds import BackgroundRounds, Clock, MonotonicClock
 from torchbagua.algorithms.base import register
-from torchbagua.algorithms.model_averaging import ModelAveragingAlgorithm, ModelAveragingImpl, check_at_least
+from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.rank_state import check_rank_state, place_of
+from torchbagua.algorithms.votes import Outcome
 from torchbagua.algorithms.warm_up import average_gradients
-from torchbagua.bucket import BaguaBucket
+from torchbagua.bucket import BaguaBucket, BaguaTensor
 from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.user_warning import warn_user
+from torchbagua.weights import WeightBucket
 
 State = Literal["warm-up", "running", "stopped", "ended"]
 
@@ -83,37 +86,26 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
                 f"AsyncModelAverageAlgorithm: sync_interval_ms must be at most half the timeout of attach or of the "
                 f"group, {timeout_s:g} s, got {self.sync_interval_ms}"
             )
-        return AsyncModelAverageAlgorithmImpl(
-            process_group, self.peer_selection_mode, self.sync_interval_ms, self.warmup_steps, **self.options
-        )
+        return AsyncModelAverageAlgorithmImpl(process_group, self)
 
 
-class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
-    """See `AsyncModelAverageAlgorithm`.
+class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
+    """See `AsyncModelAverageAlgorithm`. A bucket's flat tensor is the mean of the ranks' snapshots.
 
     Attributes:
+        weights: what is averaged.
         step: optimizer steps so far.
-        snapshots: what is averaged, one flat tensor for each bucket, whose own is the mean.
         clock: measures the interval.
     """
 
     def __init__(
-        self,
-        process_group: BaguaProcessGroup,
-        peer_selection_mode: str = "all",
-        sync_interval_ms: int = 500,
-        warmup_steps: int = 0,
-        *,
-        clock: Clock | None = None,
-        **options: Any,
+        self, process_group: BaguaProcessGroup, algorithm: AsyncModelAverageAlgorithm, *, clock: Clock | None = None
     ) -> None:
-        super().__init__(process_group, **options)
-        self.peer_selection_mode = peer_selection_mode
-        self.interval_s = sync_interval_ms / 1000
-        self.warmup_steps = warmup_steps
+        super().__init__(process_group)
+        self.algorithm = algorithm
+        self.weights = algorithm.weights_of(self)
         self.clock = clock or MonotonicClock()
         self.step = 0
-        self.snapshots: list[torch.Tensor] = []
         self._is_enabled = True
         self._leaver: int | None = None
         self._rounds: BackgroundRounds | None = None
@@ -130,7 +122,7 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         """
         if self._leaver is not None:
             return "ended"
-        if self.step < self.warmup_steps:
+        if self.step < self.algorithm.warmup_steps:
             return "warm-up"
         return "running" if self._is_enabled else "stopped"
 
@@ -158,7 +150,7 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         self._is_enabled = False
         self._num_calls += 1
         if self._rounds is not None:
-            self._stop("abort", self.final_average if final_average is None else final_average)
+            self._stop("abort", self.algorithm.final_average if final_average is None else final_average)
         else:
             self._meet("abort")
 
@@ -179,6 +171,15 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         self._is_enabled = True
         self._start()
 
+    def init_tensors(self, module: torch.nn.Module) -> list[BaguaTensor]:
+        return self.weights.select(module, self.ignored_names)
+
+    def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
+        return self.weights.make_buckets(tensors)
+
+    def need_reset(self) -> bool:
+        return self.weights.need_reset()
+
     def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
         """Make buckets, and start averaging where there is no warm-up."""
         super().set_module(module, ignored_names)
@@ -189,15 +190,13 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         was_running = self._rounds is not None
         if was_running:
             self._stop("new buckets", with_mean=False)
-        self.snapshots = []
         super().reset()
         if was_running:
             self._start()
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        """Append the mean over all ranks."""
-        self.snapshots.append(torch.zeros_like(bucket.flat))
-        bucket.append_asynchronous_model_average_op(self.peer_selection_mode, snapshot=self.snapshots[-1])
+        snapshot = self.weights[bucket].snapshot
+        bucket.append_asynchronous_model_average_op(self.algorithm.peer_selection_mode, snapshot=snapshot)
 
     def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
         """Average gradients during warm-up."""
@@ -214,14 +213,19 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         `resume` the states of all ranks go together.
         """
         pending = None if self._rounds is None else self._rounds.pending()
-        differences, snapshots = pending or self._nothing_pending()
+        if pending is None:
+            differences, snapshots = (
+                self.weights.by_name(_zeros, of) for of in (self.weights, self.weights.of_buffers)
+            )
+        else:
+            differences, snapshots = pending
         return {
             **place_of(self.process_group),
             "step": self.step,
             "is_enabled": self._is_enabled,
             "has_differences": pending is not None,
-            "differences": self.by_name(differences),
-            "buffer_snapshots": self.by_name(snapshots, self.buffer_buckets),
+            "differences": differences,
+            "buffer_snapshots": snapshots,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -235,29 +239,30 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
             ("step", "is_enabled", "has_differences", "differences", "buffer_snapshots"),
             self.process_group,
         )
-        differences, snapshots = self._nothing_pending()
-        self.load_by_name(differences, state["differences"])
-        self.load_by_name(snapshots, state["buffer_snapshots"], self.buffer_buckets)
+        differences = {one: _zeros(one) for one in self.weights}
+        snapshots = {one: _zeros(one) for one in self.weights.of_buffers}
+        self.weights.load_by_name(differences.__getitem__, state["differences"])
+        self.weights.load_by_name(snapshots.__getitem__, state["buffer_snapshots"], snapshots)
         if self._rounds is not None:
-            weights = [torch.empty_like(flat) for flat in self.flats]
-            self.read_weights(weights)
+            loaded = {one: _zeros(one) for one in self.weights}
+            self.weights.read(loaded.__getitem__)
             self._stop("load_state_dict", with_mean=False)
-            self.write_weights(weights)
+            self.weights.write(loaded.__getitem__)
         self.step = state["step"]
         self._is_enabled = state["is_enabled"]
         if state["has_differences"]:
-            self.add_to_weights(differences, snapshots)
+            self.weights.add(differences.__getitem__, snapshots.__getitem__)
         self._start()
 
     def finish(self, *, failed: bool) -> bool:
         """Stop averaging, with all ranks, as `abort` does."""
-        if failed or self._leaver is not None or self.is_alone:
+        if failed or self._leaver is not None or self._is_alone:
             return False
-        has_mean = self.final_average
+        has_mean = self.algorithm.final_average
         if self._rounds is not None:
-            has_mean = self._stop("detach", self.final_average).has_mean
+            has_mean = self._stop("detach", has_mean).has_mean
         elif has_mean:
-            self.end_with_mean()
+            self.weights.take_mean(self.lane, self.progress(is_last=True))
         self.ends_in_order = self._leaver is None
         return has_mean
 
@@ -267,7 +272,7 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         self._module = None
 
     def _after_step(self) -> None:
-        if self.state == "warm-up" and not self.is_alone and not self._has_averaged_gradients:
+        if self.state == "warm-up" and not self._is_alone and not self._has_averaged_gradients:
             raise RuntimeError(
                 "torchbagua: a step of the warm-up without averaged gradients: no backward pass came from what the "
                 "attached module returned"
@@ -281,22 +286,18 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
         if (ending := self._rounds.ending) is not None:
             self._take_leave(ending)
 
-    def _nothing_pending(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        buckets = (self.buckets, self.buffer_buckets)
-        differences, snapshots = ([torch.zeros_like(bucket.flat) for bucket in some] for some in buckets)
-        return differences, snapshots
-
     def _start(self) -> None:
-        if self.state == "running" and self._rounds is None and not self.is_alone:
-            self._rounds = BackgroundRounds(self, self.snapshots, self.interval_s, self.clock)
+        if self.state == "running" and self._rounds is None and not self._is_alone:
+            interval_s = self.algorithm.sync_interval_ms / 1000
+            self._rounds = BackgroundRounds(self, self.weights, self.progress(), interval_s, self.clock)
 
-    def _stop(self, reason: str, with_mean: bool) -> Ending:
+    def _stop(self, reason: str, with_mean: bool) -> Outcome:
         assert self._rounds is not None
         ending = self._rounds.stop(reason, with_mean=with_mean)
         self._take_leave(ending)
         return ending
 
-    def _take_leave(self, ending: Ending) -> None:
+    def _take_leave(self, ending: Outcome) -> None:
         assert self._rounds is not None
         self._num_rounds_before += self._rounds.num_rounds
         self._rounds = None
@@ -307,31 +308,33 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
                 "rank trains alone from here on"
             )
 
-    def facts(self, *, is_last: bool = False) -> dict[str, int]:
-        """Return how far this rank has come."""
+    def progress(self, *, is_last: bool = False) -> dict[str, int]:
+        """Return how far this rank has come; whether this is the last time that ranks meet is part of it."""
         return {
             "ended attachments": int(is_last),
-            "optimizer steps of the warm-up": min(self.step, self.warmup_steps),
+            "optimizer steps of the warm-up": min(self.step, self.algorithm.warmup_steps),
             "calls of abort and resume": self._num_calls,
             "running series of rounds": int(self.state == "running"),
-            "as fingerprint of the tensors to average": self.fingerprint,
+            "as fingerprint of the tensors to average": self.weights.fingerprint,
         }
 
     def _meet(self, purpose: str, run: Callable[[], Any] = lambda: None) -> Any:
         """Return what `run` returns, once all ranks are here; while no rounds are running."""
-        return run() if self.is_alone else self.start_in_step(run, purpose).result()
+        if self._is_alone:
+            return run()
+        return self.weights.start_in_step(self.lane, run, purpose, self.progress()).result()
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.process_group.size == 1
 
     def _average_gradients(self) -> None:
-        if self.is_alone or self.state != "warm-up":
+        if self._is_alone or self.state != "warm-up":
             return
         if self.need_reset():  # a layer was frozen or set free since the last step
             self.reset()
-        inputs = {
-            bucket: snapshot
-            for bucket, snapshot in zip(self.buckets, self.snapshots, strict=True)
-            if bucket not in self.buffer_buckets
-        }
-        average_gradients(inputs, self.process_group.world, lambda average: self._meet("the gradients", average))
+        parameters = [one for one in self.weights if not one.are_buffers]
+        average_gradients(parameters, self.process_group.world, lambda average: self._meet("the gradients", average))
         self._has_averaged_gradients = True
 
     def _check_attached(self, method: str, module: torch.nn.Module) -> None:
@@ -340,6 +343,10 @@ class AsyncModelAverageAlgorithmImpl(ModelAveragingImpl):
                 f"AsyncModelAverageAlgorithmImpl.{method}: module must be the one that the algorithm is attached to, "
                 f"got {type(module).__name__}, to which it is not"
             )
+
+
+def _zeros(one: WeightBucket) -> torch.Tensor:
+    return torch.zeros_like(one.bucket.flat)
 
 
 register("async", AsyncModelAverageAlgorithm, "weights averaged in the background; training waits for nobody")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchbagua import native
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.collectives import BaguaProcessGroup
+from torchbagua.description import describe
 from torchbagua.environment import environment
 from torchbagua.events import Observer, Run, check_observers
 
@@ -53,10 +54,14 @@ class Algorithm:
         native.load()
 
     def arguments(self) -> dict[str, str]:
-        """Return what must be the same on all ranks, by name: the dataclass fields that `repr` shows."""
+        """Return what must be the same on all ranks, by name: the dataclass fields that `repr` shows, as text.
+
+        Functions stand there by their qualified names. Raises TypeError for one that has none, a lambda for instance.
+        """
         if not dataclasses.is_dataclass(self):
             return {}
-        return {field.name: repr(getattr(self, field.name)) for field in dataclasses.fields(self) if field.repr}
+        shown = [field.name for field in dataclasses.fields(self) if field.repr]
+        return {name: describe(getattr(self, name), f"{type(self).__name__}: {name}") for name in shown}
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
         """Return the arguments that a state saved over `process_group` depends on, by name: numbers, strings or None.
@@ -66,8 +71,10 @@ class Algorithm:
         """
         if not dataclasses.is_dataclass(self):
             return {}
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.repr}
-        return {name: value if isinstance(value, PLAIN_TYPES) else repr(value) for name, value in values.items()}
+        return {
+            name: value if isinstance(value := getattr(self, name), PLAIN_TYPES) else text
+            for name, text in Algorithm.arguments(self).items()
+        }
 
     def check_state(self, saved: Mapping[str, Any], state: Mapping[str, Any], process_group: BaguaProcessGroup) -> None:
         """Raise ValueError where this algorithm cannot go on from a state; names the argument and both values.
@@ -143,7 +150,7 @@ class Algorithm:
         return Run(
             id=group.id,
             algorithm=type(self).__name__,
-            description=repr(self),
+            description=describe(self, type(self).__name__) if dataclasses.is_dataclass(self) else repr(self),
             rank=group.rank,
             nodes=tuple(group.nodes),
             settings={**settings, **{name: str(value) for name, value in environment().items()}},

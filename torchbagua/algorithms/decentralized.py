@@ -1,19 +1,21 @@
 """Decentralized training: weights averaged with all ranks or a few peers, in full precision or in eight bits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 
+from torchbagua.algorithms.averaging import ModelAveragingAlgorithm, SynchronousAveragingImpl, check_at_least
 from torchbagua.algorithms.base import check_flags, register
-from torchbagua.algorithms.model_averaging import ModelAveragingAlgorithm, check_at_least
 from torchbagua.algorithms.rank_state import check_rank_state, place_of
-from torchbagua.algorithms.synchronous_averaging import SynchronousAveragingImpl
 from torchbagua.bucket import BaguaBucket
-from torchbagua.collectives import PEER_SELECTION_MODES, BaguaProcessGroup, check_peers
-from torchbagua.compressors import Compressor, Identity, MinMaxUInt8, sum_dtype
+from torchbagua.collectives import BaguaProcessGroup, all_reduce_max, check_topology
+from torchbagua.compressors import Compressor, Identity, MinMaxUInt8
 from torchbagua.lane import Job
+from torchbagua.topology import Topology, topology_of
+from torchbagua.weights import Flat
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class DecentralizedAlgorithm(ModelAveragingAlgorithm):
         hierarchical: where there are several nodes with several ranks: average within the node first, and then with the
             node's peers. With "all" the result is the mean of all ranks, also where nodes are of unequal size.
         peer_selection_mode: "all", or "shift_one" for one peer, another one in each round; that needs an even number of
-            ranks (or nodes).
+            ranks (or nodes). Or any Topology, see `torchbagua.topology`.
         communication_interval: average every so many steps.
         average_buffers, final_average, bucket_cap_mb: see `ModelAveragingAlgorithm`.
 
@@ -40,45 +42,44 @@ class DecentralizedAlgorithm(ModelAveragingAlgorithm):
     """
 
     hierarchical: bool = True
-    peer_selection_mode: str = "all"
+    peer_selection_mode: str | Topology = "all"
     communication_interval: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_flags(self, "hierarchical")
-        if self.peer_selection_mode not in PEER_SELECTION_MODES:
-            raise ValueError(
-                f"DecentralizedAlgorithm: peer_selection_mode must be one of {PEER_SELECTION_MODES}, got "
-                f"{self.peer_selection_mode!r}"
-            )
+        topology_of(type(self).__name__, self.peer_selection_mode)
         check_at_least(self, "communication_interval", 1)
+
+    @property
+    def topology(self) -> Topology:
+        """What `peer_selection_mode` stands for."""
+        return topology_of(type(self).__name__, self.peer_selection_mode)
 
     def prepare(self) -> None:
         """Nothing: full precision needs no native kernel."""
 
     def make_impl(self, process_group: BaguaProcessGroup) -> "DecentralizedAlgorithmImpl":
-        """Return the impl over `process_group`. Raises ValueError where its ranks cannot be paired."""
-        check_peers(type(self).__name__, process_group, self.hierarchical, self.peer_selection_mode)
-        return DecentralizedAlgorithmImpl(
-            process_group, self.hierarchical, self.peer_selection_mode, self.communication_interval, **self.options
-        )
+        """Return the impl over `process_group`. Raises ValueError where the topology does not fit its ranks."""
+        try:
+            check_topology(type(self).__name__, self.topology, process_group, hierarchical=self.hierarchical)
+        except ValueError:
+            # So do all ranks, and none before all have opened their groups, which would fail where one closes its own.
+            all_reduce_max(process_group.world, [0], "the topology")
+            raise
+        return DecentralizedAlgorithmImpl(process_group, self)
+
+
+_DIFFERENCE: Flat = attrgetter("difference")
+_SNAPSHOT: Flat = attrgetter("bucket.flat")
 
 
 class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
     """See `DecentralizedAlgorithm`. A bucket's flat tensor holds the snapshot that is being averaged."""
 
-    def __init__(
-        self,
-        process_group: BaguaProcessGroup,
-        hierarchical: bool = True,
-        peer_selection_mode: str = "all",
-        communication_interval: int = 1,
-        **options: Any,
-    ) -> None:
-        super().__init__(process_group, communication_interval, **options)
-        self.hierarchical = hierarchical
-        self.peer_selection_mode = peer_selection_mode
-        self._differences: list[torch.Tensor] = []
+    def __init__(self, process_group: BaguaProcessGroup, algorithm: DecentralizedAlgorithm) -> None:
+        super().__init__(process_group, algorithm, algorithm.communication_interval)
+        self.algorithm = algorithm
         self._round: Job[None] | None = None
         self._has_differences = False
 
@@ -89,28 +90,27 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def reset(self) -> None:
         """Make buckets again, once the round in flight has been applied."""
-        self.settle()
-        self._differences = []
+        self.finish_round()
         super().reset()
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        """Append the mean with the peers."""
-        peer_weight = torch.zeros_like(bucket.flat)
-        self._differences.append(peer_weight)
-        bucket.num_runs = self.num_rounds  # which chooses the peer
-        bucket.append_decentralized_synchronous_op(peer_weight, self.hierarchical, self.peer_selection_mode)
+        bucket.num_runs = self.num_rounds  # which chooses the peers
+        # The mean is written to what becomes the difference.
+        bucket.append_decentralized_synchronous_op(
+            self.weights[bucket].difference, self.algorithm.hierarchical, self.algorithm.topology
+        )
 
     def after_step(self) -> None:
         """Apply the round that was in flight, and start the next one where it is due."""
-        self.settle()
+        self.finish_round()
         self.step += 1
         self._start_round()
 
-    def settle(self) -> None:
+    def finish_round(self) -> None:
         """Wait for the round in flight and add what it changes to the weights."""
         self._wait()
         if self._has_differences:
-            self.add_to_weights(self._differences, [bucket.flat for bucket in self.buffer_buckets])
+            self.weights.add(_DIFFERENCE, _SNAPSHOT)
             self._has_differences = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,8 +121,8 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
             "step": self.step,
             "num_rounds": self.num_rounds,
             "has_differences": self._has_differences,
-            "differences": self.by_name(self._differences),
-            "buffer_snapshots": self.by_name([bucket.flat for bucket in self.buffer_buckets], self.buffer_buckets),
+            "differences": self.weights.by_name(_DIFFERENCE),
+            "buffer_snapshots": self.weights.by_name(_SNAPSHOT, self.weights.of_buffers),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -134,9 +134,8 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
             self.process_group,
         )
         self._wait()
-        self.load_by_name(self._differences, state["differences"])
-        flats = [bucket.flat for bucket in self.buffer_buckets]
-        self.load_by_name(flats, state["buffer_snapshots"], self.buffer_buckets)
+        self.weights.load_by_name(_DIFFERENCE, state["differences"])
+        self.weights.load_by_name(_SNAPSHOT, state["buffer_snapshots"], self.weights.of_buffers)
         self._has_differences = bool(state["has_differences"])
         self.step = state["step"]
         self.num_rounds = state["num_rounds"]
@@ -146,11 +145,11 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
     def _start_round(self) -> None:
         if not self.is_due:
             return
-        self.read_weights(self.flats)
+        self.weights.read(_SNAPSHOT)
 
         def average() -> None:
-            for bucket, difference in zip(self.buckets, self._differences, strict=True):
-                difference.sub_(bucket.run())
+            for one in self.weights:
+                one.difference.sub_(one.bucket.run())
 
         self._round = self.submit_round(average)
         self.num_rounds += 1
@@ -195,9 +194,7 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
 
     def make_impl(self, process_group: BaguaProcessGroup) -> "LowPrecisionDecentralizedAlgorithmImpl":
         """Return the impl over `process_group`."""
-        return LowPrecisionDecentralizedAlgorithmImpl(
-            process_group, self.hierarchical, self.communication_interval, **self.options
-        )
+        return LowPrecisionDecentralizedAlgorithmImpl(process_group, self)
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
         """Return `average_buffers`, and whose neighbours replicas are of: of nodes, with what decides on shards."""
@@ -210,77 +207,64 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
         return arguments | {"hierarchical": True, **shards}
 
 
-_REPLICAS = ("weight", "left", "right")
+_REPLICAS: dict[str, Flat] = {name: attrgetter(f"replicas.{name}") for name in ("weight", "left", "right")}
 
 
 class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
-    """See `LowPrecisionDecentralizedAlgorithm`.
+    """See `LowPrecisionDecentralizedAlgorithm`. Where nodes form the ring, a rank uses its own shard of replicas."""
 
-    Attributes:
-        replicas: by "weight", "left" and "right", a flat tensor for each bucket, in its `sum_dtype`. Where nodes form
-            the ring, a rank uses its own shard of them.
-    """
-
-    def __init__(
-        self,
-        process_group: BaguaProcessGroup,
-        hierarchical: bool = True,
-        communication_interval: int = 1,
-        **options: Any,
-    ) -> None:
-        super().__init__(process_group, communication_interval, **options)
-        self.hierarchical = hierarchical
+    def __init__(self, process_group: BaguaProcessGroup, algorithm: LowPrecisionDecentralizedAlgorithm) -> None:
+        super().__init__(process_group, algorithm, algorithm.communication_interval)
+        self.algorithm = algorithm
         self.compressor = MinMaxUInt8()
-        self.replicas: dict[str, list[torch.Tensor]] = {}
         self._exchange: Job[None] | None = None
 
     def reset(self) -> None:
-        """Make buckets again, and exchange the weights in full precision for the replicas to start from."""
-        self.settle()
-        self.replicas = {name: [] for name in _REPLICAS}
+        """Make buckets again, and give replicas, which are zeros, the weights by a first round in full precision."""
+        self.finish_round()
         super().reset()
         if self.is_alone:
             return
-        self.read_weights(self.flats)
+        self.weights.read()
 
-        def exchange_weights() -> None:
-            for bucket, *replicas in zip(self.buckets, *self.replicas.values(), strict=True):
-                # From replicas of zeros, in full precision: see LowPrecisionRing.
-                self._append_ring(bucket, replicas, Identity())
-                bucket.run()
-                # Buffers stay so: a small variance beside a large one would not survive eight bits.
-                if bucket not in self.buffer_buckets:
-                    bucket.clear_ops()
-                    self._append_ring(bucket, replicas, self.codec_for(bucket))
+        def first_round() -> None:
+            for one in self.weights:
+                one.bucket.run()
+                if not one.are_buffers:
+                    one.bucket.clear_ops()
+                    self._append_ring(one.bucket, self.codec_for(one.bucket))
 
-        self._exchange = self.submit_round(exchange_weights)
+        self._exchange = self.submit_round(first_round)
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        """Make the replicas; the operations follow when they have been exchanged."""
-        for replicas in self.replicas.values():
-            replicas.append(torch.zeros_like(bucket.flat, dtype=sum_dtype(bucket.flat.dtype)))
+        # Of parameters for the first round only. Buffers stay so: a small variance beside a large one would not survive
+        # eight bits.
+        self._append_ring(bucket, Identity())
 
     def after_step(self) -> None:
         """Where it is due, replace the weights by what the neighbours will hear of, and let the lane tell them."""
         is_due = self.is_due
         self.step += 1
         if is_due or (self._exchange is not None and self._exchange.is_done()):
-            self.settle()
+            self.finish_round()
         if is_due:
-            self.read_weights(self.flats)
+            self.weights.read()
             # In a ring of ranks that sends nothing yet; nodes form their means first.
             submit = self.submit_round if self._is_of_nodes else self.lane.submit
-            finishes = submit(lambda: [bucket.start() for bucket in self.buckets]).result()
-            self.write_weights(self.flats)
-
-            def exchange() -> None:
-                for finish in finishes:
-                    finish()
-
-            self._exchange = self.submit_round(exchange)
+            submit(self._update).result()
+            self.weights.write()
+            self._exchange = self.submit_round(self._tell_neighbours)
             self.num_rounds += 1
 
-    def settle(self) -> None:
+    def _update(self) -> None:
+        for bucket in self.buckets:
+            bucket.start()
+
+    def _tell_neighbours(self) -> None:
+        for bucket in self.buckets:
+            bucket.finish()
+
+    def finish_round(self) -> None:
         """Wait until the neighbours' replicas are up to date."""
         if self._exchange is not None:
             self._exchange.result()
@@ -288,26 +272,31 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps so far and the replicas."""
-        self.settle()
-        replicas = {name: self.by_name(flats) for name, flats in self.replicas.items()}
+        self.finish_round()
+        replicas = {name: self.weights.by_name(replica) for name, replica in _REPLICAS.items()}
         return {**place_of(self.process_group), "step": self.step, **replicas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned. Collective."""
         check_rank_state(type(self).__name__, state, ("step", *_REPLICAS), self.process_group)
-        self.settle()
-        for name, flats in self.replicas.items():
-            self.load_by_name(flats, state[name])
+        self.finish_round()
+        for name, replica in _REPLICAS.items():
+            self.weights.load_by_name(replica, state[name])
         self.step = state["step"]
 
     @property
     def _is_of_nodes(self) -> bool:
-        return self.hierarchical and self.process_group.intra_node is not None
+        return self.algorithm.hierarchical and self.process_group.intra_node is not None
 
-    def _append_ring(self, bucket: BaguaBucket, replicas: Sequence[torch.Tensor], compression: Compressor) -> None:
-        weight, left, right = replicas
+    def _append_ring(self, bucket: BaguaBucket, compression: Compressor) -> None:
+        own = self.weights[bucket]
         bucket.append_low_precision_decentralized_synchronous_op(
-            weight, left, right, self.hierarchical, compression, is_bounded=bucket in self.buffer_buckets
+            own.replicas.weight,
+            own.replicas.left,
+            own.replicas.right,
+            self.algorithm.hierarchical,
+            compression,
+            is_bounded=own.are_buffers,
         )
 
 

@@ -1,15 +1,13 @@
 """Averaged gradients for a weight algorithm's first steps, with DDP silent or without DDP."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
-import torch
-
-from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import Communicator, all_reduce_max
+from torchbagua.weights import WeightBucket
 
 
 def average_gradients(
-    inputs: Mapping[BaguaBucket, torch.Tensor],
+    buckets: Sequence[WeightBucket],
     communicator: Communicator,
     run_on_lane: Callable[[Callable[[], list[int]]], list[int]],
 ) -> None:
@@ -19,25 +17,24 @@ def average_gradients(
     as under DDP. Called again after another backward, it averages what has been added since.
 
     Args:
-        inputs: for buckets of parameters, the tensor of which their operations make the flat one, its mean. Both are
-            overwritten.
+        buckets: of parameters. Their operations make of the snapshot the flat tensor, its mean; both are overwritten.
         communicator: of the ranks.
         run_on_lane: runs a function on the lane when all ranks have come here, and returns what it returns.
     """
     has_gradient = []
-    for tensor, part in (member for bucket, flat in inputs.items() for member in bucket.views(flat)):
+    for tensor, part in (member for one in buckets for member in one.bucket.views(one.snapshot)):
         gradient = tensor.parameter.grad
         part.zero_() if gradient is None else part.copy_(gradient)
         has_gradient.append(int(gradient is not None))
 
     def average() -> list[int]:
         used = all_reduce_max(communicator, has_gradient, "the gradients")
-        for bucket in inputs:
-            bucket.run()
+        for one in buckets:
+            one.bucket.run()
         return used
 
     all_used = run_on_lane(average)
-    means = [member for bucket in inputs for member in bucket.views(bucket.flat)]
+    means = [member for one in buckets for member in one.bucket.views(one.bucket.flat)]
     for (tensor, part), is_used in zip(means, all_used, strict=True):
         if not is_used:
             continue

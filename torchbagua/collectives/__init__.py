@@ -5,24 +5,16 @@ from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 from torchbagua.collectives.centralized_mean import Mean, centralized_mean
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.decentralized_mean import (
-    PEER_SELECTION_MODES,
-    PeerMean,
-    check_peers,
-    clamp_to_mean,
-    decentralized_mean,
-    shift_one_peer,
-)
 from torchbagua.collectives.error_feedback import ResidualPair, TwoPhaseResiduals
 from torchbagua.collectives.errors import CommunicationError, cause_of
 from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.low_precision_ring import LowPrecisionRing, Replicas, low_precision_ring
+from torchbagua.collectives.neighbourhood_mean import NeighbourhoodMean, check_topology, neighbourhood_mean
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.reduce_scatter import ReduceScatter
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 
 __all__ = [
-    "PEER_SELECTION_MODES",
     "AllGather",
     "BaguaProcessGroup",
     "CommunicationError",
@@ -30,7 +22,7 @@ __all__ = [
     "Hierarchical",
     "LowPrecisionRing",
     "Mean",
-    "PeerMean",
+    "NeighbourhoodMean",
     "ReduceScatter",
     "Replicas",
     "ResidualPair",
@@ -41,11 +33,9 @@ __all__ = [
     "broadcast_tensors",
     "cause_of",
     "centralized_mean",
-    "check_peers",
-    "clamp_to_mean",
-    "decentralized_mean",
+    "check_topology",
     "fingerprint",
     "low_precision_ring",
+    "neighbourhood_mean",
     "require_same_progress",
-    "shift_one_peer",
 ]

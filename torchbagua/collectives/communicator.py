@@ -215,7 +215,7 @@ class Communicator:
         self._fail(direction, peer, purpose, cause)
 
     def span(self, phase: Phase, details: Details, *, on_host: bool = False) -> Span:
-        """Return a phase of what is done over this group, see `Tracer.span`; `details` need not say which group it is."""
+        """Return a phase of what is done over this group, which `details` need not name; see `Tracer.span`."""
         if self.tracer.is_idle:
             return NO_SPAN
         return self.tracer.span(phase, details._replace(scope=self.scope, ranks=self.ranks), on_host=on_host)

@@ -1,0 +1,171 @@
+"""What the algorithms that average weights share: their options, and rounds that all ranks make at the same step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from torchbagua.algorithms.base import Algorithm, check_flags
+from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.bucket import BaguaBucket, BaguaTensor
+from torchbagua.collectives import BaguaProcessGroup, require_same_progress
+from torchbagua.lane import Job
+from torchbagua.weights import WeightBuckets
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelAveragingAlgorithm(Algorithm):
+    """Options of all algorithms that average weights.
+
+    A state goes on under other arguments, except that `average_buffers` says which tensors are in it.
+
+    Args:
+        average_buffers: average floating-point and complex buffers too (BatchNorm's, say), those that `state_dict`
+            holds. Integer buffers are left alone.
+        final_average: when the attachment ends in order, give all ranks the mean of their weights, and rank 0's
+            optimizer state: plain DDP, or another algorithm, can go on from there.
+        bucket_cap_mb: size of the buckets that are sent one after the other, in MiB.
+
+    Raises:
+        TypeError, ValueError: an argument is none of these.
+    """
+
+    averages_weights: ClassVar[bool | None] = True
+
+    average_buffers: bool = True
+    final_average: bool = True
+    bucket_cap_mb: float = 8.0
+
+    def __post_init__(self) -> None:
+        check_flags(self, "average_buffers", "final_average")
+        check_at_least(self, "bucket_cap_mb", 0, float | int)
+
+    def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
+        """Return `average_buffers`."""
+        return {"average_buffers": self.average_buffers}
+
+    def weights_of(self, impl: AlgorithmImpl) -> WeightBuckets:
+        """Return what holds the weights that `impl` averages."""
+        return WeightBuckets(
+            impl.process_group,
+            type(impl).__name__,
+            average_buffers=self.average_buffers,
+            bucket_cap_mb=self.bucket_cap_mb,
+        )
+
+
+def check_at_least(algorithm: Algorithm, name: str, least: int, kind: Any = int) -> None:
+    """Raise TypeError or ValueError unless this argument of `algorithm` is a number of `kind`, at least `least`."""
+    value = getattr(algorithm, name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        what = "an integer" if kind is int else "a number"
+        raise TypeError(f"{type(algorithm).__name__}: {name} must be {what}, got {value!r}")
+    if not value >= least:  # NaN compares false
+        raise ValueError(f"{type(algorithm).__name__}: {name} must be at least {least}, got {value!r}")
+
+
+class SynchronousAveragingImpl(AlgorithmImpl):
+    """Averaging in rounds that all ranks make at the same step; every round compares how far they have come.
+
+    Attributes:
+        weights: what is averaged.
+        step: optimizer steps so far.
+        num_rounds: rounds so far.
+        num_backwards: backward passes so far. A step that a GradScaler skips on one rank alone shows here: that rank
+            makes its next step after one more of them. So they are compared, unless attach was given the scaler.
+    """
+
+    def __init__(
+        self, process_group: BaguaProcessGroup, algorithm: ModelAveragingAlgorithm, communication_interval: int
+    ) -> None:
+        super().__init__(process_group)
+        self.weights = algorithm.weights_of(self)
+        self.step = 0
+        self.num_rounds = 0
+        self.num_backwards = 0
+        self._final_average = algorithm.final_average
+        self._communication_interval = communication_interval
+        self._num_overflow_checks = 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is a group of one, which communicates nothing and changes nothing."""
+        return self.process_group.size == 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this step communicates."""
+        return not self.is_alone and self.step % self._communication_interval == 0
+
+    @property
+    def needs_grad_scaler(self) -> bool:
+        """True: all ranks skip a step, or none."""
+        return not self.is_alone
+
+    def after_step(self) -> None:
+        """Do what comes after an optimizer step; counts it."""
+        raise NotImplementedError
+
+    def finish_round(self) -> None:
+        """Wait for what is in flight and bring it into the weights."""
+        raise NotImplementedError
+
+    def init_tensors(self, module: torch.nn.Module) -> list[BaguaTensor]:
+        return self.weights.select(module, self.ignored_names)
+
+    def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
+        return self.weights.make_buckets(tensors)
+
+    def need_reset(self) -> bool:
+        return self.weights.need_reset()
+
+    def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
+        """Count backward passes."""
+
+        def count() -> None:
+            self.num_backwards += 1
+
+        return count
+
+    def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
+        """Communicate where it is due."""
+        return lambda optimizer: self.after_step()
+
+    def submit_round(self, run: Callable[[], T]) -> Job[T]:
+        """Have the lane run `run` when all ranks have come to the same step; where they have not, all ranks raise."""
+        purpose = f"the round after {self.step} steps"
+        return self.weights.start_in_step(self.lane, run, purpose, self.progress())
+
+    def agree_on_overflow(self, found_inf: bool) -> bool:
+        """Return whether any rank has found an Inf or NaN in its gradients. Collective."""
+        if self.is_alone:
+            return found_inf
+        self._num_overflow_checks += 1
+        world, progress = self.process_group.world, self.progress()
+        purpose = f"the search for Inf after {self.step} steps"
+        return self.lane.submit(lambda: require_same_progress(world, progress, purpose, int(found_inf))).result() == 1
+
+    def finish(self, *, failed: bool) -> bool:
+        """Bring what is in flight into the weights and, where it is asked for, make them equal on all ranks."""
+        if failed:
+            return False
+        self.finish_round()
+        has_mean = self._final_average and not self.is_alone
+        if has_mean:
+            self.weights.take_mean(self.lane, self.progress(is_last=True))
+        self.ends_in_order = True
+        return has_mean
+
+    def progress(self, *, is_last: bool = False) -> dict[str, int]:
+        """Return how far this rank has come; whether this is the last time that ranks meet is part of it."""
+        return {
+            "ended attachments": int(is_last),
+            "optimizer steps": self.step,
+            "searches for Inf": self._num_overflow_checks,
+            "backward passes": 0 if self._num_overflow_checks else self.num_backwards,
+            "rounds": self.num_rounds,
+            "as fingerprint of the tensors to average": self.weights.fingerprint,
+        }

@@ -1,0 +1,122 @@
+"""The mean over a topology: of all ranks, or of a rank and its neighbours, in full precision.
+
+Shape suffixes: N elements, L elements of a shard.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from torchbagua.collectives.centralized_mean import centralized_mean
+from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.exchange import Exchange
+from torchbagua.collectives.hierarchical import BetweenNodes, Hierarchical
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.compressors import Identity, TensorSpec, sum_dtype
+from torchbagua.compressors.base import divide
+from torchbagua.events import Details
+from torchbagua.topology import AllRanks, Topology, meetings
+
+NeighbourhoodMean = Callable[[torch.Tensor, torch.Tensor, int], None]
+"""Writes the mean of a flat tensor over a rank's neighbourhood to another one, given the number of means before."""
+
+
+def check_topology(owner: str, topology: Topology, group: BaguaProcessGroup, *, hierarchical: bool) -> None:
+    """Raise ValueError, with `owner` as its subject, where `topology` does not fit the ranks, or nodes, of `group`."""
+    if hierarchical and group.intra_node is not None:
+        topology.check(owner, len(group.node_ranks), "nodes")
+    elif group.size > 1:
+        topology.check(owner, group.size)
+
+
+def neighbourhood_mean(
+    group: BaguaProcessGroup,
+    topology: Topology,
+    spec: TensorSpec,
+    *,
+    hierarchical: bool,
+) -> NeighbourhoodMean:
+    """Return the function that averages a flat tensor over a topology, in full precision.
+
+    Args:
+        group: whose ranks take part.
+        topology: who averages with whom; it fits the group, see `check_topology`. `AllRanks` is the two-phase mean.
+        spec: the tensor.
+        hierarchical: where there are several nodes with several ranks: form the mean of each node, average it over the
+            topology of nodes, and give the result to all ranks of the node. With `AllRanks` that is the mean of all
+            ranks, also where nodes are of unequal size.
+
+    Returns:
+        A function of the tensor, another one like it for the mean, and the number of means before.
+    """
+    if isinstance(topology, AllRanks) or group.size == 1:
+        mean = centralized_mean(group, Identity(), spec, hierarchical=hierarchical)
+        return lambda x_N, out_N, num_before: mean(x_N, out_N)
+    if hierarchical and group.intra_node is not None:
+        node_size = torch.full((1,), float(group.intra_node.size), device=spec.device)
+
+        def between_nodes(owners: Communicator, shard: slice, shard_spec: TensorSpec) -> BetweenNodes:
+            over_owners = _MeanWithPeers(owners, topology, spec.name)
+            return lambda sum_L, num_before: over_owners(sum_L.div_(node_size), sum_L, num_before)
+
+        over_nodes = Hierarchical(group, spec, Identity().block_elements, between_nodes)
+
+        def mean_of_nodes(x_N: torch.Tensor, out_N: torch.Tensor, num_before: int) -> None:
+            over_nodes(out_N.copy_(x_N), num_before)
+
+        return mean_of_nodes
+    return _MeanWithPeers(group.world, topology, spec.name)
+
+
+class _MeanWithPeers:
+    """Mean with the peers of the round, added up in rank order, in float32 or float64: the same bits wherever it forms.
+
+    Equal weights are a division by their number, as in any other mean.
+    """
+
+    def __init__(self, communicator: Communicator, topology: Topology, bucket: str) -> None:
+        self._communicator = communicator
+        self._topology = topology
+        self._bucket = bucket
+        self._meetings: dict[int, list[int]] = {}  # by round
+
+    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor, num_before: int) -> None:
+        """Write the mean of `x_N` with the peers to `out_N`, like it or the same.
+
+        Raises:
+            CommunicationError: a peer is gone or did not take part within the group's timeout.
+        """
+        communicator, rank, size = self._communicator, self._communicator.rank, self._communicator.size
+        round = num_before % self._topology.period(size)
+        if round not in self._meetings:
+            self._meetings[round] = meetings(self._topology, rank, size, round)
+        peers = self._meetings[round]
+        rows = communicator.scratch("rows", len(peers) * x_N.nbytes, x_N.device)
+        values = dict(zip(peers, rows.view(x_N.dtype).view(len(peers), x_N.numel()), strict=True))
+        exchange = Exchange(communicator, "peer_exchange", values, self._bucket, [(peer, peer) for peer in peers])
+        exchange.run(lambda _: x_N)
+        weights = self._topology.neighbours(rank, size, round)
+        terms = [(x_N if one == rank else values[one], weight) for one, weight in sorted(weights.items())]
+        whose = (communicator.ranks[peers[0]],) if len(peers) == 1 else ()
+        details = Details("peer_exchange", self._bucket, peers=whose, num_elements=x_N.numel())
+        with communicator.span("reduce", details):
+            _write_mean(terms, out_N)
+
+
+def _write_mean(terms: Sequence[tuple[torch.Tensor, float]], out_N: torch.Tensor) -> None:
+    """Write the sum of tensors, each times its weight, in this order, to `out_N`, which may be one of them."""
+    (first_N, first_weight), *rest = terms
+    dtype = sum_dtype(first_N.dtype)
+    if any(weight != first_weight for _, weight in rest):
+        total_N = first_N.to(dtype) * first_weight
+        for term_N, weight in rest:
+            total_N.add_(term_N.to(dtype).mul(weight))
+        out_N.copy_(total_N)
+        return
+    if len(terms) == 2 and out_N.dtype == dtype:  # needs no memory of its own
+        total_N = torch.add(first_N, rest[0][0], out=out_N)
+    else:
+        total_N = first_N.to(dtype, copy=True)
+        for term_N, _ in rest:
+            total_N.add_(term_N)
+    divide(total_N, float(len(terms)), out_N)

@@ -1,0 +1,304 @@
+"""The weights of a module in flat buckets: which they are, and how they are read and changed between two steps."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+
+from torchbagua.bucket import BaguaBucket, BaguaTensor, check_elements
+from torchbagua.collectives import BaguaProcessGroup, Replicas, fingerprint, require_same_progress
+from torchbagua.compressors import sum_dtype
+from torchbagua.lane import Job, Lane
+from torchbagua.memory_order import flat_length
+
+T = TypeVar("T")
+Flat = Callable[["WeightBucket"], torch.Tensor]
+"""Which of a bucket's flat tensors is meant, or one like them."""
+
+
+@dataclass(eq=False)
+class WeightBucket:
+    """One bucket of weights, and what its algorithm keeps beside the flat tensor, made where it is first asked for.
+
+    Attributes:
+        bucket: the flat tensor of these weights, and its operations.
+        are_buffers: whether they are buffers; else they are parameters.
+    """
+
+    bucket: BaguaBucket
+    are_buffers: bool
+
+    @cached_property
+    def snapshot(self) -> torch.Tensor:
+        """Like the flat tensor: weights as they were between two steps, while the flat tensor becomes their mean."""
+        return torch.zeros_like(self.bucket.flat)
+
+    @cached_property
+    def difference(self) -> torch.Tensor:
+        """Like the flat tensor: mean minus snapshot, which the weights are still to be given."""
+        return torch.zeros_like(self.bucket.flat)
+
+    @cached_property
+    def replicas(self) -> Replicas:
+        """As long as the flat tensor, in its `sum_dtype`: of the ring of compressed differences."""
+        dtype = sum_dtype(self.bucket.flat.dtype)
+        return Replicas(*(torch.zeros_like(self.bucket.flat, dtype=dtype) for _ in range(3)))
+
+    def named(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the parts of `flat` in the weights' shapes, by the weights' names."""
+        return {tensor.name: part for tensor, part in self.bucket.views(flat)}
+
+
+class WeightBuckets:
+    """A module's weights, for an algorithm that averages them: it has one, and calls it from its own methods.
+
+    `select` is what `AlgorithmImpl.init_tensors` returns, `make_buckets` what `tensors_to_buckets` does, and
+    `need_reset` is what that of the same name does. A group of one has no buckets: it changes nothing.
+
+    Args:
+        process_group: of the ranks that average.
+        owner: the algorithm, in errors.
+        average_buffers: average floating-point and complex buffers too, those that the module's `state_dict` holds.
+            Integer buffers are left alone.
+        bucket_cap_mb: size of the buckets, in MiB.
+
+    Attributes:
+        fingerprint: a number below 2^40 that ranks have in common where they have the same buckets.
+    """
+
+    def __init__(
+        self,
+        process_group: BaguaProcessGroup,
+        owner: str,
+        *,
+        average_buffers: bool = True,
+        bucket_cap_mb: float = 8.0,
+    ) -> None:
+        self.fingerprint = 0
+        self._group = process_group
+        self._owner = owner
+        self._average_buffers = average_buffers
+        self._cap_bytes = bucket_cap_mb * 2**20
+        self._module = torch.nn.Module()
+        self._ignored_names: frozenset[str] = frozenset()
+        self._averaged: dict[str, torch.Tensor] = {}  # parameters, by name
+        self._shapes: dict[str, torch.Size] = {}
+        self._buckets: dict[BaguaBucket, WeightBucket] = {}
+
+    def __iter__(self) -> Iterator[WeightBucket]:
+        """Iterate over the buckets, in their order, which is the same on all ranks."""
+        return iter(self._buckets.values())
+
+    def __getitem__(self, bucket: BaguaBucket) -> WeightBucket:
+        """Return what belongs to `bucket`."""
+        return self._buckets[bucket]
+
+    @property
+    def of_buffers(self) -> list[WeightBucket]:
+        """The buckets of buffers."""
+        return [one for one in self if one.are_buffers]
+
+    def select(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> list[BaguaTensor]:
+        """Return the parameters of `module` that are trained, or once were, and the buffers that are averaged.
+
+        A layer that is frozen after some steps goes on being averaged: it would stay different on every rank.
+
+        Args:
+            module: from now on the one that is read and written.
+            ignored_names: of parameters and buffers to leave alone.
+
+        Raises:
+            ValueError: one of them is not of a dtype that can be averaged, or they are on several devices.
+        """
+        self._module, self._ignored_names = module, ignored_names
+        once_averaged = {id(parameter) for parameter in self._averaged.values()}
+        tensors = [
+            BaguaTensor(name, parameter)
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad or id(parameter) in once_averaged
+        ]
+        if self._average_buffers:
+            in_state = module.state_dict().keys()  # what is not in there is a cache, the same on all ranks
+            buffers = [(name, buffer) for name, buffer in module.named_buffers() if name in in_state]
+            tensors += [BaguaTensor(name, buffer) for name, buffer in buffers if _is_inexact(buffer)]
+        tensors = [tensor for tensor in tensors if tensor.name not in ignored_names]
+        for tensor in tensors:
+            kind = "parameter" if _is_parameter(tensor) else "buffer"
+            check_elements(f"{self._owner}: {kind} {tensor.name}", tensor.parameter)
+        devices = sorted({str(tensor.parameter.device) for tensor in tensors})
+        if len(devices) > 1:
+            raise ValueError(f"{self._owner}: the module must be on one device, got {', '.join(devices)}")
+        self._averaged = {tensor.name: tensor.parameter for tensor in tensors if _is_parameter(tensor)}
+        return [] if self._group.size == 1 else tensors
+
+    def need_reset(self) -> bool:
+        """Return whether parameters have been set free, or replaced by others, since they were selected.
+
+        Raises:
+            RuntimeError: one was replaced by a parameter that is not trained, and would be averaged no more.
+        """
+        averaged = {id(parameter) for parameter in self._averaged.values()}
+        others = {
+            name: parameter
+            for name, parameter in self._module.named_parameters()
+            if id(parameter) not in averaged and name not in self._ignored_names
+        }
+        kept = {id(parameter) for parameter in self._module.parameters()} if others else set()
+        for name, parameter in others.items():
+            if not parameter.requires_grad and name in self._averaged and id(self._averaged[name]) not in kept:
+                raise RuntimeError(
+                    f"torchbagua: parameter {name} was averaged, and has been replaced by one that is not trained "
+                    "(requires_grad=False) and would not be: freeze it after a step, or detach before it is replaced"
+                )
+        return any(parameter.requires_grad for parameter in others.values())
+
+    def make_buckets(self, tensors: Sequence[BaguaTensor]) -> list[BaguaBucket]:
+        """Group tensors of one dtype into buckets of at most `bucket_cap_mb`; buffers stand apart."""
+        kinds: dict[tuple[torch.dtype, bool], list[BaguaTensor]] = {}
+        for tensor in tensors:
+            kinds.setdefault((tensor.parameter.dtype, _is_parameter(tensor)), []).append(tensor)
+        self._buckets = {}
+        for (dtype, are_parameters), alike in kinds.items():
+            for members in _parted(alike, self._cap_bytes):
+                name = f"{'weight' if are_parameters else 'buffer'} bucket {len(self._buckets)}"
+                num_elements = sum(flat_length(one.parameter) for one in members)
+                flat = torch.zeros(num_elements, dtype=dtype.to_real(), device=members[0].parameter.device)
+                bucket = BaguaBucket(name, members, self._group, flat)
+                self._buckets[bucket] = WeightBucket(bucket, are_buffers=not are_parameters)
+        self._shapes = {tensor.name: tensor.parameter.shape for tensor in tensors}
+        layout = [(tensor.name, tuple(tensor.parameter.shape), str(tensor.parameter.dtype)) for tensor in tensors]
+        self.fingerprint = fingerprint(layout)
+        return list(self._buckets)
+
+    @torch.no_grad()
+    def read(self, flat: Flat = lambda one: one.bucket.flat) -> None:
+        """Copy the weights into their buckets' flat tensors, or into those that `flat` names."""
+        for one in self:
+            for weight, part in self._with_weights(one, flat(one)):
+                part.copy_(weight)
+
+    @torch.no_grad()
+    def write(self, flat: Flat = lambda one: one.bucket.flat) -> None:
+        """Replace the weights, in place, by their buckets' flat tensors, or by those that `flat` names."""
+        with self._group.tracer.span("apply"):
+            for one in self:
+                for weight, part in self._with_weights(one, flat(one)):
+                    weight.copy_(part)
+
+    @torch.no_grad()
+    def add(self, difference: Flat, snapshot: Flat) -> None:
+        """Add mean minus snapshot to the weights: what they have gone through since the snapshot is kept.
+
+        Buffers decay, see `clamp_to_mean`; the snapshot is asked for of these only.
+        """
+        with self._group.tracer.span("apply"):
+            for one in self:
+                pairs = self._with_weights(one, difference(one))
+                if not one.are_buffers:
+                    for weight, part in pairs:
+                        weight.add_(part)
+                    continue
+                means = one.named(snapshot(one) + difference(one)).values()
+                for (weight, part), mean in zip(pairs, means, strict=True):
+                    weight.copy_(clamp_to_mean(weight, part, mean))
+
+    def _with_weights(self, one: WeightBucket, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the module's tensors with their parts of `flat`; buffers by name, since a module may replace them."""
+        found = []
+        for tensor in one.bucket.tensors:
+            weight = self._module.get_buffer(tensor.name) if one.are_buffers else tensor.parameter
+            if weight.shape != self._shapes[tensor.name]:
+                raise RuntimeError(
+                    f"torchbagua: {'buffer' if one.are_buffers else 'parameter'} {tensor.name} was of shape "
+                    f"{list(self._shapes[tensor.name])} when the algorithm was attached, and is of "
+                    f"{list(weight.shape)} now; detach before it changes, or leave buffers out: average_buffers=False"
+                )
+            found.append(weight)
+        return list(zip(found, one.named(flat).values(), strict=True))
+
+    def start_in_step(self, lane: Lane, run: Callable[[], T], purpose: str, progress: Mapping[str, int]) -> Job[T]:
+        """Have `lane` run `run` when all ranks have come to the same place; where they have not, all ranks raise.
+
+        Args:
+            lane: the algorithm's.
+            run: what to run.
+            purpose: what for, in errors.
+            progress: how far this rank has come, by what an error calls it; numbers below 2^40, as many always.
+        """
+        progress = dict(progress)
+
+        def job() -> T:
+            require_same_progress(self._group.world, progress, purpose)
+            return run()
+
+        return lane.submit(job)
+
+    def take_mean(self, lane: Lane, progress: Mapping[str, int]) -> None:
+        """Give all ranks the mean of their weights; buckets serve for nothing else from then on. Collective.
+
+        Arguments: see `start_in_step`.
+        """
+        for one in self:
+            one.bucket.clear_ops().append_centralized_synchronous_op()
+        self.read()
+        self.start_in_step(lane, lambda: [one.bucket.run() for one in self], "the last mean", progress).result()
+        self.write()
+
+    def by_name(self, flat: Flat, buckets: Iterable[WeightBucket] | None = None) -> dict[str, torch.Tensor]:
+        """Return copies of what the flat tensors hold, of all buckets or of some, by the weights' names."""
+        own = self if buckets is None else buckets
+        return {name: part.clone() for one in own for name, part in one.named(flat(one)).items()}
+
+    def load_by_name(
+        self, flat: Flat, state: Mapping[str, torch.Tensor], buckets: Iterable[WeightBucket] | None = None
+    ) -> None:
+        """Copy what `by_name` returned into the flat tensors.
+
+        Raises:
+            ValueError: the names or shapes are not those of this module's weights.
+        """
+        own = self if buckets is None else buckets
+        parts = {name: part for one in own for name, part in one.named(flat(one)).items()}
+        if state.keys() != parts.keys() or any(state[name].shape != part.shape for name, part in parts.items()):
+            raise ValueError(
+                f"{self._owner}.load_state_dict: the state must hold the weights of this module, "
+                f"{len(parts)} tensors, got {len(state)}; they differ in "
+                f"{sorted(state.keys() ^ parts.keys())[:5] or 'shapes'}"
+            )
+        for name, part in parts.items():
+            part.copy_(state[name])
+
+
+def clamp_to_mean(x_N: torch.Tensor, difference_N: torch.Tensor, mean_N: torch.Tensor) -> torch.Tensor:
+    """Return `x_N` + `difference_N`, each element kept between its own value and the mean.
+
+    For running statistics, which decay: the difference between a mean and an older value can be more than what is left
+    of that value, and a variance would become negative. Of complex numbers both parts, each by itself.
+    """
+    if x_N.is_complex():
+        parts = [(tensor.real, tensor.imag) for tensor in (x_N, difference_N, mean_N)]
+        return torch.complex(*(clamp_to_mean(*same) for same in zip(*parts, strict=True)))
+    return torch.clamp(x_N + difference_N, torch.minimum(x_N, mean_N), torch.maximum(x_N, mean_N))
+
+
+def _is_parameter(tensor: BaguaTensor) -> bool:
+    return isinstance(tensor.parameter, torch.nn.Parameter)
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _parted(tensors: Sequence[BaguaTensor], cap_bytes: float) -> list[list[BaguaTensor]]:
+    """Cut a list into parts of at most `cap_bytes`, or of one tensor."""
+    parts: list[list[BaguaTensor]] = [[]]
+    num_bytes = 0
+    for tensor in tensors:
+        if parts[-1] and num_bytes + tensor.parameter.nbytes > cap_bytes:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(tensor)
+        num_bytes += tensor.parameter.nbytes
+    return parts
