@@ -2,6 +2,7 @@
 
 import copy
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -258,3 +259,71 @@ def test_a_buffer_that_the_module_replaces(name: str) -> None:
     weights = run_ranks(2, body)
     assert_same_weights(weights)
     assert weights[0]["average"] != 0
+
+
+@EVERY
+def test_a_buffer_that_changes_its_shape_is_named(name: str) -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(10, 1)
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = torch.zeros(len(self.seen) + 1)
+            return self.layer(x)
+
+    model = build(Growing)
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model, lr=0.01)
+        attachment = tb.attach(trainer.ddp, trainer.optimizer, ALGORITHMS[name])
+
+        def train() -> None:
+            with attachment:
+                for _ in range(4):
+                    trainer.step()
+
+        with pytest.raises(RuntimeError, match=r"buffer seen was of shape \[1\] when .*, and is of \[\d\] now; detach"):
+            train()
+
+    run_ranks(2, body)
+
+
+@EVERY
+def test_a_parameter_that_is_replaced_by_one_that_is_not_trained_is_named(name: str) -> None:
+    """It would not be averaged, and what it was made of is different on every rank."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model, lr=0.01)
+        trainer.ddp = trainer.module
+        bagua_group = tb.BaguaProcessGroup(group)
+        attachment = tb.attach(trainer.module, trainer.optimizer, ALGORITHMS[name], process_group=bagua_group)
+        trainer.step()
+        last = trainer.module.last
+        last.weight = nn.Parameter(last.weight.detach().clone(), requires_grad=False)
+        with pytest.raises(RuntimeError, match=r"parameter last\.weight was averaged, and has been replaced by one"):
+            trainer.step()
+        attachment._end(failed=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # asynchronous ranks say that the other one has left
+        run_ranks(2, body)
+
+
+def test_a_frozen_layer_in_front_moves_the_names_of_the_others() -> None:
+    """Nothing is replaced: what was averaged is still there, under another name."""
+    model = build(lambda: nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)))
+
+    def body(group: dist.ProcessGroup) -> Any:
+        trainer = Trainer(group, model, lr=0.01)
+        trainer.ddp = trainer.module
+        bagua_group = tb.BaguaProcessGroup(group)
+        with tb.attach(trainer.module, trainer.optimizer, SYNCHRONOUS["all"], process_group=bagua_group):
+            trainer.step()
+            trainer.module.insert(0, nn.Linear(10, 10).requires_grad_(False))
+            trainer.step()
+        return weights_of(trainer.module[1:])
+
+    assert_same_weights(run_ranks(2, body))

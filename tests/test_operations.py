@@ -1,0 +1,85 @@
+"""The operations of a bucket: each has a name, and is done in two parts where the second need not be waited for."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchbagua as tb
+from ranks import run_ranks
+
+
+def halve(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+    bucket.flat.div_(2)
+
+
+def bucket_of(group: dist.ProcessGroup, num_elements: int = 6) -> tb.BaguaBucket:
+    parameter = torch.full((num_elements,), float(group.rank() + 1))
+    return tb.BaguaBucket("b", [tb.BaguaTensor("w", parameter)], tb.BaguaProcessGroup(group), parameter.clone())
+
+
+def test_operations_are_named_where_one_looks_for_them() -> None:
+    """In a debugger, and in a profile."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        bucket = bucket_of(group)
+        spare = torch.zeros(3, 6)
+        bucket.append_python_op(halve).append_centralized_synchronous_op(compression="MinMaxUInt8")
+        bucket.append_decentralized_synchronous_op(spare[0], peer_selection_mode=tb.topology.Ring())
+        bucket.append_low_precision_decentralized_synchronous_op(*spare, compression=None)
+        bucket.append_asynchronous_model_average_op(snapshot=spare[0])
+        names = [
+            "python_op halve",
+            "centralized_mean in MinMaxUInt8(block=2048)",
+            "decentralized_mean over Ring()",
+            "low_precision_ring in Identity()",
+            "centralized_mean in Identity()",
+        ]
+        assert [operation.name for operation in bucket.operations] == names
+        assert repr(bucket) == f"BaguaBucket('b', 6 elements of torch.float32, [{', '.join(names)}])"
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            bucket.run()
+        shown = [event.name for event in profile.events()]
+        assert all(f"torchbagua: {name}" in shown for name in names)
+        assert bucket.clear_ops().operations == []
+
+    run_ranks(1, body)
+
+
+def test_the_ring_is_done_in_two_parts() -> None:
+    """The weights are final before the neighbours have heard of them; `run` does both."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        bucket = bucket_of(group)
+        own, left, right = torch.zeros(3, 6)
+        bucket.append_low_precision_decentralized_synchronous_op(own, left, right, compression=None)
+        expected = bucket.flat.clone()
+        bucket.start()
+        assert torch.equal(bucket.flat, expected)
+        assert torch.equal(own, expected)
+        assert not left.any()
+        bucket.finish()
+        assert torch.equal(left, torch.full((6,), float((group.rank() - 1) % 3 + 1)))
+        assert torch.equal(right, torch.full((6,), float((group.rank() + 1) % 3 + 1)))
+        other = bucket_of(group)
+        replicas = torch.zeros(3, 6)
+        other.append_low_precision_decentralized_synchronous_op(*replicas, compression=None).run()
+        assert torch.equal(replicas, torch.stack([own, left, right]))
+        assert (bucket.num_runs, other.num_runs) == (1, 1)
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("topology", ["all", "shift_one", tb.topology.Ring()])
+def test_a_mean_may_be_written_where_the_values_are(topology: str | tb.Topology, in_place: bool) -> None:
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        bucket = bucket_of(group, num_elements=5000)
+        mean = bucket.flat if in_place else torch.zeros(5000)
+        before = bucket.flat.clone()
+        bucket.append_decentralized_synchronous_op(mean, peer_selection_mode=topology).run()
+        assert in_place or torch.equal(bucket.flat, before)
+        return mean
+
+    expected = {"all": [2.5] * 4, "shift_one": [2, 3, 2, 3]}.get(str(topology), [7 / 3, 2, 3, 8 / 3])
+    for mean, value in zip(run_ranks(4, body), expected, strict=True):
+        torch.testing.assert_close(mean, torch.full((5000,), float(value)))

@@ -1,0 +1,297 @@
+"""Topologies: which are valid, how ranks tell them apart, and weights averaged over them, bit for bit."""
+
+import dataclasses
+import functools
+import pickle
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import oracle
+import torchbagua as tb
+from averaging import Normed, Trace, assert_same_weights, is_buffer, stacked, train
+from ranks import run_ranks
+from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES
+from torchbagua.topology import AllRanks, Graph, Ring, ShiftOne, Topology, meetings
+from training import Wide, build
+
+F32 = np.float32
+
+
+def hypercube(rank: int, size: int, round: int) -> Mapping[int, float]:
+    """The rank that differs in one bit, another one in each round."""
+    return {rank: 0.5, rank ^ (1 << round): 0.5}
+
+
+def num_bits(size: int) -> int:
+    return (size - 1).bit_length()
+
+
+def lopsided(rank: int, size: int, round: int) -> Mapping[int, float]:
+    """Rank 0 in the middle of a star; in every other round one of the others meets nobody."""
+    share = 0.8 / size
+    others = [peer for peer in range(1, size) if round == 0 or peer > 1]
+    if rank == 0:
+        return dict.fromkeys(others, share) | {0: 1 - share * len(others)}
+    return {rank: 1 - share, 0: share} if rank in others else {rank: 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder(Topology):
+    """A subclass: two neighbours or three, and as many rungs as there are pairs."""
+
+    rung: float = 0.25
+
+    def neighbours(self, rank: int, size: int, round: int) -> Mapping[int, float]:
+        along = {peer: 0.125 for peer in (rank - 2, rank + 2) if 0 <= peer < size}
+        return {**along, rank ^ 1: self.rung, rank: 1 - self.rung - sum(along.values())}
+
+
+HYPERCUBE, LOPSIDED = Graph(hypercube, num_bits), Graph(lopsided, 2)
+
+
+@pytest.mark.parametrize(
+    ("topology", "sizes"),
+    [
+        (AllRanks(), range(1, 9)),
+        (ShiftOne(), range(2, 9, 2)),
+        (Ring(), range(1, 9)),
+        (HYPERCUBE, (2, 4, 8)),
+        (LOPSIDED, range(3, 8)),
+        (Ladder(), (2, 4, 6)),
+    ],
+    ids=repr,
+)
+def test_valid_ones(topology: Topology, sizes: Sequence[int]) -> None:
+    for size in sizes:
+        topology.check("test", size)
+        Topology.check(topology, "test", size)  # what ShiftOne takes for granted, too
+    assert pickle.loads(pickle.dumps(topology)) == topology
+
+
+def empty(rank: int, size: int, round: int) -> Any:
+    return [0.5, 0.5]
+
+
+def beyond(rank: int, size: int, round: int) -> Mapping[int, float]:
+    return {rank: 0.5, rank + 1: 0.5}
+
+
+def one_sided(rank: int, size: int, round: int) -> Mapping[int, float]:
+    return {rank: 0.5, (rank + 1) % size: 0.5} if round else {rank: 1}
+
+
+def negative(rank: int, size: int, round: int) -> Mapping[int, float]:
+    return {rank: 1.5, rank ^ 1: -0.5}
+
+
+def too_little(rank: int, size: int, round: int) -> Mapping[int, float]:
+    return {rank: 0.5, rank ^ 1: 0.25}
+
+
+def biased(rank: int, size: int, round: int) -> Mapping[int, float]:
+    return {rank: 0.25, rank ^ 1: 0.75} if rank % 2 else {rank: 0.5, rank ^ 1: 0.5}
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (empty, r"in round 0: rank 0 of 4 must have its neighbours' weights in a dict by rank, got \[0.5, 0.5\]"),
+        (beyond, "in round 0: rank 3 of 4 has 4 for a neighbour, and there is none"),
+        (one_sided, "in round 1: rank 0 of 4 has 1 for a neighbour, which does not have it for one"),
+        (negative, "in round 0: rank 0 of 4 must have positive weights, got -0.5 for 1"),
+        (too_little, "in round 0: rank 0 of 4: its weights must add up to 1, got 0.75"),
+        (biased, "in round 0: rank 0 of 4: the weights that all give it must add up to 1, got 1.25"),
+    ],
+)
+def test_bad_ones_are_refused_at_attach(function: Callable[..., Any], message: str) -> None:
+    """With their name, the round and the rank; on all ranks."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(2, 1)
+        algorithm = tb.DecentralizedAlgorithm(peer_selection_mode=Graph(function, 2))
+        with pytest.raises(ValueError, match=rf"DecentralizedAlgorithm: Graph\(\w+.{function.__name__}, 2\) {message}"):
+            tb.attach(
+                module,
+                torch.optim.SGD(module.parameters()),
+                algorithm,
+                process_group=tb.BaguaProcessGroup(group),
+            )
+
+    run_ranks(4, body)
+
+
+def test_a_period_of_zero() -> None:
+    with pytest.raises(ValueError, match=r"the period of Graph\(.*\) must be at least 1, an integer, got 0"):
+        Graph(hypercube, 0).check("test", 4)
+    with pytest.raises(TypeError, match=r"Topology must override Topology\.neighbours"):
+        Topology().check("test", 4)
+
+
+def weighted_mean(rows: Sequence[oracle.Array], weights: Mapping[int, float]) -> oracle.Array:
+    """Own and received values in rank order, each with its weight; or their sum, divided by their number."""
+    number = rows[0].dtype.type
+    if len(set(weights.values())) == 1:
+        return oracle.ordered_sum([rows[one] for one in sorted(weights)]) / number(len(weights))
+    return oracle.ordered_sum([rows[one] * number(weights[one]) for one in sorted(weights)])
+
+
+def check_averaged(traces: Sequence[Trace], topology: Topology, nodes: Sequence[int] | None) -> None:
+    for step in range(len(traces[0].updated)):
+        for name in traces[0].start[0]:
+            before = stacked([trace.start[step] for trace in traces], name)
+            of_nodes = oracle.node_means(before, nodes)
+            round = step % topology.period(len(of_nodes))
+            rows = [topology.neighbours(one, len(of_nodes), round) for one in range(len(of_nodes))]
+            means = oracle.to_ranks([weighted_mean(of_nodes, row) for row in rows], nodes)
+            updated = stacked([trace.updated[step] for trace in traces], name)
+            expected = [
+                oracle.moved(new, mean - old, old, is_buffer=is_buffer(name))
+                for new, mean, old in zip(updated, means, before, strict=True)
+            ]
+            after = stacked([trace.start[step + 1] for trace in traces], name)
+            np.testing.assert_array_equal(after, expected, f"step {step}, {name}")
+    assert_same_weights([trace.final for trace in traces])
+
+
+@pytest.mark.parametrize(
+    ("topology", "size", "nodes"),
+    [
+        (Ring(), 2, None),
+        (Ring(), 5, None),
+        (HYPERCUBE, 4, None),
+        (LOPSIDED, 5, None),
+        (Ladder(), 6, None),
+        (Ring(), 6, [0, 0, 1, 1, 2, 2]),
+        (LOPSIDED, 7, [0, 1, 1, 0, 2, 2, 2]),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("make_model", [Normed, Wide])
+def test_weights_are_averaged_over_it_bit_for_bit(
+    make_model: type[nn.Module], topology: Topology, size: int, nodes: list[int] | None
+) -> None:
+    model, algorithm = build(make_model), tb.DecentralizedAlgorithm(True, topology, bucket_cap_mb=0.01)
+    traces = run_ranks(size, lambda group: train(group, model, algorithm, nodes=nodes, num_steps=4))
+    check_averaged(traces, topology, nodes)
+
+
+def random_graph(rank: int, size: int, round: int) -> Mapping[int, float]:
+    """Of pairs drawn anew in each round; the weights are those of Metropolis and Hastings."""
+    draw = random.Random(round)
+    edges = [(a, b) for a in range(size) for b in range(a) if draw.random() < 0.5]
+    peers = {one: [a + b - one for a, b in edges if one in (a, b)] for one in range(size)}
+    weights = {peer: 1 / (1 + max(len(peers[rank]), len(peers[peer]))) for peer in peers[rank]}
+    return {rank: 1 - sum(weights.values()), **weights}
+
+
+def test_ranks_that_take_turns_do_not_wait_in_a_circle() -> None:
+    """Over slow links a rank sends and receives one message at a time."""
+    num_elements, num_rounds, size = SMALL_MESSAGE_BYTES, 10, 7
+
+    class Slow(list[float]):
+        def __setitem__(self, *_: Any) -> None:
+            """Links stay slow."""
+
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        own = tb.BaguaProcessGroup(group)
+        own.world.link_bytes_per_s = Slow([1.0] * size)
+        flat = torch.full((num_elements,), float(group.rank()))
+        bucket = tb.BaguaBucket("b", [tb.BaguaTensor("w", flat.clone())], own, flat)
+        mean = torch.zeros_like(flat)
+        bucket.append_decentralized_synchronous_op(mean, peer_selection_mode=Graph(random_graph, num_rounds))
+        return [(bucket.run(), mean.clone())[1] for _ in range(num_rounds)]
+
+    for rank, means in enumerate(run_ranks(size, body)):
+        for round, mean in enumerate(means):
+            expected = sum(one * weight for one, weight in random_graph(rank, size, round).items())
+            torch.testing.assert_close(mean, torch.full((num_elements,), expected), rtol=1e-6, atol=1e-6)
+
+
+def test_a_ring_of_any_even_number_meets_twice() -> None:
+    for size in (4, 6, 64):
+        orders = [meetings(Ring(), rank, size, 0) for rank in range(size)]
+        for number in range(2):
+            assert all(orders[orders[rank][number]][number] == rank for rank in range(size)), size
+
+
+def test_functions_are_told_apart_by_name() -> None:
+    """Their repr holds an address, which the threads of one process share and processes do not."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        function = beyond if group.rank() else hypercube
+        algorithm = tb.DecentralizedAlgorithm(peer_selection_mode=Graph(function))
+        message = (
+            r"argument peer_selection_mode: rank 0 has 'Graph\(test_topology.hypercube, 1\)', "
+            r"rank 1 has 'Graph\(test_topology.beyond, 1\)'"
+        )
+        with pytest.raises(ValueError, match=message):
+            algorithm.reify(group)
+
+    run_ranks(2, body)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled(tb.Algorithm):
+    """A user's own, with functions among its arguments."""
+
+    schedule: Any = hypercube
+    more: Any = ()
+
+    def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
+        return tb.AlgorithmImpl(process_group)
+
+
+def test_functions_are_written_down_by_name() -> None:
+    recorded = []
+
+    class Listener(tb.traces.Trace):
+        def on_start(self, run: Any) -> None:
+            recorded.append(run.description)
+
+        def on_comm(self, event: tb.CommEvent) -> None:
+            pass
+
+    algorithm = Scheduled(more=[num_bits, {"graph": HYPERCUBE}, (1, 2.5), "text"])
+
+    def body(group: dist.ProcessGroup) -> dict[str, Any]:
+        impl = algorithm.reify(group, observers=[Listener()])
+        impl.close()
+        return algorithm.state_arguments(impl.process_group)
+
+    (arguments,) = run_ranks(1, body)
+    graph = "Graph(test_topology.hypercube, test_topology.num_bits)"
+    more = f"[test_topology.num_bits, {{'graph': {graph}}}, (1, 2.5), 'text']"
+    assert arguments == {"schedule": "test_topology.hypercube", "more": more}
+    assert recorded == [f"Scheduled(schedule=test_topology.hypercube, more={more})"]
+
+
+class Nameless:
+    """Without a repr of its own."""
+
+    def method(self) -> None:
+        """Of an object that has no name."""
+
+
+@pytest.mark.parametrize(
+    "function", [lambda rank, size, round: {}, functools.partial(hypercube, 0), Nameless().method], ids=str
+)
+def test_what_has_no_name_to_be_told_by_is_refused(function: Any) -> None:
+    with pytest.raises(TypeError, match=r"Graph: function must be a function with a name of its own in a module, .*no"):
+        Graph(function)
+    with pytest.raises(TypeError, match=r"Graph: num_rounds must be a function with a name of its own in a module"):
+        Graph(hypercube, function)
+    for algorithm in (Scheduled(function), Scheduled(more=[function])):
+        with pytest.raises(TypeError, match=r"Scheduled: (schedule|more) must be a function with a name of its own"):
+            run_ranks(1, lambda group, algorithm=algorithm: algorithm.reify(group))
+
+
+def test_an_object_that_only_has_an_address() -> None:
+    with pytest.raises(TypeError, match="Scheduled: more must have a repr that is the same on all ranks"):
+        run_ranks(1, lambda group: Scheduled(more=Nameless()).reify(group))
