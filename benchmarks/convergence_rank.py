@@ -19,7 +19,7 @@ import torchbagua as tb
 from convergence_contestants import Contestant
 from convergence_tasks import TASKS, Batch, Data
 from processes import begin_rank, leave_process_group, report_progress
-from torchbagua.cli.demo.train import learning_rate_factor
+from torchbagua.cli.demo.train import learning_rate_factor, mean_over_ranks
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -144,13 +144,6 @@ def evaluate(model: nn.Module, held_out: Batch, num_inputs: int | None) -> tuple
     model.eval()
     logits = model(inputs)
     return cross_entropy(logits, targets).item(), (logits.argmax(-1) == targets).double().mean().item()
-
-
-def mean_over_ranks(values: list[float]) -> list[float]:
-    """The mean of each value. Collective."""
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total)
-    return (total / dist.get_world_size()).tolist()
 
 
 def check_equal_weights(model: nn.Module, label: str) -> None:

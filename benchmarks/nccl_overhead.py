@@ -13,6 +13,7 @@ steps each, by the GPU's clock.
 import argparse
 import statistics
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from environment import write_record
-from gpt import GPT, Size
 from processes import leave_process_group
 from table import table
 from timing import alternated, elapsed_ms
+from torchbagua.cli.demo.model import GPT
 from whole_mean import WholeByteGradAlgorithm
+
+
+@dataclass(frozen=True)
+class Size:
+    """By default that of GPT-2's smallest model."""
+
+    num_layers: int = 12
+    width: int = 768
+    num_heads: int = 12
+    vocabulary: int = 50257
+    context: int = 1024
+
 
 SMALL = Size(num_layers=2, width=64, num_heads=2, vocabulary=300, context=32)
 BLOCK_STEPS = 4  # of a contestant's turn
@@ -53,7 +66,9 @@ class Training:
         self, size: Size, batch: int, device: torch.device, algorithm: tb.Algorithm | None, *, is_ddp: bool = True
     ) -> None:
         torch.manual_seed(0)
-        model: nn.Module = GPT(size).to(device)
+        model: nn.Module = GPT(
+            width=size.width, num_layers=size.num_layers, num_heads=size.num_heads, vocabulary=size.vocabulary
+        ).to(device)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._impl: tb.AlgorithmImpl | None = None
         if is_ddp:

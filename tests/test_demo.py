@@ -16,9 +16,9 @@ import torch
 import programs
 from torchbagua.cli import demo
 from torchbagua.cli.demo.model import GPT
-from torchbagua.cli.demo.report import compare, table
+from torchbagua.cli.demo.report import Comparison, describe
 from torchbagua.cli.demo.text import LIMIT_BYTES, read_standard_library
-from torchbagua.cli.demo.train import Run
+from torchbagua.cli.demo.train import summarise
 from torchbagua.traces.files import find_files
 
 STEPS = 12
@@ -73,16 +73,16 @@ def test_demo_trains_and_reports(tmp_path: Path) -> None:
 
 
 def test_table_tells_where_losses_disagree() -> None:
-    def rank(loss: float, sent_bytes: list[int] | None) -> Run:
-        return Run(losses=[5.0, loss], step_ms=[3.0, 4.0], sent_bytes=sent_bytes, num_elements=100)
+    plain = summarise("plain DDP", [5.0, 1.9], None, 3.5, num_elements=100, nproc=4)
+    bytegrad = summarise("ByteGrad", [5.0, 2.0], [60, 120], 3.5, num_elements=100, nproc=4)
 
-    comparison = compare([{"plain DDP": rank(1.9, None), "ByteGrad": rank(2.0, [60, 120])} for _ in range(4)])
+    comparison = Comparison(plain, bytegrad)
 
     assert not comparison.losses_agree
-    assert "differ by 5.26%, NOT less than 1%" in table(comparison)
+    assert "differ by 5.26%, NOT less than 1%" in describe(comparison)
     # 2 (n-1)/n x 4 bytes x elements, n = 4
-    assert comparison.runs[0].sent_bytes == [600, 1200]
-    assert comparison.runs[1].ratio == 10
+    assert plain.sent_bytes == [600, 1200]
+    assert (plain.ratio, bytegrad.ratio) == (1, 10)
 
 
 def test_attention_sees_only_the_past() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import torchbagua
+from torchbagua.cli.table import table
 from torchbagua.native import OperationStatus, cuda_toolkit, devices, first_use, loader, nvrtc, status
 
 
@@ -20,13 +21,13 @@ def main(arguments: Sequence[str] = ()) -> int:
 
     problems = []
     try:
-        print(_table([("finding", "value"), *_findings()]))
+        print(table([("finding", "value"), *_findings()], num_left=2))
         print()
         with warnings.catch_warnings():
             # The table below says what the warning would, in the column `why`.
             warnings.simplefilter("ignore", RuntimeWarning)
             loader.load()
-        print(_table([("operation", "device", "path", "instructions", "why"), *map(_row, status())]))
+        print(table([("operation", "device", "path", "instructions", "why"), *map(_row, status())], num_left=5))
         print()
         for kernels in devices.here():
             print(f"{kernels.device} kernels: {_origin(kernels)}")
@@ -95,12 +96,3 @@ def _has_nccl() -> bool:
 def _row(operation: OperationStatus) -> tuple[str, ...]:
     instructions = operation.instruction_set or "-"
     return operation.operation, operation.device, operation.path, instructions, operation.why
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Aligned columns, the first row underlined."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    head, *body = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    return "\n".join([head, "  ".join("-" * width for width in widths), *body])

@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
 _EXTRA = ("matplotlib", "tensorboard", "tqdm")  # of pyproject.toml
 
 
@@ -43,6 +46,12 @@ def main(arguments: Sequence[str] = ()) -> int:
 
     try:
         return _compare_runs(parser, options)
+    except ChildFailedError as error:
+        print(f"\ntorchbagua demo: a rank failed\n{error}", file=sys.stderr)
+        return 1
+    except SignalException as error:
+        print(f"\ntorchbagua demo: ended by {error.sigval.name}", file=sys.stderr)
+        return 128 + error.sigval
     except KeyboardInterrupt:
         print("\ntorchbagua demo: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -50,11 +59,8 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     # Not at the top: these modules need the extra, and `--help` does not need them.
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     from torchbagua.cli.demo.launch import launch
-    from torchbagua.cli.demo.report import compare, table, write
+    from torchbagua.cli.demo.report import Comparison, describe, write
     from torchbagua.cli.demo.text import read_standard_library
     from torchbagua.cli.demo.train import Settings
     from torchbagua.traces.files import find_files
@@ -68,15 +74,8 @@ def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     traces = options.output / "traces" / time.strftime("%Y%m%d-%H%M%S")
     settings = Settings(nproc=options.nproc, steps=options.steps, seed=options.seed, traces=str(traces))
     print(f"{settings.nproc} ranks over gloo train a small GPT on {text_mb:.1f} MB of Python sources", flush=True)
-    try:
-        comparison = compare(launch(settings))
-    except ChildFailedError as error:
-        print(f"\ntorchbagua demo: a rank failed\n{error}", file=sys.stderr)
-        return 1
-    except SignalException as error:
-        print(f"\ntorchbagua demo: ended by {error.sigval.name}", file=sys.stderr)
-        return 128 + error.sigval
-    print(f"\n{table(comparison)}\n")
+    comparison = Comparison(*launch(settings))
+    print(f"\n{describe(comparison)}\n")
     for path in (*write(comparison, settings, options.output), traces):
         print(f"wrote {path}")
     try:

@@ -13,21 +13,25 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from torchbagua.cli.demo import train
-from torchbagua.cli.demo.train import Run, Settings
 
 
-def launch(settings: Settings) -> list[dict[str, Run]]:
+def launch(settings: train.Settings) -> list[train.Run]:
     """Runs `python -m torchbagua.cli.demo.train` in `settings.nproc` processes, as `torchrun --standalone` would.
 
     Returns:
-        what `train_rank` returned on each rank.
+        what `train_rank` returned.
 
     Raises:
         ChildFailedError: a rank raised or died; has its traceback. The other ranks have ended.
         KeyboardInterrupt, SignalException: this process was told to end. All ranks have ended.
     """
-    # Ctrl-C would have the launcher report each process that it ends.
-    logging.disable(logging.WARNING)
+    logging.disable(logging.WARNING)  # Ctrl-C would have the launcher report each process that it ends
+    # But for what this process was started to ignore, as nohup has it ignore SIGHUP. Not SIGINT: the launcher would
+    # hand it on to the ranks, which would each print where it met them. Left to Python, it ends the launcher, which
+    # ends the ranks by SIGTERM.
+    handled = [
+        one for one in ("SIGTERM", "SIGHUP", "SIGQUIT") if signal.getsignal(signal.Signals[one]) != signal.SIG_IGN
+    ]
     with tempfile.TemporaryDirectory(prefix="torchbagua-demo-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -36,20 +40,11 @@ def launch(settings: Settings) -> list[dict[str, Run]]:
             run_id=str(uuid.uuid4()),
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
-            # Without it the ranks would meet at this machine's host name, which need not resolve.
-            local_addr="localhost",
+            local_addr="localhost",  # the ranks would meet at this machine's host name, which need not resolve
             max_restarts=0,
-            # Not SIGINT: the launcher would hand it on to the ranks, which would each print where it met them. Left to
-            # Python, it ends the launcher, which ends the ranks by SIGTERM.
-            signals_to_handle=",".join(_signals_to_handle()),
+            signals_to_handle=",".join(handled),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        command = ["-m", train.__name__, json.dumps(asdict(settings)), folder]
-        elastic_launch(config, sys.executable)(*command)
-        return [train.read_runs(Path(folder), rank) for rank in range(settings.nproc)]
-
-
-def _signals_to_handle() -> list[str]:
-    """All but those that this process was started to ignore, as nohup has it ignore SIGHUP."""
-    ending = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    return [one.name for one in ending if signal.getsignal(one) is not signal.SIG_IGN]
+        output = Path(folder, "runs.json")
+        elastic_launch(config, sys.executable)("-m", train.__name__, json.dumps(asdict(settings)), str(output))
+        return [train.Run(**run) for run in json.loads(output.read_text(encoding="utf-8"))]

@@ -14,14 +14,14 @@ VOCABULARY = 256
 class GPT(nn.Module):
     """Predicts the next byte from those before it.
 
-    Reads tokens [B, T] (int64), returns logits [B, T, VOCABULARY]. The output layer shares the embedding's weights.
+    Reads tokens [B, T] (int64), returns logits [B, T, vocabulary]. The output layer shares the embedding's weights.
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019, with rotary positions,
     with which so short a training learns far more than with learned ones.
     """
 
-    def __init__(self, *, width: int, num_layers: int, num_heads: int) -> None:
+    def __init__(self, *, width: int, num_layers: int, num_heads: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.embedding = nn.Embedding(vocabulary, width)
         self.input_norm = nn.LayerNorm(width)
         self.layers = nn.Sequential(*(Layer(width, num_heads) for _ in range(num_layers)))
         self.output_norm = nn.LayerNorm(width)
@@ -67,8 +67,8 @@ def rotate_by_position(x_bhtk: Tensor) -> Tensor:
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equation 34.
     """
     length, width = x_bhtk.shape[-2:]
-    frequencies = torch.logspace(0, 2 / width - 1, width // 2, base=10_000)
-    angles = torch.outer(torch.arange(length), frequencies)
+    frequencies = torch.logspace(0, 2 / width - 1, width // 2, base=10_000, device=x_bhtk.device)
+    angles = torch.outer(torch.arange(length, device=x_bhtk.device), frequencies)
     cosine, sine = angles.cos(), angles.sin()
     first, second = x_bhtk.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)

@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import statistics
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -22,6 +24,7 @@ from tqdm import tqdm
 import torchbagua as tb
 from torchbagua.cli.demo.model import GPT, VOCABULARY
 from torchbagua.cli.demo.text import read_standard_library
+from torchbagua.environment import usable_cores
 
 CONTEXT = 64
 SEQUENCES_PER_RANK = 8
@@ -40,43 +43,68 @@ class Settings:
     traces: str  # the folder that ByteGrad's run is traced to
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one rank saw of one training run; one entry a step."""
+    """One training run of all ranks; lists have one entry a step."""
 
-    losses: list[float]  # nats per byte, of this rank's batch, before the step
-    step_ms: list[float]
-    sent_bytes: list[int] | None  # by this rank since the start; None where nothing measures it
+    name: str
     num_elements: int  # gradient elements
+    losses: list[float]  # nats per byte, before the step, mean of the ranks
+    sent_bytes: list[int]  # per rank since the start, mean of the ranks
+    sent_bytes_measured: bool  # else they are the volume of a float32 ring
+    final_loss: float  # mean of the last tenth of the steps
+    step_sent_bytes: float  # per rank, mean of the steps
+    step_ms: float  # median of the steps of one rank
+    bits_per_element: float  # 32 for what a float32 ring sends
+    ratio: float  # of a float32 ring's bytes to these
 
 
-def train_rank(settings: Settings) -> dict[str, Run]:
+def summarise(
+    name: str, losses: list[float], sent_bytes: list[float] | None, step_ms: float, *, num_elements: int, nproc: int
+) -> Run:
+    """The run of which this was seen, see `Run`. `sent_bytes` is None where nothing measures them."""
+    num_steps = len(losses)
+    # What each rank sends in a ring all-reduce of float32: 2 (n-1)/n of the tensor.
+    ring_bytes = 2 * (nproc - 1) / nproc * 4 * num_elements
+    by_step = [ring_bytes * step for step in range(1, num_steps + 1)] if sent_bytes is None else sent_bytes
+    step_sent_bytes = by_step[-1] / num_steps
+    return Run(
+        name=name,
+        num_elements=num_elements,
+        losses=losses,
+        sent_bytes=[round(value) for value in by_step],
+        sent_bytes_measured=sent_bytes is not None,
+        final_loss=statistics.fmean(losses[-num_final_steps(num_steps) :]),
+        step_sent_bytes=step_sent_bytes,
+        step_ms=step_ms,
+        bits_per_element=32 * step_sent_bytes / ring_bytes,
+        ratio=ring_bytes / step_sent_bytes,
+    )
+
+
+def num_final_steps(num_steps: int) -> int:
+    """Of how many steps the final loss is the mean: a tenth."""
+    return max(1, num_steps // 10)
+
+
+def train_rank(settings: Settings) -> list[Run]:
     """Trains with plain DDP, then with ByteGrad, from the same weights on the same batches.
 
-    Needs the environment of torchrun. Returns the runs by name, in order.
+    Needs the environment of torchrun. Returns both runs.
     """
-    torch.set_num_threads(max(1, _count_cores() // settings.nproc))
+    torch.set_num_threads(max(1, usable_cores() // settings.nproc))
     text = read_standard_library()
     dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
-        return {
-            "plain DDP": _train("plain DDP", None, text, settings),
-            "ByteGrad": _train("ByteGrad", tb.ByteGradAlgorithm(), text, settings, _traces(settings.traces)),
-        }
+        plain = _train("plain DDP", None, (), text, settings)
+        traces = tb.traces.TensorBoardTrace(settings.traces), tb.traces.PerfettoTrace(settings.traces)
+        return [plain, _train("ByteGrad", tb.ByteGradAlgorithm(), traces, text, settings)]
     finally:
         dist.destroy_process_group()
 
 
-def _traces(folder: str) -> tuple[tb.Observer, ...]:
-    return tb.traces.TensorBoardTrace(folder), tb.traces.PerfettoTrace(folder)
-
-
 def _train(
-    name: str,
-    algorithm: tb.Algorithm | None,
-    text: Tensor,
-    settings: Settings,
-    traces: tuple[tb.Observer, ...] = (),
+    name: str, algorithm: tb.Algorithm | None, traces: tuple[tb.Observer, ...], text: Tensor, settings: Settings
 ) -> Run:
     torch.manual_seed(settings.seed)
     rank = dist.get_rank()
@@ -108,8 +136,22 @@ def _train(
             progress.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
             progress.update()
 
-    num_elements = sum(parameter.numel() for parameter in ddp.parameters())
-    return Run(losses, step_ms, None if algorithm is None else sent_bytes, num_elements)
+    return summarise(
+        name,
+        mean_over_ranks(losses),
+        None if algorithm is None else mean_over_ranks(sent_bytes),
+        statistics.median(step_ms),
+        num_elements=sum(parameter.numel() for parameter in ddp.parameters()),
+        nproc=settings.nproc,
+    )
+
+
+def mean_over_ranks(values: Sequence[float]) -> list[float]:
+    """The mean of each value. Collective, over the default group."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    means: list[float] = (total / dist.get_world_size()).tolist()
+    return means
 
 
 def next_batch(text: Tensor, batches: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -124,29 +166,12 @@ def learning_rate_factor(step: int, steps: int) -> float:
     return min((step + 1) / WARMUP_STEPS, 0.51 + 0.49 * math.cos(math.pi * step / steps))
 
 
-def _count_cores() -> int:
-    """The cores this process may use, which a container or taskset can make fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def read_runs(folder: Path, rank: int) -> dict[str, Run]:
-    """Reads what the process of `rank` wrote into `folder`."""
-    document = json.loads(_runs_file(folder, rank).read_text(encoding="utf-8"))
-    return {name: Run(**run) for name, run in document.items()}
-
-
 @record
-def _main(settings: str, folder: str) -> None:
-    """Trains as the rank that the environment names, and writes the runs into `folder`."""
+def _main(settings: str, output: str) -> None:
+    """Trains as the rank that the environment names; rank 0 writes the runs to `output`."""
     runs = train_rank(Settings(**json.loads(settings)))
-    document = {name: asdict(run) for name, run in runs.items()}
-    _runs_file(Path(folder), int(os.environ["RANK"])).write_text(json.dumps(document), encoding="utf-8")
-
-
-def _runs_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.json"
+    if os.environ["RANK"] == "0":
+        Path(output).write_text(json.dumps([asdict(run) for run in runs]), encoding="utf-8")
 
 
 if __name__ == "__main__":
