@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import torchbagua as tb
 from background_traffic import BackgroundAllReduce
 
 NUM_LAYERS = 12
@@ -37,6 +39,31 @@ def build_batch(model: nn.Module, rank: int) -> torch.Tensor:
     return torch.randn(BATCH_SIZE, width, generator=torch.Generator().manual_seed(rank))
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What every contestant is made of.
+
+    Attributes:
+        nodes: node of each rank. Network namespaces share a host name, so they cannot be found from it.
+    """
+
+    model: nn.Module
+    bucket_cap_mb: float
+    nodes: list[int]
+
+    def own_model(self) -> nn.Module:
+        return copy.deepcopy(self.model)
+
+    def ddp(self, bucket_cap_mb: float | None = None) -> DistributedDataParallel:
+        # All ranks build the same model: init_sync would only send it over the slow network.
+        bucket_cap_mb = bucket_cap_mb or self.bucket_cap_mb
+        return DistributedDataParallel(self.own_model(), bucket_cap_mb=bucket_cap_mb, init_sync=False)
+
+    def group(self) -> tb.BaguaProcessGroup:
+        assert dist.group.WORLD is not None
+        return tb.BaguaProcessGroup(dist.group.WORLD, nodes=self.nodes)
+
+
 @dataclass
 class Entry:
     """One contestant at work: the module to train, the bytes it says it has sent so far, and how to end it.
@@ -60,8 +87,18 @@ class Entry:
         self.module(batch).square().mean().backward()
         self.optimizer.step()
 
+    def attach(self, algorithm: tb.Algorithm, setup: Setup) -> tb.Attachment:
+        """Attach to module and optimizer; count the bytes, and end it at `close`."""
+        recorder = tb.traces.Recorder()
+        attachment = tb.attach(
+            self.module, self.optimizer, algorithm, process_group=setup.group(), observers=[recorder]
+        )
+        self.sent_bytes = lambda: recorder.bytes_sent
+        self.close = attachment.detach
+        return attachment
 
-Wrap = Callable[[nn.Module, float, list[int]], Entry]  # model, bucket_cap_mb, node of each rank -> Entry
+
+Wrap = Callable[[Setup], Entry]
 
 
 @dataclass(frozen=True)
@@ -79,28 +116,29 @@ class Contestant:
     tied_to_steps: bool = True
 
 
-def _ddp(model: nn.Module, bucket_cap_mb: float) -> DistributedDataParallel:
-    # All ranks build the same model: init_sync would only send it over the slow network.
-    return DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=bucket_cap_mb, init_sync=False)
+def _alone(setup: Setup) -> Entry:
+    return Entry(setup.own_model())
 
 
-def _wrap_compute_only(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
-    return Entry(copy.deepcopy(model))
+def _alone_with_adam(setup: Setup) -> Entry:
+    entry = _alone(setup)
+    entry.optimizer = torch.optim.Adam(entry.module.parameters(), fused=True)
+    return entry
 
 
-def _wrap_background_all_reduce(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
-    entry = Entry(copy.deepcopy(model))
+def _beside_all_reduce(setup: Setup) -> Entry:
+    entry = _alone(setup)
     num_elements = sum(parameter.numel() for parameter in entry.module.parameters())
     background = BackgroundAllReduce(num_elements, ASYNC_INTERVAL_MS / 1000)
     entry.resume, entry.pause = background.resume, background.pause
     return entry
 
 
-def _wrap_ddp(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
-    return Entry(_ddp(model, bucket_cap_mb))
+def _plain_ddp(setup: Setup) -> Entry:
+    return Entry(setup.ddp())
 
 
-def _wrap_cast(dtype: torch.dtype) -> Wrap:
+def _cast_to(dtype: torch.dtype) -> Wrap:
     """Plain DDP whose gradients travel as `dtype`. Torch's own bf16_compress_hook does the same, but DDP refuses it on
     the CPU by its name (torch 2.13)."""
 
@@ -113,95 +151,79 @@ def _wrap_cast(dtype: torch.dtype) -> Wrap:
 
         return future.then(copy_back)  # type: ignore[no-any-return]  # Work.get_future is not typed
 
-    def wrap(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
-        module = _ddp(model, bucket_cap_mb)
+    def wrap(setup: Setup) -> Entry:
+        module = setup.ddp()
         module.register_comm_hook(None, cast_hook)
         return Entry(module)
 
     return wrap
 
 
-def _wrap_powersgd(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
-    module = _ddp(model, ONE_BUCKET_MB)
+def _powersgd(setup: Setup) -> Entry:
+    module = setup.ddp(ONE_BUCKET_MB)
     # 2 is the earliest start torch allows: the first steps, before DDP has rebuilt its buckets, are uncompressed.
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2)
     module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return Entry(module)
 
 
-def _wrap_torchbagua(algorithm_name: str, **arguments: Any) -> Wrap:
-    def wrap(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
-        import torchbagua as tb
+def _hooked(algorithm: tb.Algorithm) -> Wrap:
+    """A gradient algorithm behind the plain hook."""
 
+    def wrap(setup: Setup) -> Entry:
         recorder = tb.traces.Recorder()
-        assert dist.group.WORLD is not None
-        # Network namespaces share a host name, so the nodes cannot be found from it.
-        group = tb.BaguaProcessGroup(dist.group.WORLD, nodes=nodes)
-        algorithm = getattr(tb, algorithm_name)(**arguments)
-        implementation = algorithm.reify(group, observers=(recorder,))
-        module = _ddp(model, bucket_cap_mb)
-        module.register_comm_hook(implementation, tb.comm_hook)
-        return Entry(module, sent_bytes=lambda: int(recorder.bytes_sent), close=implementation.close)
+        impl = algorithm.reify(setup.group(), observers=[recorder])
+        module = setup.ddp()
+        module.register_comm_hook(impl, tb.comm_hook)
+        return Entry(module, sent_bytes=lambda: recorder.bytes_sent, close=impl.close)
 
     return wrap
 
 
-def _attach(entry: Entry, algorithm: Any, nodes: list[int]) -> Any:
-    """Attach `algorithm` to the entry's module and optimizer, and let the entry count its bytes and end it."""
-    import torchbagua as tb
+def _qadam(**arguments: Any) -> Wrap:
+    def wrap(setup: Setup) -> Entry:
+        entry = Entry(setup.ddp())
+        optimizer = entry.optimizer = tb.QAdamOptimizer(entry.module.parameters(), warmup_steps=1, fused=True)
+        entry.attach(tb.QAdamAlgorithm(optimizer, **arguments), setup)
+        return entry
 
-    recorder = tb.traces.Recorder()
-    assert dist.group.WORLD is not None
-    group = tb.BaguaProcessGroup(dist.group.WORLD, nodes=nodes)
-    attachment = tb.attach(entry.module, entry.optimizer, algorithm, process_group=group, observers=[recorder])
-    entry.sent_bytes = lambda: int(recorder.bytes_sent)
-    entry.close = attachment.detach
-    return attachment
+    return wrap
 
 
-def _wrap_compute_only_adam(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
-    entry = Entry(copy.deepcopy(model))
-    entry.optimizer = torch.optim.Adam(entry.module.parameters(), fused=True)
+def _averaged(algorithm: type[tb.Algorithm], **arguments: Any) -> Wrap:
+    """A weight algorithm, which every step of a block waits for."""
+
+    def wrap(setup: Setup) -> Entry:
+        entry = Entry(setup.ddp())
+        own = algorithm(bucket_cap_mb=setup.bucket_cap_mb, final_average=False, **arguments)
+        entry.settle = entry.attach(own, setup).impl.finish_round
+        entry.settle()
+        return entry
+
+    return wrap
+
+
+def _asynchronous(setup: Setup) -> Entry:
+    entry = Entry(setup.ddp())
+    algorithm = tb.AsyncModelAverageAlgorithm(
+        bucket_cap_mb=setup.bucket_cap_mb, final_average=False, sync_interval_ms=ASYNC_INTERVAL_MS
+    )
+    impl = entry.attach(algorithm, setup).impl
+    entry.resume, entry.pause = partial(impl.resume, entry.module), partial(impl.abort, entry.module)
+    entry.pause()
     return entry
 
 
-def _wrap_qadam(**arguments: Any) -> Wrap:
-    def wrap(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
-        import torchbagua as tb
-
-        entry = Entry(_ddp(model, bucket_cap_mb))
-        entry.optimizer = tb.QAdamOptimizer(entry.module.parameters(), warmup_steps=1, fused=True)
-        _attach(entry, tb.QAdamAlgorithm(entry.optimizer, **arguments), nodes)
-        return entry
-
-    return wrap
+def _dense(element_bytes: int) -> Callable[[int], int]:
+    return lambda numel: element_bytes * numel
 
 
-def _wrap_averaging(algorithm_name: str, **arguments: Any) -> Wrap:
-    def wrap(model: nn.Module, bucket_cap_mb: float, nodes: list[int]) -> Entry:
-        import torchbagua as tb
-
-        entry = Entry(_ddp(model, bucket_cap_mb))
-        algorithm = getattr(tb, algorithm_name)(bucket_cap_mb=bucket_cap_mb, final_average=False, **arguments)
-        attachment = _attach(entry, algorithm, nodes)
-        if algorithm_name == "AsyncModelAverageAlgorithm":
-            entry.resume = lambda: attachment.impl.resume(entry.module)
-            entry.pause = lambda: attachment.impl.abort(entry.module)
-            entry.pause()
-        else:
-            entry.settle = attachment.impl.finish_round
-            entry.settle()
-        return entry
-
-    return wrap
-
-
-def _uint8_wire_bytes(numel: int) -> int:
+def _uint8_bytes(numel: int) -> int:
     """One byte an element and a header of two float32 for every block of 2048; blocks end with their parameter."""
     return numel + 8 * -(-numel // 2048)
 
 
-def _one_bit_wire_bytes(numel: int) -> int:
+def _one_bit_bytes(numel: int) -> int:
     """One bit an element and a float32 for every block of 2048."""
     return -(-numel // 8) + 4 * -(-numel // 2048)
 
@@ -211,43 +233,28 @@ CONTROL = "control"
 BASELINE = "ddp"
 # Contestants take turns in this order; GradientAllReduce is next to plain DDP, to which it is held most closely.
 CONTESTANTS: dict[str, Contestant] = {
-    COMPUTE_ONLY: Contestant("compute only", _wrap_compute_only, lambda numel: 0, tied_to_steps=False),
-    BASELINE: Contestant("DDP float32", _wrap_ddp, lambda numel: 4 * numel),
-    "gradient_allreduce": Contestant(
-        "GradientAllReduce", _wrap_torchbagua("GradientAllReduceAlgorithm"), lambda numel: 4 * numel
-    ),
-    "bf16": Contestant("DDP bf16 hook", _wrap_cast(torch.bfloat16), lambda numel: 2 * numel),
-    "fp16": Contestant("DDP fp16 hook", _wrap_cast(torch.float16), lambda numel: 2 * numel),
-    "powersgd": Contestant(f"DDP PowerSGD rank {POWERSGD_RANK}, one bucket", _wrap_powersgd, None),
-    "bytegrad": Contestant("ByteGrad", _wrap_torchbagua("ByteGradAlgorithm"), _uint8_wire_bytes),
-    "compute_adam": Contestant("compute only, Adam", _wrap_compute_only_adam, lambda numel: 0),
-    "qadam": Contestant("QAdam", _wrap_qadam(), _uint8_wire_bytes),
-    "qadam_1bit": Contestant(
-        "QAdam, 1 bit", _wrap_qadam(compression="sign1bit", error_feedback=True), _one_bit_wire_bytes
-    ),
-    "decentralized": Contestant(
-        "Decentralized, all", _wrap_averaging("DecentralizedAlgorithm"), lambda numel: 4 * numel
-    ),
+    COMPUTE_ONLY: Contestant("compute only", _alone, _dense(0), tied_to_steps=False),
+    BASELINE: Contestant("DDP float32", _plain_ddp, _dense(4)),
+    "gradient_allreduce": Contestant("GradientAllReduce", _hooked(tb.GradientAllReduceAlgorithm()), _dense(4)),
+    "bf16": Contestant("DDP bf16 hook", _cast_to(torch.bfloat16), _dense(2)),
+    "fp16": Contestant("DDP fp16 hook", _cast_to(torch.float16), _dense(2)),
+    "powersgd": Contestant(f"DDP PowerSGD rank {POWERSGD_RANK}, one bucket", _powersgd, None),
+    "bytegrad": Contestant("ByteGrad", _hooked(tb.ByteGradAlgorithm()), _uint8_bytes),
+    "compute_adam": Contestant("compute only, Adam", _alone_with_adam, _dense(0)),
+    "qadam": Contestant("QAdam", _qadam(), _uint8_bytes),
+    "qadam_1bit": Contestant("QAdam, 1 bit", _qadam(compression="sign1bit", error_feedback=True), _one_bit_bytes),
+    "decentralized": Contestant("Decentralized, all", _averaged(tb.DecentralizedAlgorithm), _dense(4)),
     "shift_one": Contestant(
-        "Decentralized, shift_one", _wrap_averaging("DecentralizedAlgorithm", peer_selection_mode="shift_one"), None
+        "Decentralized, shift_one", _averaged(tb.DecentralizedAlgorithm, peer_selection_mode="shift_one"), None
     ),
-    "low_precision": Contestant(
-        "LowPrecisionDecentralized", _wrap_averaging("LowPrecisionDecentralizedAlgorithm"), None
-    ),
+    "low_precision": Contestant("LowPrecisionDecentralized", _averaged(tb.LowPrecisionDecentralizedAlgorithm), None),
     CONTROL: Contestant(
-        "compute only, torch's all-reduce beside it", _wrap_background_all_reduce, lambda numel: 0, tied_to_steps=False
+        "compute only, torch's all-reduce beside it", _beside_all_reduce, _dense(0), tied_to_steps=False
     ),
-    "async": Contestant(
-        "AsyncModelAverage",
-        _wrap_averaging("AsyncModelAverageAlgorithm", sync_interval_ms=ASYNC_INTERVAL_MS),
-        lambda numel: 0,
-        tied_to_steps=False,
-    ),
-    "bytegrad_flat": Contestant(
-        "ByteGrad flat", _wrap_torchbagua("ByteGradAlgorithm", hierarchical=False), _uint8_wire_bytes
-    ),
+    "async": Contestant("AsyncModelAverage", _asynchronous, _dense(0), tied_to_steps=False),
+    "bytegrad_flat": Contestant("ByteGrad flat", _hooked(tb.ByteGradAlgorithm(hierarchical=False)), _uint8_bytes),
     "bytegrad_hierarchical": Contestant(
-        "ByteGrad hierarchical", _wrap_torchbagua("ByteGradAlgorithm", hierarchical=True), None
+        "ByteGrad hierarchical", _hooked(tb.ByteGradAlgorithm(hierarchical=True)), None
     ),
 }
 FLAT_CONTESTANTS = [name for name in CONTESTANTS if not name.startswith("bytegrad_")]

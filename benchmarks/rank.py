@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from contestants import COMPUTE_ONLY, CONTESTANTS, Entry, build_batch, build_model
+from contestants import COMPUTE_ONLY, CONTESTANTS, Entry, Setup, build_batch, build_model
 from namespaces import Traffic, read_loopback_traffic, read_traffic
 from processes import begin_rank, leave_process_group, report_progress
 
@@ -62,9 +62,8 @@ class Race:
         model = build_model(settings.num_parameters)
         self.numels = [parameter.numel() for parameter in model.parameters()]
         self.batch = build_batch(model, rank)
-        self.entries: dict[str, Entry] = {
-            name: CONTESTANTS[name].wrap(model, settings.bucket_cap_mb, settings.nodes) for name in settings.contestants
-        }
+        setup = Setup(model, settings.bucket_cap_mb, settings.nodes)
+        self.entries: dict[str, Entry] = {name: CONTESTANTS[name].wrap(setup) for name in settings.contestants}
         self.pause_s = 0.0  # after each step
         self.num_done = 0
         self.trial_steps = {
