@@ -41,12 +41,14 @@ def run(arguments: argparse.Namespace, limits: Limits) -> list[dict[str, Any]]:
             },
             num_held_out=QUICK_HELD_OUT if arguments.quick else None,
         )
-        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
-        prefixes = [[]] * arguments.ranks
         run_ranks(
-            *("convergence_rank.py", settings, Path(folder), limits, "convergence"),
-            prefixes=prefixes,
-            environment=environment,
+            "convergence_rank.py",
+            settings,
+            Path(folder),
+            limits,
+            "convergence",
+            prefixes=[[]] * arguments.ranks,
+            environment={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK},
         )
         runs: list[dict[str, Any]] = json.loads(Path(folder, "results.json").read_text())
     return runs

@@ -30,7 +30,7 @@ from torchbagua import native
 
 CALLS = 50
 FLOOR = "a hook that does nothing"
-# What issue 16 wants at any number of ranks.
+# What is wanted at any number of ranks.
 MOST_LAUNCHES = 6
 MOST_US = 60.0
 WIDTH = 128

@@ -99,6 +99,7 @@ def pretend_gpu() -> "Counter[str]":
         is_cuda=True,
         device=property(lambda tensor: GPU),
         to=moved_nowhere(torch.Tensor.to),
+        pin_memory=lambda tensor: tensor,
         record_stream=lambda tensor, stream: None,
     )
     stream = PretendedStream()
