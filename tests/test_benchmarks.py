@@ -1,16 +1,21 @@
-"""What the benchmarks share: turns and tables; and what the host's time is counted and measured with, without a GPU."""
+"""What the benchmarks share: turns, tables and ranks; and how the host's time is counted without a GPU."""
 
 import json
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
 import programs
 from source_tree import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "benchmarks"))
+from processes import RankFailure, run_ranks
 from table import table
 from timing import alternated, elapsed_ms, host_us
 
@@ -50,6 +55,44 @@ def test_columns_of_numbers_are_aligned_to_the_right() -> None:
         "| 2 | -3 |  |  |",
     ]
     assert table(["x"], []).splitlines() == ["| x |", "| --- |"]
+
+
+@dataclass(frozen=True)
+class NoSettings:
+    """Of ranks that read none."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+@pytest.mark.parametrize(
+    ("second", "error", "message"),
+    [
+        (["sh", "-c", "echo the reason; exit 3"], RankFailure, "^rank 1 ended with 3:\nthe reason\n$"),
+        (["no-such-program"], FileNotFoundError, "no-such-program"),
+        (["sh", "-c", "sleep 600"], KeyboardInterrupt, "asked for"),
+    ],
+)
+def test_all_ranks_end_whatever_ends_one(
+    tmp_path: Path, second: list[str], error: type[BaseException], message: str
+) -> None:
+    def stop() -> None:
+        if error is KeyboardInterrupt:
+            raise KeyboardInterrupt("asked for")
+
+    limits: Any = SimpleNamespace(check=stop)
+    before = children()
+    with pytest.raises(error, match=message):
+        run_ranks(
+            *("rank.py", NoSettings(), tmp_path, limits, "ranks"),
+            # What comes after the shell's commands are their arguments.
+            prefixes=[["sh", "-c", "sleep 600 & wait"], second],
+            environment={},
+        )
+    assert children() == before
+
+
+def children() -> set[str]:
+    """This process's, by number."""
+    return {child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()}
 
 
 def test_the_hosts_work_for_a_bucket_is_counted_and_timed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import torch
 
 import torchbagua
 from torchbagua.cli.__main__ import main
+from torchbagua.cli.table import table
 from torchbagua.native import status
 
 
@@ -62,3 +63,14 @@ def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["operate"])
     assert "'operate'" in capsys.readouterr().err
+
+
+def test_columns_are_as_wide_as_their_longest_cell() -> None:
+    rows = [["", "loss", "MB"], ["", "", "sent"], ["ByteGrad", "1.5", "12.25"]]
+    assert table(rows, num_head_rows=2, gap=3).splitlines() == [
+        "           loss      MB",
+        "                   sent",
+        "-----------------------",
+        "ByteGrad    1.5   12.25",
+    ]
+    assert table(rows[1:], num_left=3).splitlines() == ["               sent", "-" * 20, "ByteGrad  1.5  12.25"]
