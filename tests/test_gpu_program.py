@@ -4,6 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import programs
+from source_tree import REPOSITORY
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from gpu import Outcome, Step, report, run, steps
@@ -42,3 +46,12 @@ def test_a_report_without_figures_has_every_step(tmp_path: Path) -> None:
     table = report({"steps": done, "codec": {"aot": None}, "overhead": None})
     assert [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]] == names
     assert {line.count("|") for line in table.splitlines()} == {5}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they would run")
+@pytest.mark.parametrize("name", ["codec aot", "overhead"])
+def test_benchmarks_understand_how_they_are_called(tmp_path: Path, name: str) -> None:
+    [step] = (step for step in steps(tmp_path, is_trial=False) if step.name == name)
+    called = programs.run(list(step.command), cwd=REPOSITORY, check=False)
+    assert called.returncode == 1
+    assert called.stderr == "--device cuda: there is no GPU that this torch can use\n"
