@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from torchbagua.events import CommEvent, Run
 from torchbagua.traces.background_trace import BackgroundTrace, Writer, folder_of
@@ -118,41 +118,37 @@ def merge(files: Sequence[RankFile], output: Path, progress: Progress = iter) ->
     """
     if output.resolve() in [file.path.resolve() for file in files]:
         raise ValueError(f"the output must be a file of its own, got {str(output)!r}, which is one of the ranks'")
-    sends: dict[_Message, _Span] = {}
-    receives: dict[_Message, _Span] = {}
-    origin_ns = sys.maxsize
-    for file in progress(files):
-        rank = file.run.rank
-        for event in file.events_on_common_clock():
-            origin_ns = min(origin_ns, event.start_ns)
-            if event.phase in ("send", "receive"):
-                span = _Span(event.start_ns, event.end_ns, rank, _track(event)[0])
-                if event.phase == "send":
-                    sends[_message(event, sender=rank, receiver=event.peers[0])] = span
-                else:
-                    receives[_message(event, sender=event.peers[0], receiver=rank)] = span
-    pairs = [(sent, receives[message]) for message, sent in sends.items() if message in receives]
-
-    partial = output.with_name(f"{output.name}.partial")
-    with _removed_on_failure(partial), gzip.open(partial, "wt", encoding="utf-8", compresslevel=6) as trace:
+    origin_ns, messages = _find_messages(progress(files))
+    with _whole_or_nothing(output) as trace:
         rows = (row for file in progress(files) for row in _rows_of_rank(file, origin_ns))
-        arrows = (row for number, pair in enumerate(pairs, 1) for row in _arrow(number, *pair, origin_ns))
+        arrows = (row for number, ends in enumerate(messages, 1) for row in _arrow(number, *ends, origin_ns))
         separator = "["
         for row in chain(rows, arrows):
             trace.write(f"{separator}{json.dumps(row)}")
             separator = ",\n"
         trace.write("]\n")
-    partial.rename(output)
-
     errors_ns = {file.run.rank: file.clock_error_ns for file in files}
     num_backwards = sum(
-        sent.start_ns - received.end_ns > errors_ns[sent.rank] + errors_ns[received.rank] for sent, received in pairs
+        sent.start_ns - received.end_ns > errors_ns[sent.rank] + errors_ns[received.rank] for sent, received in messages
     )
-    return Merged(output, len(files), len(pairs), max(errors_ns.values()) / 1e3, num_backwards)
+    return Merged(output, len(files), len(messages), max(errors_ns.values()) / 1e3, num_backwards)
 
 
-def _message(event: CommEvent, *, sender: int, receiver: int) -> _Message:
-    return _Message(event.scope, event.ranks, sender, receiver, event.message)
+def _find_messages(files: Iterable[RankFile]) -> tuple[int, list[tuple[_Span, _Span]]]:
+    """Return when the first event begins, and of each message how it was sent and received."""
+    sent: dict[_Message, _Span] = {}
+    received: dict[_Message, _Span] = {}
+    origin_ns = sys.maxsize
+    for file in files:
+        rank = file.run.rank
+        for event in file.events_on_common_clock():
+            origin_ns = min(origin_ns, event.start_ns)
+            span = _Span(event.start_ns, event.end_ns, rank, _track(event)[0])
+            if event.phase == "send":
+                sent[_Message(event.scope, event.ranks, rank, event.peers[0], event.message)] = span
+            elif event.phase == "receive":
+                received[_Message(event.scope, event.ranks, event.peers[0], rank, event.message)] = span
+    return origin_ns, [(sent[message], received[message]) for message in sent if message in received]
 
 
 def _track(event: CommEvent) -> tuple[int, str]:
@@ -211,9 +207,13 @@ def _arrow(number: int, sent: _Span, received: _Span, origin_ns: int) -> Iterato
 
 
 @contextmanager
-def _removed_on_failure(path: Path) -> Iterator[None]:
+def _whole_or_nothing(path: Path) -> Iterator[TextIO]:
+    """Give what a file is written by, compressed; it stands at `path` when it is whole, and not before."""
+    partial = path.with_name(f"{path.name}.partial")
     try:
-        yield
+        with gzip.open(partial, "wt", encoding="utf-8", compresslevel=6) as file:
+            yield file
+        partial.rename(path)
     except BaseException:
-        path.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise

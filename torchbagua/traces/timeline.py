@@ -13,31 +13,23 @@ from torchbagua.events import CommEvent
 class _Style(NamedTuple):
     row: str
     colour: str
+    meaning: str
     hatch: str = ""
+    alpha: float = 1.0
 
 
 # Okabe and Ito's palette, which people who cannot tell red from green can tell apart; waiting is hatched besides.
+# Messages to several peers lie over each other, and show how many there are.
 _STYLES = {
-    "step": _Style("training", "#f0f0f0"),
-    "backward": _Style("training", "#bbbbbb"),
-    "wait": _Style("training", "#d55e00", "////"),
-    "apply": _Style("training", "#cc79a7"),
-    "encode": _Style("lane", "#0072b2"),
-    "receive": _Style("lane", "#f0e442"),
-    "reduce": _Style("lane", "#009e73"),
-    "decode": _Style("lane", "#56b4e9"),
-    "send": _Style("messages", "#e69f00"),
-}
-_MEANINGS = {
-    "step": "rest of the step: forward, optimizer",
-    "backward": "backward computes",
-    "wait": "training waits",
-    "apply": "averages go into weights",
-    "encode": "encode",
-    "receive": "lane waits for a message",
-    "reduce": "add up",
-    "decode": "decode",
-    "send": "message on its way",
+    "step": _Style("training", "#f0f0f0", "rest of the step: forward, optimizer"),
+    "backward": _Style("training", "#bbbbbb", "backward computes"),
+    "wait": _Style("training", "#d55e00", "training waits", hatch="////"),
+    "apply": _Style("training", "#cc79a7", "averages go into weights"),
+    "encode": _Style("lane", "#0072b2", "encode"),
+    "receive": _Style("lane", "#f0e442", "lane waits for a message"),
+    "reduce": _Style("lane", "#009e73", "add up"),
+    "decode": _Style("lane", "#56b4e9", "decode"),
+    "send": _Style("messages", "#e69f00", "message on its way", alpha=0.6),
 }
 _ROWS = ("training", "buckets", "lane", "messages")
 _BUCKET_COLOURS = ("#e8e8e8", "#d0d0d0")
@@ -65,9 +57,9 @@ def draw(ranks: Mapping[int, Sequence[CommEvent]]) -> Figure:
     for index, (rank, events) in enumerate(ranks.items()):
         top = index * (len(_ROWS) + 0.5)
         rows = {row: top + number for number, row in enumerate(_ROWS)}
-        labels += [(place, row if len(ranks) == 1 else f"rank {rank}: {row}") for row, place in rows.items()]
+        labels += [(y, row if len(ranks) == 1 else f"rank {rank}: {row}") for row, y in rows.items()]
         _draw_rank(axes, events, rows, origin_ns)
-    axes.set_yticks([place for place, _ in labels], [label for _, label in labels])
+    axes.set_yticks([y for y, _ in labels], [label for _, label in labels])
     axes.invert_yaxis()
     axes.set_xlim(0, (end_ns - origin_ns) / 1e6)
     axes.set_xlabel("ms since the step began")
@@ -77,54 +69,34 @@ def draw(ranks: Mapping[int, Sequence[CommEvent]]) -> Figure:
     figure.suptitle(_title(steps), fontsize="medium", weight="bold", x=0.01, ha="left")
     axes.set_title("\n".join(_times(ranks, steps)), fontsize="small", loc="left")
     shown = {event.phase for events in ranks.values() for event in events}
-    patches = [
-        Patch(
-            facecolor=style.colour,
-            hatch=style.hatch,
-            edgecolor="white" if style.hatch else "#999999",
-            label=_MEANINGS[phase],
-        )
-        for phase, style in _STYLES.items()
-        if phase in shown
-    ]
+    patches = []
+    for phase, style in _STYLES.items():
+        if phase in shown:
+            edge = "white" if style.hatch else "#999999"
+            patches.append(Patch(facecolor=style.colour, hatch=style.hatch, edgecolor=edge, label=style.meaning))
     num_columns = 3 if len(ranks) == 1 else 5
     figure.legend(handles=patches, loc="outside lower center", ncols=num_columns, fontsize="small", frameon=False)
     return figure
 
 
 def _draw_rank(axes: Axes, events: Sequence[CommEvent], rows: Mapping[str, float], origin_ns: int) -> None:
-    def place(event: CommEvent) -> tuple[float, float]:
-        return (event.start_ns - origin_ns) / 1e6, (event.end_ns - event.start_ns) / 1e6
+    def span_ms(event: CommEvent) -> tuple[float, float]:
+        return (event.start_ns - origin_ns) / 1e6, event.duration_ns / 1e6
+
+    def extent(row: str) -> tuple[float, float]:
+        return rows[row] - _ROW_HEIGHT / 2, _ROW_HEIGHT
 
     for phase, style in _STYLES.items():
-        spans = [place(event) for event in events if event.phase == phase]
-        bottom = rows[style.row] - _ROW_HEIGHT / 2
-        # Messages to several peers lie over each other, and show how many there are.
-        alpha = 0.6 if phase == "send" else 1.0
-        axes.broken_barh(
-            spans,
-            (bottom, _ROW_HEIGHT),
-            facecolor=style.colour,
-            hatch=style.hatch,
-            edgecolor="white",
-            lw=0.3,
-            alpha=alpha,
-        )
+        spans = [span_ms(event) for event in events if event.phase == phase]
+        look = {"facecolor": style.colour, "hatch": style.hatch, "alpha": style.alpha}
+        axes.broken_barh(spans, extent(style.row), edgecolor="white", lw=0.3, **look)
     buckets = sorted(event for event in events if event.phase == "bucket")
     for number, event in enumerate(buckets):
-        start, width = place(event)
-        bottom = rows["buckets"] - _ROW_HEIGHT / 2
-        axes.broken_barh([(start, width)], (bottom, _ROW_HEIGHT), facecolor=_BUCKET_COLOURS[number % 2])
+        start, width = span_ms(event)
+        axes.broken_barh([(start, width)], extent("buckets"), facecolor=_BUCKET_COLOURS[number % 2])
+        centre = (max(start, 0) + width / 2, rows["buckets"])
         label = event.bucket.split()[-1]
-        axes.text(
-            max(start, 0) + width / 2,
-            rows["buckets"],
-            label,
-            ha="center",
-            va="center",
-            fontsize="x-small",
-            clip_on=True,
-        )
+        axes.text(*centre, label, ha="center", va="center", fontsize="x-small", clip_on=True)
 
 
 def _title(steps: Mapping[int, CommEvent]) -> str:
