@@ -50,7 +50,8 @@ class Figures:
 
     def add(self, events: Sequence[CommEvent]) -> None:
         """Add events up to the end of a step."""
-        spans: dict[str, list[tuple[int, int]]] = {"communication": [], "network": []}
+        communication: list[tuple[int, int]] = []
+        network: list[tuple[int, int]] = []
         buckets: dict[str, list[tuple[int, int]]] = {}
         for event in events:
             self.bytes_sent += event.bytes_sent
@@ -62,9 +63,9 @@ class Figures:
             span = (event.start_ns, event.end_ns)
             self.phase_ns[event.phase] += event.end_ns - event.start_ns
             if event.phase in _COMMUNICATION:
-                spans["communication"].append(span)
+                communication.append(span)
                 if event.phase in _NETWORK:
-                    spans["network"].append(span)
+                    network.append(span)
             elif event.phase == "bucket":
                 buckets.setdefault(event.bucket, []).append(span)
             elif event.phase == "wait":
@@ -76,8 +77,8 @@ class Figures:
                 self._add_measured(event)
             elif event.phase == "apply":
                 self.latest.update(event.values)
-        self.communication_ns += busy_ns(spans["communication"])
-        self.network_ns += busy_ns(spans["network"])
+        self.communication_ns += busy_ns(communication)
+        self.network_ns += busy_ns(network)
         self.bucket_ns += map(busy_ns, buckets.values())
 
     def _add_measured(self, event: CommEvent) -> None:
