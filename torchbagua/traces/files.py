@@ -20,8 +20,9 @@ from torchbagua.traces.summary import Summary
 _SUFFIX = ".jsonl.gz"
 _RUN_LINE = '{"torchbagua trace":1,'
 
-# JSON knows tuples, of which it makes lists, and not every kind of mapping.
-_encode = json.JSONEncoder(default=dict, separators=(",", ":")).encode
+# JSON knows tuples, of which it makes lists, and not every kind of mapping. No event has itself within, which is not
+# looked for: that would take as long as all the rest.
+_encode = json.JSONEncoder(default=dict, separators=(",", ":"), check_circular=False).encode
 
 
 class RankFileWriter:
