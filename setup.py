@@ -40,9 +40,10 @@ def built_ahead() -> dict[str, Any]:
         return pure(f"torch cannot be imported here ({error}); use --no-build-isolation, with torch installed")
     if shutil.which(shlex.split(compiler)[0]) is None:
         return pure(f"there is no C++ compiler ({compiler}, set by CXX, is not on PATH)")
-    toolkit = TOOLKIT["usable_toolkit"](torch.version.cuda)
-    if isinstance(toolkit, str):
-        print(f"torchbagua: no library for CUDA is built, its kernels will be compiled at first use: {toolkit}")
+    try:
+        toolkit = TOOLKIT["usable_toolkit"](torch.version.cuda)
+    except TOOLKIT["Unavailable"] as why:
+        print(f"torchbagua: no library for CUDA is built, its kernels will be compiled at first use: {why}")
         libraries = [library(RECIPE["CPU"])]
     else:
         # torch.utils.cpp_extension reads it when it is imported.

@@ -30,7 +30,7 @@ from table import table
 from timing import alternated, elapsed_ms, host_us
 from torchbagua import native
 from torchbagua.compressors import MinMaxUInt8
-from torchbagua.native import reference
+from torchbagua.native.operations import OPERATIONS
 
 COPY = "copy"
 REFERENCE_ROUNDS = 3  # it takes as long as all the rest
@@ -128,7 +128,7 @@ def measure_beside_one_copy(case: Case, names: Sequence[str], setting: Setting, 
 def reference_ms(case: Case, name: str) -> float:
     """Median milliseconds of the same in plain torch."""
     arguments = Buffers(case).arguments()[name]()
-    timed = partial(elapsed_ms, case.device, partial(getattr(reference, case.kernel(name)), *arguments))
+    timed = partial(elapsed_ms, case.device, partial(OPERATIONS[case.kernel(name)], *arguments))
     return statistics.median(alternated({name: timed}, REFERENCE_ROUNDS)[name])
 
 

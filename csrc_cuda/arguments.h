@@ -1,18 +1,18 @@
-// What the kernels' bindings refuse of their arguments, in the words of torchbagua/native/schema.py: for the libraries
-// of all devices, each of which says where the data has to be. What a table holds is not looked at here.
+// A tensor as a kernel takes it, or a refusal: what lets a kernel stay inside its tensors is checked here, in the words
+// of torchbagua/native/arguments.py. What a table holds is not looked at.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
+#include <initializer_list>
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <vector>
+#include <type_traits>
 
-#include "element/casts.h"
+#include "element/blocks.h"
 
 namespace torchbagua::binding {
 
@@ -20,18 +20,30 @@ using torch::headeronly::DeviceType;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Python sees std::invalid_argument as a ValueError.
-[[noreturn]] inline void refuse(const char* op, const char* argument, const std::string& allowed,
-                                const std::string& got) {
-  throw std::invalid_argument(std::string("torchbagua::") + op + ": " + argument + " must be " + allowed + ", got " +
-                              got);
-}
+// `torchbagua::<family>_<name>`.
+struct Operation {
+  const char* family;
+  const char* name;
+};
+
+// A call of an operation: of which library, and the tensor that the others must lie beside.
+struct Call : Operation {
+  DeviceType place;
+  const Tensor& first;
+};
 
 template <typename... Parts>
 std::string text_of(const Parts&... parts) {
   std::ostringstream text;
   (text << ... << parts);
   return text.str();
+}
+
+// Python sees std::invalid_argument as a ValueError.
+[[noreturn]] inline void refuse(const Operation& operation, const char* argument, const std::string& allowed,
+                                const std::string& got) {
+  throw std::invalid_argument(text_of("torchbagua::", operation.family, "_", operation.name, ": ", argument,
+                                      " must be ", allowed, ", got ", got));
 }
 
 inline std::string name_of_device(const Tensor& tensor) {
@@ -50,175 +62,106 @@ inline std::string describe(const Tensor& tensor) {
                  name_of_device(tensor));
 }
 
-// Calls `body` with a value of the type of x's elements; returns whether there is one.
-template <typename Body>
-bool with_element_of(const Tensor& x, const Body& body) {
-  switch (x.scalar_type()) {
-    case ScalarType::Float:
-      body(float{});
-      return true;
-    case ScalarType::BFloat16:
-      body(BFloat16{});
-      return true;
-    case ScalarType::Half:
-      body(Float16{});
-      return true;
-    default:
-      return false;
-  }
-}
+// The size that a dimension must have, or its name where it may have any.
+struct Size {
+  const char* name;
+  int64_t value = -1;
+};
+
+struct Argument {
+  const char* name;
+  const Tensor& tensor;
+  int64_t size = -1;  // that it must have, of one dimension
+};
+
+constexpr const char* kElementTypes = "float32, bfloat16 or float16";
 
 inline bool has_elements(const Tensor& tensor) {
-  return with_element_of(tensor, [](auto) {});
+  const ScalarType type = tensor.scalar_type();
+  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
 }
 
-inline bool is_plain(const Tensor& tensor, int64_t num_dims) {
-  return tensor.dim() == num_dims && tensor.is_contiguous();
+// Refuses a tensor unless it has one of the `types`, is contiguous, of the shape (any where none is given), and where
+// the call's first tensor is, on a device of the library's.
+inline void check(const Call& call, const Argument& argument, bool has_type, const char* types,
+                  std::initializer_list<Size> shape) {
+  const Tensor& tensor = argument.tensor;
+  const bool is_there = tensor.device() == call.first.device() && tensor.device().type() == call.place;
+  const auto own = tensor.sizes();
+  const bool has_shape = shape.size() == 0 || std::equal(shape.begin(), shape.end(), own.begin(), own.end(),
+                                                         [](const Size& allowed, int64_t size) {
+                                                           return allowed.value < 0 || allowed.value == size;
+                                                         });
+  if (has_type && is_there && has_shape && tensor.is_contiguous()) {
+    return;
+  }
+  std::string sizes;
+  for (const Size& allowed : shape) {
+    sizes += sizes.empty() ? "" : ", ";
+    sizes += allowed.value < 0 ? allowed.name : std::to_string(allowed.value);
+  }
+  const bool first_is_there = call.first.device().type() == call.place;
+  const std::string place = first_is_there                  ? name_of_device(call.first)
+                            : call.place == DeviceType::CPU ? "cpu"
+                                                            : "cuda";
+  refuse(call, argument.name, text_of("contiguous ", types, sizes.empty() ? "" : " [" + sizes + "]", " on ", place),
+         describe(tensor));
 }
 
-// Refuses unless `first`, the argument that the others must lie beside, is on a device of the type `place`. The
-// dispatcher sends a call there when any of its tensors is.
-inline void check_place(const char* op, const char* argument, const Tensor& first, DeviceType place) {
-  if (first.device().type() != place) {
-    refuse(op, argument, place == DeviceType::CPU ? "on cpu" : "on cuda", describe(first));
+// Calls `body` with a value of a type that `has_elements` knows.
+template <typename Body>
+void with_element_type(ScalarType type, const Body& body) {
+  switch (type) {
+    case ScalarType::BFloat16:
+      return body(BFloat16{});
+    case ScalarType::Half:
+      return body(Float16{});
+    default:
+      return body(float{});
   }
 }
 
-// Refuses unless `tensor` is where `first` is.
-inline void check_device(const char* op, const char* argument, const Tensor& tensor, const Tensor& first) {
-  if (tensor.device() != first.device()) {
-    refuse(op, argument, "on " + name_of_device(first), describe(tensor));
+// Calls `body` with a value of the type of the argument's elements, one of those that the codecs encode.
+template <typename Body>
+void with_element_of(const Call& call, const Argument& argument, const Body& body) {
+  check(call, argument, has_elements(argument.tensor), kElementTypes, {{"N", argument.size}});
+  with_element_type(argument.tensor.scalar_type(), body);
+}
+
+template <typename T>
+constexpr ScalarType kTypeOf = ScalarType::Float;
+template <>
+inline constexpr ScalarType kTypeOf<BFloat16> = ScalarType::BFloat16;
+template <>
+inline constexpr ScalarType kTypeOf<Float16> = ScalarType::Half;
+template <>
+inline constexpr ScalarType kTypeOf<unsigned char> = ScalarType::Byte;
+
+template <typename T>
+Span<T> span_of(const Call& call, const Argument& argument) {
+  constexpr ScalarType kType = kTypeOf<std::remove_const_t<T>>;
+  constexpr bool kIsBytes = kType == ScalarType::Byte;
+  const Tensor& tensor = argument.tensor;
+  check(call, argument, tensor.scalar_type() == kType, kIsBytes ? "uint8" : "float32",
+        {{kIsBytes ? "W" : "N", argument.size}});
+  if constexpr (std::is_const_v<T>) {
+    return {static_cast<T*>(tensor.const_data_ptr()), tensor.numel()};
+  } else {
+    return {static_cast<T*>(tensor.mutable_data_ptr()), tensor.numel()};
   }
 }
 
-inline void check_bytes(const char* op, const char* argument, const Tensor& tensor, int64_t num_dims) {
-  if (!is_plain(tensor, num_dims) || tensor.scalar_type() != ScalarType::Byte) {
-    refuse(op, argument, text_of("contiguous uint8 ", num_dims == 1 ? "[W]" : "[R, W]"), describe(tensor));
-  }
-}
-
-inline void check_table_tensor(const char* op, const Tensor& table) {
-  if (!is_plain(table, 2) || table.scalar_type() != ScalarType::Long || table.size(1) != 4) {
-    refuse(op, "table", "contiguous int64 [B, 4]", describe(table));
-  }
-}
-
-constexpr int64_t kAnyLength = -1;
-
-// Refuses unless `tensor` is contiguous float32 [num_elements].
-inline void check_floats(const char* op, const char* argument, const Tensor& tensor, int64_t num_elements) {
-  if (!is_plain(tensor, 1) || tensor.scalar_type() != ScalarType::Float ||
-      (num_elements != kAnyLength && tensor.numel() != num_elements)) {
-    const std::string length = num_elements == kAnyLength ? "N" : text_of(num_elements);
-    refuse(op, argument, text_of("contiguous float32 [", length, "]"), describe(tensor));
-  }
-}
-
-// The arguments of a codec's encode and decode.
-inline void check_codec(const char* op, DeviceType place, const Tensor& x, const Tensor& table, const Tensor& wire) {
-  if (!is_plain(x, 1) || !has_elements(x)) {
-    refuse(op, "x", "contiguous float32, bfloat16 or float16 [N]", describe(x));
-  }
-  check_bytes(op, "wire", wire, 1);
-  check_table_tensor(op, table);
-  check_device(op, "wire", wire, x);
-  check_device(op, "table", table, x);
-  check_place(op, "x", x, place);
-}
-
-// The arguments that a codec's means share; returns the divisor as the kernels take it.
-inline float check_senders(const char* op, DeviceType place, const Tensor& rows, const Tensor& table, double divisor) {
-  check_bytes(op, "rows", rows, 2);
+inline Rows rows_of(const Call& call, const Tensor& rows) {
+  check(call, {"rows", rows}, rows.scalar_type() == ScalarType::Byte, "uint8", {{"R"}, {"W"}});
   if (rows.size(0) < 1) {
-    refuse(op, "rows", "of at least one row", describe(rows));
+    refuse(call, "rows", "of at least one row", describe(rows));
   }
-  const float rounded = static_cast<float>(divisor);
-  if (!(rounded > 0.0f && rounded <= std::numeric_limits<float>::max())) {
-    refuse(op, "divisor", "a positive finite float32", text_of(divisor));
-  }
-  check_table_tensor(op, table);
-  check_device(op, "table", table, rows);
-  check_place(op, "rows", rows, place);
-  return rounded;
+  return {static_cast<const unsigned char*>(rows.const_data_ptr()), rows.size(0), rows.size(1)};
 }
 
-// The arguments of a codec's decode_mean; returns the divisor.
-inline float check_mean(const char* op, DeviceType place, const Tensor& rows, const Tensor& table, double divisor,
-                        const Tensor& x) {
-  const float rounded = check_senders(op, place, rows, table, divisor);
-  check_floats(op, "x", x, kAnyLength);
-  check_device(op, "x", x, rows);
-  return rounded;
-}
-
-// The arguments of a codec's decode_mean_encode; returns the divisor.
-inline float check_mean_encode(const char* op, DeviceType place, const Tensor& rows, const Tensor& table,
-                               double divisor, const Tensor& wire) {
-  const float rounded = check_senders(op, place, rows, table, divisor);
-  check_bytes(op, "wire", wire, 1);
-  if (wire.numel() != rows.size(1)) {
-    refuse(op, "wire", text_of("as long as a row, ", rows.size(1), " bytes"), describe(wire));
-  }
-  check_device(op, "wire", wire, rows);
-  return rounded;
-}
-
-// The arguments of a codec's encode_feedback.
-inline void check_feedback(const char* op, DeviceType place, const Tensor& x, const Tensor& residual,
-                           const Tensor& table, const Tensor& wire, const Tensor& left_out) {
-  check_floats(op, "x", x, kAnyLength);
-  check_floats(op, "residual", residual, x.numel());
-  check_floats(op, "left_out", left_out, x.numel());
-  check_bytes(op, "wire", wire, 1);
-  check_table_tensor(op, table);
-  check_device(op, "residual", residual, x);
-  check_device(op, "left_out", left_out, x);
-  check_device(op, "wire", wire, x);
-  check_device(op, "table", table, x);
-  check_place(op, "x", x, place);
-}
-
-// Refuses unless `tensors` are contiguous and like `weights`, one by one.
-inline void check_like(const char* op, const char* argument, const std::vector<Tensor>& tensors,
-                       const std::vector<Tensor>& weights) {
-  if (tensors.size() != weights.size()) {
-    refuse(op, argument, text_of("a list of ", weights.size(), " tensors"), text_of("a list of ", tensors.size()));
-  }
-  for (size_t i = 0; i < weights.size(); ++i) {
-    const auto own = tensors[i].sizes(), expected = weights[i].sizes();
-    if (!tensors[i].is_contiguous() || tensors[i].scalar_type() != weights[i].scalar_type() ||
-        tensors[i].device() != weights[i].device() ||
-        !std::equal(own.begin(), own.end(), expected.begin(), expected.end())) {
-      refuse(op, argument, text_of("like weights, ", describe(weights[i])), describe(tensors[i]));
-    }
-  }
-}
-
-// The weights of qadam_update.
-inline void check_weights(const char* op, DeviceType place, const std::vector<Tensor>& weights) {
-  for (const Tensor& weight : weights) {
-    if (!weight.is_contiguous() || !has_elements(weight)) {
-      refuse(op, "weights", "contiguous float32, bfloat16 or float16", describe(weight));
-    }
-    check_place(op, "weights", weight, place);
-  }
-}
-
-// The arguments of qadam_form_momenta and qadam_form_gradients, which call the first list `values_name`.
-inline void check_forms(const char* op, DeviceType place, const char* values_name, const std::vector<Tensor>& values,
-                        const std::vector<Tensor>& momenta) {
-  if (momenta.size() != values.size()) {
-    refuse(op, "momenta", text_of("a list of ", values.size(), " tensors"), text_of("a list of ", momenta.size()));
-  }
-  for (size_t i = 0; i < values.size(); ++i) {
-    check_floats(op, values_name, values[i], kAnyLength);
-    if (!is_plain(momenta[i], 1) || momenta[i].numel() != values[i].numel() || !has_elements(momenta[i])) {
-      refuse(op, "momenta", text_of("contiguous float32, bfloat16 or float16 [", values[i].numel(), "]"),
-             describe(momenta[i]));
-    }
-    check_device(op, "momenta", momenta[i], values[i]);
-    check_place(op, values_name, values[i], place);
-  }
+inline Table table_of(const Call& call, const Tensor& table) {
+  check(call, {"table", table}, table.scalar_type() == ScalarType::Long, "int64", {{"B"}, {nullptr, 4}});
+  return {static_cast<const Block*>(table.const_data_ptr()), table.size(0), table.size(1)};
 }
 
 }  // namespace torchbagua::binding

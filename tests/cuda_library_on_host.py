@@ -25,7 +25,8 @@ from test_cuda_launcher import (
     qadam_lists,
     run_on_host,
 )
-from torchbagua.native import launcher, reference, tensor_tables
+from torchbagua.native import launcher, tensor_tables
+from torchbagua.native.operations import OPERATIONS
 
 LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p)
 NO_KERNEL_IMAGE, INSUFFICIENT_DRIVER, LAUNCH_FAILURE = 209, 35, 719
@@ -58,7 +59,7 @@ def main(library: Path, kernels: Path) -> None:
             mine = arguments_of(operation, table, wire_bytes, dtype)
             theirs = copies(mine)
             call(f"minmax_uint8_{operation}", mine)
-            getattr(reference, f"minmax_uint8_{operation}")(*theirs)
+            OPERATIONS[f"minmax_uint8_{operation}"](*theirs)
             check_same(mine, theirs)
             (launched,) = launches
             expected = (kernel_of(operation, dtype), len(lengths), launcher.THREADS, 1003, 3)
@@ -70,7 +71,7 @@ def main(library: Path, kernels: Path) -> None:
         lists = qadam_lists(operation)
         of_reference = [copies(one) for one in lists]
         call(operation, lists, **numbers)
-        getattr(reference, operation)(*of_reference, **numbers)
+        OPERATIONS[operation](*of_reference, **numbers)
         for own, others in zip(lists, of_reference, strict=True):
             check_same(own, others)
         expected = [(*one, tensor_tables.TABLE_THREADS, 1003, 3) for one in qadam_launches(operation)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from native_codecs import CODECS, OPS, Codec
-from torchbagua.native import schema
+from torchbagua.native.operations import ELEMENT_TYPES
 
 LENGTHS = (1, 7, 31, 32, 33, 64, 128, 1000, 4096, 4097, 9000)
 EXTREMES = (-(2**63), -1, 0, 1, 2, 2**31, 2**62, 2**63 - 8, 2**63 - 1)
@@ -60,7 +60,7 @@ def fuzz_once(draw: random.Random) -> bool:
     num_rows = draw.randrange(1, 5)
     wires = own_memory(torch.randint(0, 256, (num_rows, wire_bytes), dtype=torch.uint8), draw)
     x = own_memory(torch.randint(-(2**31), 2**31, (num_elements,)).to(torch.int32).view(torch.float32), draw)
-    x = x.to(draw.choice(schema.ELEMENT_TYPES))
+    x = x.to(draw.choice(ELEMENT_TYPES))
     wire = own_memory(wires[0], draw)
     calls: dict[str, tuple[Tensor | float, ...]] = {
         "encode": (x, table, wire),

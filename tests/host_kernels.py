@@ -24,6 +24,30 @@ def find_kernels(source: str) -> list[str]:
     return re.findall(r"\b(torchbagua_\w+)\(", source)
 
 
+class Span(ctypes.Structure):
+    """As in csrc_cuda/element/blocks.h: a tensor of one dimension."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("size", ctypes.c_longlong)]
+
+
+class Rows(ctypes.Structure):
+    """The same of two dimensions: Rows, or Table."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("num_rows", ctypes.c_longlong), ("row_size", ctypes.c_longlong)]
+
+
+class QAdamStep(ctypes.Structure):
+    """As in csrc_cuda/element/qadam.h."""
+
+    _fields_ = [("numbers", ctypes.c_float * 9)]
+
+
+class QAdamForm(ctypes.Structure):
+    """As in csrc_cuda/element/qadam.h."""
+
+    _fields_ = [("numbers", ctypes.c_float * 2)]
+
+
 class HostKernels:
     """A compiled library of kernels.
 
@@ -40,7 +64,7 @@ class HostKernels:
 
         Args:
             kernel: its name.
-            arguments: tensors, whose addresses are handed over; int for long long, float, and ctypes structures.
+            arguments: tensors, float, and ctypes structures.
         """
         address = ctypes.c_void_p.in_dll(self._loaded, f"host_{kernel}").value
         assert address
@@ -51,9 +75,7 @@ class HostKernels:
 
 def _as_c(argument: Any) -> Any:
     if isinstance(argument, Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    if isinstance(argument, int):
-        return ctypes.c_longlong(argument)
+        return (Span, Rows)[argument.dim() - 1](argument.data_ptr(), *argument.shape)
     return ctypes.c_float(argument) if isinstance(argument, float) else argument
 
 

@@ -9,7 +9,7 @@ import torch
 
 from pretended_cuda import pretend_cuda
 from source_tree import REPOSITORY, copy_sources, run_python
-from torchbagua.native import cuda_toolkit, devices, first_use, launcher, loader, nvrtc, recipe
+from torchbagua.native import cuda_toolkit, launcher, loader, nvrtc, recipe
 
 needs_nvrtc = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None, reason="cuda-bindings, of the extra dev, is not installed"
@@ -19,7 +19,7 @@ TOOLKIT = cuda_toolkit.Toolkit(Path("/nowhere"), "13.0", (75, 80, 90, 120))
 LOAD = """
 from torchbagua import native
 native.load()
-print(native.loader.loaded_path(native.devices.CUDA))
+print(native.loader.loaded_path(native.loader.CUDA))
 """
 
 
@@ -36,7 +36,7 @@ class TestChoice:
             source.write_text("// nothing\n")
         monkeypatch.setattr(loader, "__file__", str(native / "loader.py"))
         monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(devices, "capabilities", lambda: [90, 80, 70, 121])
+        monkeypatch.setattr(loader, "capabilities", lambda: [90, 80, 70, 121])
         monkeypatch.setenv("CUDA_HOME", str(tmp_path))
         monkeypatch.setenv("CXX", "sh")
         monkeypatch.delenv("TORCHBAGUA_NATIVE", raising=False)
@@ -54,21 +54,21 @@ class TestChoice:
     def test_built_library_comes_first(self, package: Path) -> None:
         built = package / f"{recipe.stem(recipe.CUDA, package.parents[1] / 'csrc_cuda')}.abi3.so"
         built.touch()
-        choice = loader.choose(devices.CUDA)
+        choice = loader.choose(loader.CUDA)
         assert (choice.path, choice.library) == ("aot", built)
-        assert loader.choose(devices.CPU).path == "jit"
+        assert loader.choose(loader.CPU).path == "jit"
 
     @pytest.mark.usefixtures("_nvcc")
     def test_nvcc_comes_next(self) -> None:
-        choice = loader.choose(devices.CUDA)
+        choice = loader.choose(loader.CUDA)
         assert choice.path == "jit"
         assert "no library for cuda was built ahead of time; compiled at first use by" in choice.why
         assert choice.why.endswith("and nvcc 13.0")
 
     @pytest.mark.usefixtures("_nvcc")
     def test_it_compiles_for_the_gpus_that_are_there(self, package: Path) -> None:
-        build = devices.CUDA.find_build(package.parents[1] / "csrc_cuda")
-        assert isinstance(build, first_use.Build)
+        build = loader.choose(loader.CUDA).build
+        assert build is not None
         assert build.architectures == (75, 80, 90, 120)
         flags = build.arguments()["extra_cuda_cflags"]
         assert [flag for flag in flags if "code=" in flag] == [
@@ -82,20 +82,20 @@ class TestChoice:
 
     @pytest.mark.usefixtures("_nvcc")
     def test_libraries_for_other_gpus_are_other_files(self, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = loader.choose(devices.CUDA).library
-        assert loader.choose(devices.CUDA).library == before
-        monkeypatch.setattr(devices, "capabilities", lambda: [90])
-        assert loader.choose(devices.CUDA).library != before
+        before = loader.choose(loader.CUDA).library
+        assert loader.choose(loader.CUDA).library == before
+        monkeypatch.setattr(loader, "capabilities", lambda: [90])
+        assert loader.choose(loader.CUDA).library != before
 
     @needs_nvrtc
     def test_nvrtc_comes_last(self) -> None:
-        choice = loader.choose(devices.CUDA)
+        choice = loader.choose(loader.CUDA)
         assert (choice.path, choice.library) == ("nvrtc", None)
         assert "no library for cuda was built ahead of time, and there is no nvcc" in choice.why
 
     @pytest.mark.usefixtures("_no_nvrtc")
     def test_the_reference_remains_for_reasons(self) -> None:
-        choice = loader.choose(devices.CUDA)
+        choice = loader.choose(loader.CUDA)
         assert choice.path == "reference"
         for part in ("no library for cuda was built", "there is no nvcc", "cuda-python cannot be imported"):
             assert part in choice.why
@@ -105,8 +105,8 @@ class TestChoice:
         ("forced", "message"),
         [
             ("aot", "TORCHBAGUA_NATIVE=aot, but no library for cuda was built ahead of time"),
-            ("jit", "TORCHBAGUA_NATIVE=jit, and there is no nvcc"),
-            ("nvrtc", r"TORCHBAGUA_NATIVE=nvrtc, and cuda-python cannot be imported .*torchbagua\[cuda\]"),
+            ("jit", "TORCHBAGUA_NATIVE=jit, but there is no nvcc"),
+            ("nvrtc", r"TORCHBAGUA_NATIVE=nvrtc, but cuda-python cannot be imported .*torchbagua\[cuda\]"),
         ],
     )
     def test_forced_path_that_is_not_to_be_had_raises(
@@ -114,7 +114,7 @@ class TestChoice:
     ) -> None:
         monkeypatch.setenv("TORCHBAGUA_NATIVE", forced)
         with pytest.raises(RuntimeError, match=message):
-            loader.choose(devices.CUDA)
+            loader.choose(loader.CUDA)
 
     @needs_nvrtc
     @pytest.mark.usefixtures("_nvcc")
@@ -123,18 +123,18 @@ class TestChoice:
     ) -> None:
         (package / f"{recipe.stem(recipe.CUDA, package.parents[1] / 'csrc_cuda')}.abi3.so").touch()
         monkeypatch.setenv("TORCHBAGUA_NATIVE", "nvrtc")
-        assert loader.choose(devices.CUDA).path == "nvrtc"
-        assert loader.choose(devices.CPU).path == "jit"
+        assert loader.choose(loader.CUDA).path == "nvrtc"
+        assert loader.choose(loader.CPU).path == "jit"
 
     def test_reference_can_be_forced(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCHBAGUA_NATIVE", "reference")
-        assert loader.choose(devices.CUDA) == loader.Choice("reference", None, "TORCHBAGUA_NATIVE=reference")
+        assert loader.choose(loader.CUDA) == loader.Choice("reference", "TORCHBAGUA_NATIVE=reference")
 
 
 def test_without_a_gpu_only_the_cpu_is_looked_at() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert devices.here() == [devices.CPU]
+    assert loader.usable_devices() == [loader.CPU]
 
 
 class TestLoad:
@@ -170,7 +170,7 @@ native.load()
         assert kernels == f"{names} {{('nvrtc', None, 'compiled by NVRTC at first use')}}"
         assert f"cuda kernels: nvrtc, kept in {tmp_path / 'cache'}" in report
         assert [line.split()[1:3] for line in report if line.startswith("minmax_uint8_encode ")][1] == ["cuda", "nvrtc"]
-        stem = recipe.stem(recipe.NVRTC, REPOSITORY / "csrc_cuda")
+        stem = recipe.stem(recipe.NVRTC, tmp_path / "checkout" / "csrc_cuda")
         (kept,) = (tmp_path / "cache").glob("*.cuda")
         assert kept.name.startswith(f"{stem}-sm_90-nvrtc_")
 
@@ -204,20 +204,20 @@ native.load()
 
 def test_a_process_forked_from_one_that_uses_cuda_leaves_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert devices.here() == [devices.CPU, devices.CUDA]
+    assert loader.usable_devices() == [loader.CPU, loader.CUDA]
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    assert devices.here() == [devices.CPU]
+    assert loader.usable_devices() == [loader.CPU]
 
 
 def test_an_old_gpu_is_an_error_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be there for the screen, in a machine that trains on the CPU."""
     registered: list[launcher.CudaKernels] = []
-    monkeypatch.setattr(devices, "capabilities", lambda: [70])
     monkeypatch.setattr(launcher.CudaKernels, "register", lambda kernels: registered.append(kernels))
-    compiler = nvrtc.find_compiler("13.0", REPOSITORY / "csrc_cuda")
-    if isinstance(compiler, str):
-        pytest.skip(compiler)
-    devices.register_nvrtc(compiler)
+    try:
+        compiler = nvrtc.find_compiler("13.0", REPOSITORY / "csrc_cuda")
+    except cuda_toolkit.Unavailable as why:
+        pytest.skip(str(why))
+    launcher.register_nvrtc(compiler, 70)
     (kernels,) = registered
     with pytest.raises(RuntimeError, match=r"compute capability 7\.0, the kernels need 7\.5 or newer"):
         kernels.prepare(70)

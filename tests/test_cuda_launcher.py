@@ -14,14 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from host_kernels import CSRC, KERNEL_FILES, HostKernels
+from host_kernels import CSRC, KERNEL_FILES, HostKernels, QAdamForm, QAdamStep, Rows, Span
 from native_codecs import DTYPES, MINMAX_UINT8, assert_same_values, lay_out, num_elements
-from torchbagua.native import launcher, nvrtc, reference, tensor_tables
+from torchbagua.native import launcher, nvrtc, tensor_tables
 from torchbagua.native.cuda_driver import Driver
 from torchbagua.native.launcher import CudaKernels
+from torchbagua.native.operations import OPERATIONS
 
 SOURCE = "\n".join((CSRC / "kernels" / file).read_text() for file in KERNEL_FILES)
-OPERATIONS = ("encode", "decode", "decode_mean", "decode_mean_encode", "encode_feedback")
+CODEC_OPERATIONS = ("encode", "decode", "decode_mean", "decode_mean_encode", "encode_feedback")
 STREAM = 77
 TILE = 2048  # elements that a thread block holds
 
@@ -41,12 +42,13 @@ def parameters_of(kernel: str) -> list[str]:
 
 def c_type_of(parameter: str) -> Any:
     """The type of ctypes for a parameter of the type."""
-    if "*" in parameter:
-        return ctypes.c_void_p
+    if parameter.startswith("Span<"):
+        return Span
     for name, num_pointers in {"QAdamTensors<": 4, "FormTensors<": 2}.items():
         if name in parameter:
             return tensor_tables.table_type(num_pointers)
-    return {"long long": ctypes.c_longlong, "float": ctypes.c_float, "QAdamStep": tensor_tables.QAdamStep}[parameter]
+    others = {"Rows": Rows, "Table": Rows, "float": ctypes.c_float, "QAdamStep": QAdamStep, "QAdamForm": QAdamForm}
+    return others[parameter]
 
 
 def run_on_host(host: HostKernels, kernel: str, num_blocks: int, num_threads: int, parameters: int) -> None:
@@ -139,7 +141,7 @@ def arguments_of(operation: str, table: Tensor, wire_bytes: int, dtype: torch.dt
     x, residual = (torch.randn(num_elements(table), generator=generator).to(dtype) for _ in range(2))
     rows = torch.zeros(3, wire_bytes, dtype=torch.uint8)
     for row in rows:
-        reference.minmax_uint8_encode(torch.randn(len(x), generator=generator), table, row)
+        OPERATIONS["minmax_uint8_encode"](torch.randn(len(x), generator=generator), table, row)
     return {
         "encode": [x, table, torch.full((wire_bytes,), 7, dtype=torch.uint8)],
         "decode": [rows[0].clone(), table, torch.full_like(x, 7.0)],
@@ -164,11 +166,11 @@ def check_same(mine: list[Any], theirs: list[Any]) -> None:
 
 def kernel_of(operation: str, dtype: torch.dtype) -> str:
     """The name of the kernel that is launched."""
-    suffix = f"_{str(dtype).split('.')[1]}" if operation in ("encode", "decode") else ""
+    suffix = "" if operation == "decode_mean_encode" else f"_{str(dtype).split('.')[1]}"
     return f"torchbagua_minmax_uint8_{operation}{suffix}"
 
 
-CASES = [(operation, torch.float32) for operation in OPERATIONS]
+CASES = [(operation, torch.float32) for operation in CODEC_OPERATIONS]
 CASES += [(operation, dtype) for operation in ("encode", "decode") for dtype in DTYPES[1:]]
 
 
@@ -182,9 +184,9 @@ def test_launches_give_the_bytes_of_the_reference(
     theirs = copies(mine)
     driver = PretendedDriver(host_kernels)
 
-    getattr(kernels_on(driver), f"minmax_uint8_{operation}")(*mine)
+    kernels_on(driver).call(f"minmax_uint8_{operation}", *mine)
 
-    getattr(reference, f"minmax_uint8_{operation}")(*theirs)
+    OPERATIONS[f"minmax_uint8_{operation}"](*theirs)
     check_same(mine, theirs)
     name, kernel, shape, *rest = driver.calls[-2]
     assert (name, kernel) == ("cuLaunchKernel", kernel_of(operation, dtype))
@@ -235,9 +237,9 @@ def test_launches_over_lists_give_the_bits_of_the_reference(host_kernels: HostKe
     theirs = [copies(one) for one in mine]
     driver = PretendedDriver(host_kernels)
 
-    getattr(kernels_on(driver), operation)(*mine, **numbers)
+    kernels_on(driver).call(operation, *mine, **numbers)
 
-    getattr(reference, operation)(*theirs, **numbers)
+    OPERATIONS[operation](*theirs, **numbers)
     for own, others in zip(mine, theirs, strict=True):
         check_same(own, others)
     shape = (1, 1, tensor_tables.TABLE_THREADS, 1, 1)
@@ -251,7 +253,7 @@ def test_empty_tensors_and_lists_launch_nothing(operation: str) -> None:
     driver = PretendedDriver()
     num_lists = len(qadam_lists(operation))
     for lists in ([[] for _ in range(num_lists)], [[torch.zeros(0)] for _ in range(num_lists)]):
-        getattr(kernels_on(driver), operation)(*lists, **QADAM_NUMBERS[operation])
+        kernels_on(driver).call(operation, *lists, **QADAM_NUMBERS[operation])
     assert driver.calls == []
 
 
@@ -261,7 +263,7 @@ def test_lists_are_refused_before_anything_is_called(operation: str) -> None:
     lists = qadam_lists(operation)
     lists[-1][-2] = torch.zeros(8)
     with pytest.raises(ValueError, match=rf"^torchbagua::{operation}: \w+ must be .*, got "):
-        getattr(kernels_on(driver), operation)(*lists, **QADAM_NUMBERS[operation])
+        kernels_on(driver).call(operation, *lists, **QADAM_NUMBERS[operation])
     assert driver.calls == []
 
 
@@ -271,7 +273,7 @@ def test_kernels_are_compiled_and_loaded_once() -> None:
     kernels.prepare(90)
     table, wire_bytes = lay_out(MINMAX_UINT8, [5])
     for _ in range(3):
-        kernels.minmax_uint8_encode(*arguments_of("encode", table, wire_bytes))
+        kernels.call("minmax_uint8_encode", *arguments_of("encode", table, wire_bytes))
     kernels._on(1)
 
     assert compiler.compiled == [90]
@@ -286,7 +288,7 @@ def test_kernels_are_compiled_and_loaded_once() -> None:
 def test_nothing_to_do_launches_nothing() -> None:
     driver = PretendedDriver()
     table = torch.zeros(0, 4, dtype=torch.int64)
-    kernels_on(driver).minmax_uint8_encode(torch.zeros(0), table, torch.zeros(0, dtype=torch.uint8))
+    kernels_on(driver).call("minmax_uint8_encode", torch.zeros(0), table, torch.zeros(0, dtype=torch.uint8))
     assert driver.calls == []
 
 
@@ -294,15 +296,17 @@ def test_arguments_are_refused_before_anything_is_called() -> None:
     driver = PretendedDriver()
     kernels = kernels_on(driver)
     table, wire_bytes = lay_out(MINMAX_UINT8, [5])
-    for operation in OPERATIONS:
+    for operation in CODEC_OPERATIONS:
         good = arguments_of(operation, table, wire_bytes)
         elsewhere = [one.to("meta") if one is good[-1] else one for one in good]
-        message = rf"^torchbagua::minmax_uint8_{operation}: \w+ must be on (cpu|meta), got .* on (cpu|meta)$"
+        message = (
+            rf"^torchbagua::minmax_uint8_{operation}: \w+ must be contiguous .* on (cpu|meta), got .* on (cpu|meta)$"
+        )
         with pytest.raises(ValueError, match=message):
-            getattr(kernels, f"minmax_uint8_{operation}")(*elsewhere)
+            kernels.call(f"minmax_uint8_{operation}", *elsewhere)
         strided = [torch.stack((one, one), -1)[..., 0] if one is good[-1] else one for one in good]
         with pytest.raises(ValueError, match=r"must be contiguous .*, got non-contiguous torch\."):
-            getattr(kernels, f"minmax_uint8_{operation}")(*strided)
+            kernels.call(f"minmax_uint8_{operation}", *strided)
     assert driver.calls == []
 
 
@@ -310,14 +314,14 @@ def test_old_driver_is_named() -> None:
     table, wire_bytes = lay_out(MINMAX_UINT8, [5])
     kernels = kernels_on(PretendedDriver(version=12080))
     with pytest.raises(RuntimeError, match=r"driver is too old: it is for CUDA 12\.8, NVRTC is of CUDA 13\.0.*=ref"):
-        kernels.minmax_uint8_encode(*arguments_of("encode", table, wire_bytes))
+        kernels.call("minmax_uint8_encode", *arguments_of("encode", table, wire_bytes))
 
 
 def test_failing_launch_is_an_error_and_leaves_the_context() -> None:
     table, wire_bytes = lay_out(MINMAX_UINT8, [5])
     driver = PretendedDriver(failing="cuLaunchKernel")
     with pytest.raises(RuntimeError, match="cuLaunchKernel of the CUDA driver failed: CUDA_ERROR_LAUNCH_FAILED"):
-        kernels_on(driver).minmax_uint8_encode(*arguments_of("encode", table, wire_bytes))
+        kernels_on(driver).call("minmax_uint8_encode", *arguments_of("encode", table, wire_bytes))
     assert driver.calls[-1] == ("cuCtxPopCurrent",)
 
 
@@ -325,5 +329,5 @@ def test_a_table_of_more_rows_than_a_grid_may_have(monkeypatch: pytest.MonkeyPat
     driver = PretendedDriver()
     table, wire_bytes = lay_out(MINMAX_UINT8, [5] * 4)
     monkeypatch.setattr(launcher, "LARGEST_GRID", 3)
-    kernels_on(driver).minmax_uint8_encode(*arguments_of("encode", table, wire_bytes))
+    kernels_on(driver).call("minmax_uint8_encode", *arguments_of("encode", table, wire_bytes))
     assert driver.calls[-2][2][0] == 3

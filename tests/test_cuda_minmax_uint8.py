@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from host_kernels import HostKernels
+from host_kernels import HostKernels, Span
 from native_codecs import DTYPES, KINDS, MINMAX_UINT8, assert_same_values, hostile_values, lay_out, num_elements
-from torchbagua.native import reference
+from torchbagua.native.operations import OPERATIONS
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 NUM_THREADS = 64
@@ -60,7 +60,7 @@ def wires(kinds: tuple[str, ...], table: Tensor, wire_bytes: int) -> Tensor:
     """One for each kind of values, and one of any bytes."""
     rows = torch.randint(0, 256, (len(kinds) + 1, wire_bytes), dtype=torch.uint8)
     for kind, row in zip(kinds, rows, strict=False):
-        reference.minmax_uint8_encode(values_of(kind, table), table, row)
+        OPERATIONS["minmax_uint8_encode"](values_of(kind, table), table, row)
     return rows
 
 
@@ -74,9 +74,9 @@ def test_encode(host_kernels: HostKernels, dtype: torch.dtype, kind: str) -> Non
         x = Guarded(values_of(kind, table).to(dtype), x_shift)
         wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), wire_shift)
         expected = torch.full_like(wire.tensor, 9)
-        reference.minmax_uint8_encode(x.tensor, table, expected)
+        OPERATIONS["minmax_uint8_encode"](x.tensor, table, expected)
         name = f"encode_{NAMES[dtype]}"
-        assert run(host_kernels, name, x.tensor, len(x.tensor), table, len(table), wire.tensor, wire_bytes) == "done"
+        assert run(host_kernels, name, x.tensor, table, wire.tensor) == "done"
         assert torch.equal(wire.tensor, expected)
         assert wire.is_intact()
 
@@ -89,9 +89,9 @@ def test_decode(host_kernels: HostKernels, dtype: torch.dtype, kind: str) -> Non
         wire = Guarded(row, wire_shift)
         x = Guarded(torch.full((num_elements(table),), 9.0, dtype=dtype), x_shift)
         expected = torch.full_like(x.tensor, 9.0)
-        reference.minmax_uint8_decode(wire.tensor, table, expected)
+        OPERATIONS["minmax_uint8_decode"](wire.tensor, table, expected)
         name = f"decode_{NAMES[dtype]}"
-        assert run(host_kernels, name, wire.tensor, wire_bytes, table, len(table), x.tensor, len(x.tensor)) == "done"
+        assert run(host_kernels, name, wire.tensor, table, x.tensor) == "done"
         assert_same_values(x.tensor, expected)
         assert x.is_intact()
 
@@ -111,19 +111,19 @@ DIVISORS = [1.0, 8.0, 3.0, 2.0**-126, 1e38]
 def test_means(host_kernels: HostKernels, senders: str, divisor: float) -> None:
     for (table, wire_bytes), shift in product(tables(), (0, 1)):
         rows = Guarded(wires(SENDERS[senders], table, wire_bytes)[:-1], shift)
-        shape = (*rows.tensor.shape, divisor, table, len(table))
+        arguments = (rows.tensor, table, divisor)
 
         wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), shift)
         expected = torch.full_like(wire.tensor, 9)
-        reference.minmax_uint8_decode_mean_encode(rows.tensor, table, divisor, expected)
-        assert run(host_kernels, "decode_mean_encode", rows.tensor, *shape, wire.tensor) == "done"
+        OPERATIONS["minmax_uint8_decode_mean_encode"](rows.tensor, table, divisor, expected)
+        assert run(host_kernels, "decode_mean_encode", *arguments, wire.tensor) == "done"
         assert torch.equal(wire.tensor, expected)
         assert wire.is_intact()
 
         x = Guarded(torch.full((num_elements(table),), 9.0), shift)
         expected = torch.full_like(x.tensor, 9.0)
-        reference.minmax_uint8_decode_mean(rows.tensor, table, divisor, expected)
-        assert run(host_kernels, "decode_mean", rows.tensor, *shape, x.tensor, len(x.tensor)) == "done"
+        OPERATIONS["minmax_uint8_decode_mean"](rows.tensor, table, divisor, expected)
+        assert run(host_kernels, "decode_mean_float32", *arguments, x.tensor) == "done"
         assert_same_values(x.tensor, expected)
         assert x.is_intact()
 
@@ -136,9 +136,9 @@ def test_encode_feedback(host_kernels: HostKernels, kind: str) -> None:
         left_out = Guarded(torch.full_like(values, 9.0), shifts[2])
         wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), shifts[3])
         expected = torch.full_like(wire.tensor, 9), torch.full_like(values, 9.0)
-        reference.minmax_uint8_encode_feedback(x.tensor, residual.tensor, table, *expected)
-        places = (len(values), table, len(table), wire.tensor, wire_bytes, left_out.tensor)
-        assert run(host_kernels, "encode_feedback", x.tensor, residual.tensor, *places) == "done"
+        OPERATIONS["minmax_uint8_encode_feedback"](x.tensor, residual.tensor, table, *expected)
+        arguments = (x.tensor, residual.tensor, table, wire.tensor, left_out.tensor)
+        assert run(host_kernels, "encode_feedback_float32", *arguments) == "done"
         assert torch.equal(wire.tensor, expected[0])
         assert_same_values(left_out.tensor, expected[1])
         assert wire.is_intact()
@@ -154,14 +154,15 @@ NO_LENGTH = [(0, 0, 0, 8), (0, -1, 0, 8), (0, 2**62, 0, 8)]
 def test_a_block_outside_its_tensors_traps(host_kernels: HostKernels, row: tuple[int, ...]) -> None:
     x, wire = torch.zeros(100), torch.zeros(108, dtype=torch.uint8)
     for table, outcome in ((torch.tensor([[0, 100, 0, 8]]), "done"), (torch.tensor([row]), "trapped")):
-        assert run(host_kernels, "encode_float32", x, 100, table, 1, wire, 108) == outcome
-        assert run(host_kernels, "decode_float32", wire, 108, table, 1, x, 100) == outcome
+        assert run(host_kernels, "encode_float32", x, table, wire) == outcome
+        assert run(host_kernels, "decode_float32", wire, table, x) == outcome
         if row not in OUTSIDE_X:
-            assert run(host_kernels, "decode_mean_encode", wire, 1, 108, 1.0, table, 1, wire.clone()) == outcome
+            assert run(host_kernels, "decode_mean_encode", wire[None], table, 1.0, wire.clone()) == outcome
 
 
 def test_an_empty_table_does_nothing(host_kernels: HostKernels) -> None:
-    assert run(host_kernels, "encode_float32", torch.zeros(1), 1, torch.zeros(0, 4), 0, torch.zeros(1), 1) == "done"
+    table = torch.zeros(0, 4, dtype=torch.int64)
+    assert run(host_kernels, "encode_float32", torch.zeros(1), table, torch.zeros(1, dtype=torch.uint8)) == "done"
 
 
 def test_blocks_beyond_32_bits(host_kernels: HostKernels) -> None:
@@ -169,13 +170,13 @@ def test_blocks_beyond_32_bits(host_kernels: HostKernels) -> None:
     before = 2**33
     x, wire = torch.randn(TILE), torch.zeros(8 + TILE, dtype=torch.uint8)
     table = torch.tensor([[before, TILE, before, before + 8]])
-    x_address, wire_address = x.data_ptr() - 4 * before, wire.data_ptr() - before
-    sizes = (before + TILE, before + 8 + TILE)
+    whole_x = Span(x.data_ptr() - 4 * before, before + TILE)
+    whole_wire = Span(wire.data_ptr() - before, before + 8 + TILE)
     expected = torch.zeros_like(wire)
-    reference.minmax_uint8_encode(x, torch.tensor([[0, TILE, 0, 8]]), expected)
-    assert run(host_kernels, "encode_float32", x_address, sizes[0], table, 1, wire_address, sizes[1]) == "done"
+    OPERATIONS["minmax_uint8_encode"](x, torch.tensor([[0, TILE, 0, 8]]), expected)
+    assert run(host_kernels, "encode_float32", whole_x, table, whole_wire) == "done"
     assert torch.equal(wire, expected)
-    assert run(host_kernels, "decode_float32", wire_address, sizes[1], table, 1, x_address, sizes[0]) == "done"
+    assert run(host_kernels, "decode_float32", whole_wire, table, whole_x) == "done"
     decoded = torch.zeros(TILE)
-    reference.minmax_uint8_decode(expected, torch.tensor([[0, TILE, 0, 8]]), decoded)
+    OPERATIONS["minmax_uint8_decode"](expected, torch.tensor([[0, TILE, 0, 8]]), decoded)
     assert torch.equal(x, decoded)

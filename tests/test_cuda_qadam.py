@@ -4,18 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from host_kernels import HostKernels
+from host_kernels import HostKernels, QAdamForm, QAdamStep
 from test_native_qadam import FORMS, LENGTHS, NUMBERS, arguments, same
-from torchbagua.native import reference
-from torchbagua.native.tensor_tables import QAdamStep, TensorTable, table_type
+from torchbagua.native.operations import OPERATIONS
+from torchbagua.native.tensor_tables import TensorTable, table_type
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUM_BLOCKS, BLOCK_THREADS = 3, 64  # fewer than the chunks and vectors: a block takes several, a thread too
 GUARD = 16  # elements before and after every tensor that no kernel may touch
 # What the kernels of an operation are given after the table.
 REST = {
-    "qadam_update": (QAdamStep(one_minus_beta1=1.0 - NUMBERS["beta1"], **NUMBERS),),
-    **dict.fromkeys(FORMS, (0.9, 0.1 / 1024)),
+    "qadam_update": QAdamStep((*NUMBERS.values(), 1.0 - NUMBERS["beta1"])),
+    **dict.fromkeys(FORMS, QAdamForm((0.9, 0.1 / 1024))),
 }
 KEYWORDS = {"qadam_update": NUMBERS, **{form: {"beta1": 0.9, "share": 0.1 / 1024} for form in FORMS}}
 
@@ -25,7 +25,7 @@ def run(
 ) -> None:
     kernel = f"torchbagua_{operation}_{str(dtype).split('.')[1]}"
     ended = host_kernels.run(
-        kernel, table, *REST[operation], blocks=blocks, num_blocks=num_blocks, num_threads=BLOCK_THREADS
+        kernel, table, REST[operation], blocks=blocks, num_blocks=num_blocks, num_threads=BLOCK_THREADS
     )
     assert ended == "done"
 
@@ -97,7 +97,7 @@ def check_bits(
 
     run(host_kernels, operation, dtype, launch_table(tensors, chunk_elements), range(NUM_BLOCKS), NUM_BLOCKS)
 
-    getattr(reference, operation)(*of_reference, **KEYWORDS[operation])
+    OPERATIONS[operation](*of_reference, **KEYWORDS[operation])
     for own, others in zip(mine, theirs, strict=True):
         assert all(map(same, own, others)), (shifts, chunk_elements, is_hostile)
     if not is_hostile:
@@ -124,6 +124,6 @@ def test_elements_beyond_32_bits(host_kernels: HostKernels, operation: str, dtyp
 
     run(host_kernels, operation, dtype, table, range(last, last + 1), last + 1)
 
-    getattr(reference, operation)(*theirs, **KEYWORDS[operation])
+    OPERATIONS[operation](*theirs, **KEYWORDS[operation])
     for own, others in zip(tensors, theirs, strict=True):
         assert all(map(same, own, others))

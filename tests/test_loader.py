@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from source_tree import compiler_that, copy_sources, finish, python_started, run_python
-from torchbagua.native import devices, first_use, loader, recipe
-from torchbagua.native.sealed_file import read_sealed, seal
+from torchbagua.native import build, loader, recipe
+from torchbagua.native.build import read_sealed, seal
 
 # Loads from two threads at once, then prints the path taken and the bytes of one operation.
 LOAD_AND_ENCODE = """
@@ -30,7 +30,7 @@ print({row.path for row in native.status()}, hash(bytes(wire.tolist())))
 LOAD = """
 from torchbagua import native
 native.load()
-print(native.loader.loaded_path(native.devices.CPU))
+print(native.loader.loaded_path(native.loader.CPU))
 """
 
 
@@ -130,7 +130,7 @@ def test_library_that_was_cut_short_in_the_cache_is_compiled_again(
     compiler = compiler_that(tmp_path / "c++", f"touch {tmp_path}/called")
     monkeypatch.setenv("TORCHBAGUA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(compiler))
-    library = first_use.Build(recipe.CPU, empty_checkout / "csrc_cuda").library_file()
+    library = build.Build(recipe.CPU, empty_checkout / "csrc_cuda").library_file()
     library.parent.mkdir(parents=True)
     any_library = Path(torch.__file__).with_name("lib") / "libc10.so"
     library.write_bytes(any_library.read_bytes()[:4096])  # the page with the header, which promises more
@@ -155,9 +155,9 @@ def test_what_was_done_to_a_sealed_file_is_seen(tmp_path: Path) -> None:
 
 def test_cache_folder_that_cannot_be_made_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    build = first_use.Build(recipe.CPU, tmp_path)
+    to_compile = build.Build(recipe.CPU, tmp_path)
     with pytest.raises(RuntimeError, match="TORCHBAGUA_CACHE names another cache folder"):
-        first_use.compile_once(tmp_path / "file" / "key" / "library.so", build)
+        build.compile_once(tmp_path / "file" / "key" / "library.so", to_compile)
 
 
 def test_compiler_that_fails_raises_its_message(checkout: Path, tmp_path: Path) -> None:
@@ -215,9 +215,9 @@ class TestChoice:
     def test_library_of_other_sources_is_not_taken(self, package: Path, tmp_path: Path) -> None:
         built = package / f"{recipe.stem(recipe.CPU, tmp_path / 'csrc_cuda')}.abi3.so"
         built.touch()
-        assert loader.choose(devices.CPU).library == built
+        assert loader.choose(loader.CPU).library == built
         (tmp_path / "csrc_cuda" / "new.h").write_text("// changed\n")
-        choice = loader.choose(devices.CPU)
+        choice = loader.choose(loader.CPU)
         assert choice.path == "reference"
         assert f"the built library {built.name} is not from the sources in" in choice.why
 
@@ -228,29 +228,29 @@ class TestChoice:
     def test_reference_can_be_forced(self, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (package / f"{recipe.stem(recipe.CPU, tmp_path / 'csrc_cuda')}.abi3.so").touch()
         monkeypatch.setenv("TORCHBAGUA_NATIVE", "reference")
-        assert loader.choose(devices.CPU) == loader.Choice("reference", None, "TORCHBAGUA_NATIVE=reference")
+        assert loader.choose(loader.CPU) == loader.Choice("reference", "TORCHBAGUA_NATIVE=reference")
 
     def test_jit_can_be_forced_past_a_built_library(
         self, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (package / f"{recipe.stem(recipe.CPU, tmp_path / 'csrc_cuda')}.abi3.so").touch()
         monkeypatch.setenv("TORCHBAGUA_NATIVE", "jit")
-        with pytest.raises(RuntimeError, match=r"TORCHBAGUA_NATIVE=jit, and there is no C\+\+ compiler"):
-            loader.choose(devices.CPU)
+        with pytest.raises(RuntimeError, match=r"TORCHBAGUA_NATIVE=jit, but there is no C\+\+ compiler"):
+            loader.choose(loader.CPU)
         monkeypatch.setenv("CXX", str(compiler_that(tmp_path / "c++", "exit 1")))
-        assert loader.choose(devices.CPU).path == "jit"
+        assert loader.choose(loader.CPU).path == "jit"
 
     def test_forced_built_library_that_is_absent_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCHBAGUA_NATIVE", "aot")
         with pytest.raises(RuntimeError, match="TORCHBAGUA_NATIVE=aot, but no library for cpu was built ahead of time"):
-            loader.choose(devices.CPU)
+            loader.choose(loader.CPU)
 
     def test_other_values_raise(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCHBAGUA_NATIVE", "AOT")
         with pytest.raises(ValueError, match="TORCHBAGUA_NATIVE='AOT': allowed are aot, jit, nvrtc, reference"):
-            loader.choose(devices.CPU)
+            loader.choose(loader.CPU)
 
     def test_sources_that_are_absent_raise(self, tmp_path: Path) -> None:
         (tmp_path / "csrc_cuda" / recipe.CPU.source).unlink()
         with pytest.raises(FileNotFoundError, match=r"bind_cpu\.cpp is missing"):
-            loader.choose(devices.CPU)
+            loader.choose(loader.CPU)

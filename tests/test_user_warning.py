@@ -49,7 +49,7 @@ def test_an_observer_that_fails_in_a_hook_of_the_optimizer() -> None:
 
 def test_the_reference_kernels_that_an_optimizer_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "loaded_path", lambda kernels: None)
-    monkeypatch.setattr(loader, "choose", lambda kernels: loader.Choice("reference", None, "a test wants it"))
+    monkeypatch.setattr(loader, "choose", lambda kernels: loader.Choice("reference", "a test wants it"))
     loader._warn_of_reference.cache_clear()
     parameters = build(Tower).parameters()
     with pytest.warns(RuntimeWarning, match="runs its reference kernels for cpu") as warned:

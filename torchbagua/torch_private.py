@@ -230,10 +230,3 @@ def is_forked_from_cuda() -> bool:
 def has_kernel(operator: str, dispatch_key: str) -> bool:
     """Return whether a kernel of `operator`, namespace::name, is registered for that key."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, dispatch_key))
-
-
-def operators_of(namespace: str) -> list[str]:
-    """Return the names of the operators of a namespace that have arguments."""
-    every = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
-    names = sorted(name for space, name in every if space == namespace)
-    return [name for name in names if getattr(getattr(torch.ops, namespace), name).default._schema.arguments]

@@ -3,7 +3,7 @@
 
 #include <limits>
 
-#include "blocks.h"
+#include "codec.h"
 #include "element/minmax_uint8.h"
 
 namespace torchbagua::cpu {
@@ -22,21 +22,21 @@ TORCHBAGUA_ELEMENT void join(Extremes& extremes, const Extremes& other) {
 }
 
 template <typename T>
-TORCHBAGUA_ELEMENT Extremes extremes_of(const T* values, int64_t length) {
+TORCHBAGUA_ELEMENT Extremes extremes_of(const T* values, long long length) {
   float min[kLanes];
   float max[kLanes];
   int magnitude[kLanes];
   const Extremes empty;
 #pragma omp simd
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
+  for (long long lane = 0; lane < kLanes; ++lane) {
     min[lane] = empty.min;
     max[lane] = empty.max;
     magnitude[lane] = empty.magnitude;
   }
-  int64_t first = 0;
+  long long first = 0;
   for (; first + kLanes <= length; first += kLanes) {
 #pragma omp simd
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
+    for (long long lane = 0; lane < kLanes; ++lane) {
       const float value = to_float(values[first + lane]);
       const int bits = magnitude_of(value);
       min[lane] = smaller(min[lane], value);
@@ -44,7 +44,7 @@ TORCHBAGUA_ELEMENT Extremes extremes_of(const T* values, int64_t length) {
       magnitude[lane] = bits > magnitude[lane] ? bits : magnitude[lane];
     }
   }
-  fold_lanes([&](int64_t lane, int64_t other) TORCHBAGUA_INLINED {
+  fold_lanes([&](long long lane, long long other) TORCHBAGUA_INLINED {
     min[lane] = smaller(min[lane], min[other]);
     max[lane] = larger(max[lane], max[other]);
     magnitude[lane] = std::max(magnitude[lane], magnitude[other]);
@@ -58,21 +58,23 @@ TORCHBAGUA_ELEMENT Extremes extremes_of(const T* values, int64_t length) {
 }
 
 template <typename T>
-TORCHBAGUA_ELEMENT void quantize_all(const T* values, int64_t length, const Coder& coder, uint8_t* codes) {
+TORCHBAGUA_ELEMENT void quantize_all(const T* values, long long length, const Coder& coder, uint8_t* codes) {
 #pragma omp simd
-  for (int64_t i = 0; i < length; ++i) {
+  for (long long i = 0; i < length; ++i) {
     codes[i] = quantize(to_float(values[i]), coder);
   }
 }
 
-struct MinMaxUInt8 {
+struct MinMaxUInt8 : DenseCodec<MinMaxUInt8> {
+  static constexpr const char* kName = "minmax_uint8";
   using Header = torchbagua::Header;
+  static constexpr long long kHeaderBytes = sizeof(Header);
 
-  static TORCHBAGUA_ELEMENT int64_t payload_bytes(int64_t length) { return length; }
+  static TORCHBAGUA_ELEMENT long long payload_bytes(long long length) { return length; }
 
   template <typename T>
   static TORCHBAGUA_ELEMENT void encode(const T* x, const Table& table, uint8_t* wire) {
-    for (int64_t b = 0; b < table.num_blocks; ++b) {
+    for (long long b = 0; b < table.num_blocks; ++b) {
       const Block block = table.blocks[b];
       const T* values = x + block.start;
       uint8_t* codes = wire + block.payload;
@@ -85,10 +87,10 @@ struct MinMaxUInt8 {
       }
       // While the codes are formed from the L1 cache the memory is idle. A fetch now and then keeps it busy, where all
       // of them at once would wait for each other.
-      constexpr int64_t kStride = 128;
+      constexpr long long kStride = 128;
       const Coder coder = make_coder(header);
       const Block ahead = block_or_none(table, b + 2);
-      for (int64_t first = 0; first < block.length; first += kStride) {
+      for (long long first = 0; first < block.length; first += kStride) {
         prefetch(x + ahead.start + first, std::min(kStride, ahead.length - first));
         quantize_all(values + first, std::min(kStride, block.length - first), coder, codes + first);
       }
@@ -96,33 +98,34 @@ struct MinMaxUInt8 {
   }
 
   template <typename T>
-  static TORCHBAGUA_ELEMENT void decode(Header header, const uint8_t* codes, int64_t length, T* values) {
+  static TORCHBAGUA_ELEMENT void decode(Header header, const uint8_t* codes, long long length, T* values) {
     const Coder coder = make_coder(header);
 #pragma omp simd
-    for (int64_t i = 0; i < length; ++i) {
+    for (long long i = 0; i < length; ++i) {
       from_float(dequantize(codes[i], coder), values[i]);
     }
   }
 
   template <typename Put>
-  static TORCHBAGUA_ELEMENT void decode_each(Header header, const uint8_t* codes, int64_t length, const Put& put) {
+  static TORCHBAGUA_ELEMENT void decode_each(Header header, const uint8_t* codes, long long length, const Put& put) {
     const Coder coder = make_coder(header);
 #pragma omp simd
-    for (int64_t i = 0; i < length; ++i) {
+    for (long long i = 0; i < length; ++i) {
       put(i, dequantize(codes[i], coder));
     }
   }
 
-  static TORCHBAGUA_ELEMENT void decode_mean_encode(const Senders& senders, const Table& table, uint8_t* wire) {
+  static TORCHBAGUA_ELEMENT void decode_mean_encode(const Rows& rows, const Table& table, float divisor,
+                                                    uint8_t* wire) {
     alignas(64) float mean[kTile];
-    for (int64_t b = 0; b < table.num_blocks; ++b) {
+    for (long long b = 0; b < table.num_blocks; ++b) {
       const Block block = table.blocks[b];
       const Block next = block_or_none(table, b + 1);
       uint8_t* codes = wire + block.payload;
       Extremes extremes;
-      for (int64_t first = 0; first < block.length; first += kTile) {
-        const int64_t length = std::min(kTile, block.length - first);
-        mean_of<MinMaxUInt8>(senders, block, next, first, length, mean);
+      for (long long first = 0; first < block.length; first += kTile) {
+        const long long length = std::min(kTile, block.length - first);
+        mean_of(rows, divisor, block, next, first, length, mean);
         join(extremes, extremes_of(mean, length));
       }
       const Header header = make_header(extremes.min, extremes.max, extremes.magnitude);
@@ -132,15 +135,17 @@ struct MinMaxUInt8 {
         continue;
       }
       const Coder coder = make_coder(header);
-      for (int64_t first = 0; first < block.length; first += kTile) {
-        const int64_t length = std::min(kTile, block.length - first);
+      for (long long first = 0; first < block.length; first += kTile) {
+        const long long length = std::min(kTile, block.length - first);
         if (block.length > kTile) {  // a long block has passed through the tile: form its means again
-          mean_of<MinMaxUInt8>(senders, block, next, first, length, mean);
+          mean_of(rows, divisor, block, next, first, length, mean);
         }
         quantize_all(mean, length, coder, codes + first);
       }
     }
   }
 };
+
+TORCHBAGUA_CPU_CODEC(MinMaxUInt8)
 
 }  // namespace torchbagua::cpu

@@ -18,26 +18,25 @@ struct QAdamTensors {
 };
 
 template <typename Element>
-TORCHBAGUA_ELEMENT void qadam_update(const QAdamStep& step, const QAdamTensors<Element>& of, int64_t begin,
-                                     int64_t end) {
+TORCHBAGUA_ELEMENT void qadam_update(const QAdamStep& step, const QAdamTensors<Element>& of, long long begin,
+                                     long long end) {
   Element* const weight = of.weight;
   const Element* const gradient = of.gradient;
   Element* const momentum = of.momentum;
   const Element* const second_moment = of.second_moment;
 #pragma omp simd
-  for (int64_t i = begin; i < end; ++i) {
+  for (long long i = begin; i < end; ++i) {
     torchbagua::qadam_update(step, gradient[i], second_moment[i], momentum[i], weight[i]);
   }
 }
 
 // Gradients to momenta, or averaged momenta to gradients, in place.
 template <bool kToMomenta, typename Element>
-TORCHBAGUA_ELEMENT void change_form(float* values, const Element* momentum, float beta1, float share, int64_t begin,
-                                    int64_t end) {
+TORCHBAGUA_ELEMENT void change_form(const QAdamForm& form, float* values, const Element* momentum, long long begin,
+                                    long long end) {
 #pragma omp simd
-  for (int64_t i = begin; i < end; ++i) {
-    values[i] = kToMomenta ? form_momentum(values[i], momentum[i], beta1, share)
-                           : form_gradient(values[i], momentum[i], beta1, share);
+  for (long long i = begin; i < end; ++i) {
+    values[i] = kToMomenta ? form_momentum(form, values[i], momentum[i]) : form_gradient(form, values[i], momentum[i]);
   }
 }
 

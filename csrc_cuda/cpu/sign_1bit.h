@@ -2,7 +2,7 @@
 // time, a word of which bit i is the sign of element i, and that goes to and from the wire with its lowest byte first.
 #pragma once
 
-#include "blocks.h"
+#include "codec.h"
 #include "element/sign_1bit.h"
 
 namespace torchbagua::cpu {
@@ -16,7 +16,7 @@ struct LaneBits {
 
 constexpr LaneBits make_lane_bits() {
   LaneBits result{};
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
+  for (long long lane = 0; lane < kLanes; ++lane) {
     result.bits[lane] = 1u << lane;
   }
   return result;
@@ -25,16 +25,16 @@ constexpr LaneBits make_lane_bits() {
 constexpr LaneBits kLaneBit = make_lane_bits();
 
 // The first `num_bytes` bytes, 4 at most, of the signs of up to 32 elements.
-TORCHBAGUA_ELEMENT uint32_t read_signs(const uint8_t* from, int64_t num_bytes) {
+TORCHBAGUA_ELEMENT uint32_t read_signs(const uint8_t* from, long long num_bytes) {
   uint32_t signs = 0;
-  for (int64_t i = 0; i < num_bytes; ++i) {
+  for (long long i = 0; i < num_bytes; ++i) {
     signs |= static_cast<uint32_t>(from[i]) << (8 * i);
   }
   return signs;
 }
 
-TORCHBAGUA_ELEMENT void write_signs(uint32_t signs, int64_t num_bytes, uint8_t* to) {
-  for (int64_t i = 0; i < num_bytes; ++i) {
+TORCHBAGUA_ELEMENT void write_signs(uint32_t signs, long long num_bytes, uint8_t* to) {
+  for (long long i = 0; i < num_bytes; ++i) {
     to[i] = static_cast<uint8_t>(signs >> (8 * i));
   }
 }
@@ -46,25 +46,27 @@ struct MagnitudeSums {
 
 TORCHBAGUA_ELEMENT float total_of(MagnitudeSums& sums) {
   float* const lanes = sums.lanes;
-  fold_lanes([=](int64_t lane, int64_t other) TORCHBAGUA_INLINED { lanes[lane] += lanes[other]; });
+  fold_lanes([=](long long lane, long long other) TORCHBAGUA_INLINED { lanes[lane] += lanes[other]; });
   return lanes[0];
 }
 
-struct Sign1Bit {
+struct Sign1Bit : DenseCodec<Sign1Bit> {
+  static constexpr const char* kName = "sign_1bit";
   using Header = float;
+  static constexpr long long kHeaderBytes = sizeof(Header);
 
-  static TORCHBAGUA_ELEMENT int64_t payload_bytes(int64_t length) { return length / 8 + (length % 8 != 0); }
+  static TORCHBAGUA_ELEMENT long long payload_bytes(long long length) { return length / 8 + (length % 8 != 0); }
 
   // Adds the magnitudes of the values to the sums, and writes their signs. All parts of a block but the last must be
   // multiples of kLanes.
   template <typename T>
-  static TORCHBAGUA_ELEMENT void scan(const T* values, int64_t length, MagnitudeSums& sums, uint8_t* payload) {
+  static TORCHBAGUA_ELEMENT void scan(const T* values, long long length, MagnitudeSums& sums, uint8_t* payload) {
     MagnitudeSums running = sums;  // in registers
-    int64_t first = 0;
+    long long first = 0;
     for (; first + kLanes <= length; first += kLanes) {
       uint32_t signs = 0;
 #pragma omp simd reduction(| : signs)
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
+      for (long long lane = 0; lane < kLanes; ++lane) {
         const float value = to_float(values[first + lane]);
         running.lanes[lane] += absolute(value);
         signs |= sign_mask(value) & kLaneBit.bits[lane];
@@ -73,7 +75,7 @@ struct Sign1Bit {
     }
     if (first < length) {
       uint32_t signs = 0;
-      for (int64_t lane = 0; lane < length - first; ++lane) {
+      for (long long lane = 0; lane < length - first; ++lane) {
         const float value = to_float(values[first + lane]);
         running.lanes[lane] += absolute(value);
         signs |= sign_mask(value) & kLaneBit.bits[lane];
@@ -94,7 +96,7 @@ struct Sign1Bit {
 
   template <typename T>
   static TORCHBAGUA_ELEMENT void encode(const T* x, const Table& table, uint8_t* wire) {
-    for (int64_t b = 0; b < table.num_blocks; ++b) {
+    for (long long b = 0; b < table.num_blocks; ++b) {
       const Block block = table.blocks[b];
       MagnitudeSums sums;
       scan(x + block.start, block.length, sums, wire + block.payload);
@@ -104,13 +106,13 @@ struct Sign1Bit {
 
   // Calls `put(i, value)` for every element of a payload.
   template <typename T, typename Put>
-  static TORCHBAGUA_ELEMENT void put_each(SignedScale<T> scale, const uint8_t* payload, int64_t length,
+  static TORCHBAGUA_ELEMENT void put_each(SignedScale<T> scale, const uint8_t* payload, long long length,
                                           const Put& put) {
-    int64_t first = 0;
+    long long first = 0;
     for (; first + kLanes <= length; first += kLanes) {
       const uint32_t signs = read_signs(payload + first / 8, 4);
 #pragma omp simd
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
+      for (long long lane = 0; lane < kLanes; ++lane) {
         put(first + lane, (signs & kLaneBit.bits[lane]) != 0 ? scale.negative : scale.positive);
       }
     }
@@ -120,30 +122,33 @@ struct Sign1Bit {
   }
 
   template <typename T>
-  static TORCHBAGUA_ELEMENT void decode(Header header, const uint8_t* payload, int64_t length, T* values) {
+  static TORCHBAGUA_ELEMENT void decode(Header header, const uint8_t* payload, long long length, T* values) {
     put_each(make_signed_scale<T>(header), payload, length,
-             [=](int64_t i, T value) TORCHBAGUA_INLINED { values[i] = value; });
+             [=](long long i, T value) TORCHBAGUA_INLINED { values[i] = value; });
   }
 
   template <typename Put>
-  static TORCHBAGUA_ELEMENT void decode_each(Header header, const uint8_t* payload, int64_t length, const Put& put) {
+  static TORCHBAGUA_ELEMENT void decode_each(Header header, const uint8_t* payload, long long length, const Put& put) {
     put_each(make_signed_scale<float>(header), payload, length, put);
   }
 
-  static TORCHBAGUA_ELEMENT void decode_mean_encode(const Senders& senders, const Table& table, uint8_t* wire) {
+  static TORCHBAGUA_ELEMENT void decode_mean_encode(const Rows& rows, const Table& table, float divisor,
+                                                    uint8_t* wire) {
     alignas(64) float mean[kTile];
-    for (int64_t b = 0; b < table.num_blocks; ++b) {
+    for (long long b = 0; b < table.num_blocks; ++b) {
       const Block block = table.blocks[b];
       const Block next = block_or_none(table, b + 1);
       MagnitudeSums sums;
-      for (int64_t first = 0; first < block.length; first += kTile) {
-        const int64_t length = std::min(kTile, block.length - first);
-        mean_of<Sign1Bit>(senders, block, next, first, length, mean);
+      for (long long first = 0; first < block.length; first += kTile) {
+        const long long length = std::min(kTile, block.length - first);
+        mean_of(rows, divisor, block, next, first, length, mean);
         scan(mean, length, sums, wire + block.payload + first / 8);
       }
       finish(block, sums, wire);
     }
   }
 };
+
+TORCHBAGUA_CPU_CODEC(Sign1Bit)
 
 }  // namespace torchbagua::cpu

@@ -10,7 +10,6 @@
 #include <string>
 
 #include "arguments.h"
-#include "kernels/blocks.cuh"
 
 namespace torchbagua::cuda {
 
@@ -40,7 +39,7 @@ inline std::string why_old_driver() {
 }
 
 // Raises RuntimeError where the launch before failed.
-inline void check_launch(const char* op) {
+inline void check_launch(const binding::Operation& operation) {
   const cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess) {
     return;
@@ -51,32 +50,27 @@ inline void check_launch(const char* op) {
   } else if (error == cudaErrorInsufficientDriver || error == cudaErrorUnsupportedPtxVersion) {
     cause = why_old_driver();
   }
-  throw std::runtime_error(std::string("torchbagua::") + op + ": " + cause);
+  throw std::runtime_error(binding::text_of("torchbagua::", operation.family, "_", operation.name, ": ", cause));
 }
-
-struct Launch {
-  const char* op;
-  const binding::Tensor& first;  // its device is the current one meanwhile, and its current stream is used
-  int64_t num_blocks;            // thread blocks: one for each row of a block table, or each chunk of tensors
-  int num_threads = kThreads;    // of a thread block
-};
 
 // The kernels go on to further rows and chunks than these.
 constexpr int64_t kLargestGrid = (int64_t{1} << 31) - 1;
 
-// Launches `kernel`; nothing where there is nothing to do.
-template <typename... Parameters, typename... Arguments>
-void run(const Launch& launch, void (*kernel)(Parameters...), Arguments... arguments) {
-  if (launch.num_blocks == 0) {
+// Launches up to `num_blocks` thread blocks of a kernel where the call's first tensor is, on the current stream there;
+// nothing where there is nothing to do.
+template <typename... Parameters>
+void launch(const binding::Call& call, int64_t num_blocks, int num_threads, void (*kernel)(Parameters...),
+            const Parameters&... arguments) {
+  if (num_blocks == 0) {
     return;
   }
-  const int32_t device = launch.first.get_device_index();
+  const int32_t device = call.first.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  const auto grid = static_cast<unsigned int>(std::min(launch.num_blocks, kLargestGrid));
-  kernel<<<grid, launch.num_threads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
-  check_launch(launch.op);
+  const auto grid = static_cast<unsigned int>(std::min(num_blocks, kLargestGrid));
+  kernel<<<grid, num_threads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
+  check_launch(call);
 }
 
 }  // namespace torchbagua::cuda

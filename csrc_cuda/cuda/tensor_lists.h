@@ -23,7 +23,7 @@ void for_each_table(const std::vector<binding::Tensor>& tensors, const PointersO
   size_t i = 0;
   while (i < tensors.size()) {
     const binding::Tensor& first = tensors[i];
-    binding::with_element_of(first, [&](auto element) {
+    binding::with_element_type(first.scalar_type(), [&](auto element) {
       TensorTable<Pointers<decltype(element)>> table{};
       table.chunk_elements = kChunkElements;
       while (i < tensors.size() && table.num_rows < kTableRows && tensors[i].scalar_type() == first.scalar_type() &&

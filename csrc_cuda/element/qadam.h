@@ -14,21 +14,27 @@ struct QAdamStep {
   float weight_decay;   // added to the gradient; 0 where it is decoupled
   float shrink;         // what decoupled weight decay leaves of a weight, 1 - lr * weight_decay
   float beta1;
-  float one_minus_beta1;
   float root_correction2;  // square root of the frozen bias correction of the second moment
   float eps;
   float largest_ratio;  // bound on the magnitude of momentum over denominator
   float step_size;      // lr / bias correction of the momentum
+  float one_minus_beta1;
 };
 
-// The step of qadam_update's numbers, see torchbagua/native/schema.py.
+// The numbers of a change of form.
+struct QAdamForm {
+  float beta1;
+  float share;  // (1 - beta1) / loss scale
+};
+
+// The step of qadam_update's numbers, see torchbagua/native/qadam.py.
 TORCHBAGUA_ELEMENT QAdamStep make_qadam_step(double gradient_sign, double weight_decay, double shrink, double beta1,
                                              double root_correction2, double eps, double largest_ratio,
                                              double step_size) {
   return QAdamStep{
-      static_cast<float>(gradient_sign), static_cast<float>(weight_decay),  static_cast<float>(shrink),
-      static_cast<float>(beta1),         static_cast<float>(1.0 - beta1),   static_cast<float>(root_correction2),
-      static_cast<float>(eps),           static_cast<float>(largest_ratio), static_cast<float>(step_size)};
+      static_cast<float>(gradient_sign), static_cast<float>(weight_decay),     static_cast<float>(shrink),
+      static_cast<float>(beta1),         static_cast<float>(root_correction2), static_cast<float>(eps),
+      static_cast<float>(largest_ratio), static_cast<float>(step_size),        static_cast<float>(1.0 - beta1)};
 }
 
 // Correctly rounded, on both.
@@ -55,16 +61,16 @@ TORCHBAGUA_ELEMENT void qadam_update(const QAdamStep& step, Element gradient, El
   from_float(kept - float_of(select(variance == 0.0f, 0u, bits_of(distance))), weight);
 }
 
-// The momentum that a rank sends, of its own gradient: `share` is (1 - beta1) / loss scale.
+// The momentum that a rank sends, of its own gradient.
 template <typename Element>
-TORCHBAGUA_ELEMENT float form_momentum(float gradient, Element momentum, float beta1, float share) {
-  return gradient * share + to_float(momentum) * beta1;
+TORCHBAGUA_ELEMENT float form_momentum(const QAdamForm& form, float gradient, Element momentum) {
+  return gradient * form.share + to_float(momentum) * form.beta1;
 }
 
 // The gradient that explains an averaged momentum.
 template <typename Element>
-TORCHBAGUA_ELEMENT float form_gradient(float average, Element momentum, float beta1, float share) {
-  return (average - to_float(momentum) * beta1) / share;
+TORCHBAGUA_ELEMENT float form_gradient(const QAdamForm& form, float average, Element momentum) {
+  return (average - to_float(momentum) * form.beta1) / form.share;
 }
 
 }  // namespace torchbagua

@@ -1,4 +1,4 @@
-// All kernels, for NVRTC.
+// All kernels: a line for each codec, and QAdam.
 #pragma once
 
 #include "minmax_uint8.cuh"

@@ -5,8 +5,13 @@
 // and NVRTC compile it as it is, with --fmad=false.
 #pragma once
 
-#include "../element/casts.h"
+#include "../element/blocks.h"
 #include "vector.cuh"
+
+// The last line of a codec's file, of which cuda/codec.h makes more.
+#ifndef TORCHBAGUA_CUDA_CODEC
+#define TORCHBAGUA_CUDA_CODEC(codec)
+#endif
 
 namespace torchbagua::cuda {
 
@@ -22,28 +27,11 @@ constexpr int kThreadElements = kWidth == 1 ? 4 : 32;
 template <int kWidth>
 constexpr int kTile = kThreads * kThreadElements<kWidth>;
 
-// A row of the block table; torchbagua/native/schema.py has the meaning of its fields.
-struct Block {
-  long long start;
-  long long length;
-  long long header;
-  long long payload;
-};
-
-// Pass kAnyStart for the number of elements where no x is indexed.
-constexpr long long kAnyStart = -1;
-
-__device__ __forceinline__ bool lies_within(long long first, long long length, long long size) {
-  return first >= 0 && length >= 0 && length <= size && first <= size - length;  // `first + length` might overflow
-}
-
 // The content of a table is known on the device only: a row that leads out of x or of the wire ends the kernel, as an
 // index out of bounds ends torch's own.
 __device__ __forceinline__ void require_inside(const Block& block, int header_bytes, long long payload_bytes,
                                                long long num_elements, long long wire_bytes) {
-  const bool x_holds_it = num_elements == kAnyStart || lies_within(block.start, block.length, num_elements);
-  if (block.length < 1 || block.header % 4 != 0 || !x_holds_it ||
-      !lies_within(block.header, header_bytes, wire_bytes) || !lies_within(block.payload, payload_bytes, wire_bytes)) {
+  if (!is_inside(block, header_bytes, payload_bytes, num_elements, wire_bytes)) {
     __trap();
   }
 }

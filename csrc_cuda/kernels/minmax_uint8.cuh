@@ -6,14 +6,6 @@
 
 namespace torchbagua::cuda {
 
-// Rows of equal layout, one from each sender, and what their sum is divided by.
-struct Senders {
-  const unsigned char* rows;
-  long long num_rows;
-  long long row_bytes;
-  float divisor;
-};
-
 // --- Sources: what is encoded or decoded. They load a tile, kWidest elements at once where all addresses allow it. ---
 
 template <typename Element>
@@ -85,38 +77,52 @@ struct OneRow {
 template <int kWidestCodes>
 struct Mean {
   static constexpr int kWidest = kWidestCodes;
-  static constexpr int kRowsAtOnce = 32;
-  Senders senders;
+  static constexpr int kCoders = 32;  // unpacked at once, each by one thread
+  template <int kWidth>
+  static constexpr int kRowsInFlight = kWidth == 1 ? 1 : 4;  // whose codes are on their way at once
+  Rows rows;
+  float divisor;
 
   __device__ __forceinline__ bool fits(const Block& block) const {
-    return is_aligned<kWidest>(senders.rows + block.payload) && senders.row_bytes % kWidest == 0;
+    return is_aligned<kWidest>(rows.data + block.payload) && rows.row_bytes % kWidest == 0;
   }
 
   template <int kWidth>
   __device__ __forceinline__ void load(const Tile<kWidth>& tile, const Block& block, Values<kWidth>& mean) const {
-    __shared__ Coder coders[kRowsAtOnce];  // each unpacked by one thread
-    fill(mean, 0.0f);                      // no value is -0, so the first sum is the value
+    __shared__ Coder coders[kCoders];
+    fill(mean, 0.0f);  // no value is -0, so the first sum is the value
     bool are_usable = true;
-    for (long long first = 0; first < senders.num_rows; first += kRowsAtOnce) {
-      const unsigned char* rows = senders.rows + first * senders.row_bytes;
-      const long long rest = senders.num_rows - first;
-      const int num_rows = static_cast<int>(rest < kRowsAtOnce ? rest : kRowsAtOnce);
+    for (long long first = 0; first < rows.num_rows; first += kCoders) {
+      const unsigned char* wires = rows.data + first * rows.row_bytes;
+      const long long rest = rows.num_rows - first;
+      const int num_rows = static_cast<int>(rest < kCoders ? rest : kCoders);
       __syncthreads();  // all have read the coders of the rows before
       if (static_cast<int>(threadIdx.x) < num_rows) {
-        coders[threadIdx.x] = make_coder(read_header(rows + threadIdx.x * senders.row_bytes + block.header));
+        coders[threadIdx.x] = make_coder(read_header(wires + threadIdx.x * rows.row_bytes + block.header));
       }
       __syncthreads();
-#pragma unroll(kWidth == 1 ? 1 : 4)  // so many rows are on their way at once
-      for (int row = 0; row < num_rows; ++row) {
-        Codes<kWidth> codes;
-        load_codes(tile, rows + row * senders.row_bytes + block.payload, codes);
-        const Coder coder = coders[row];
-        are_usable = are_usable && coder.lowest == coder.lowest;  // which is NaN where the header is not usable
-        for_each_decoded(tile, codes, coder, [&](int i, float value) { mean[i] += value; });
+#pragma unroll 1
+      for (int row = 0; row < num_rows; row += kRowsInFlight<kWidth>) {
+        // Every row in registers of its own, so that no load waits for the sum of the row before. In the place of one
+        // that is not there another is loaded again: a branch would hold the registers of all of them longer.
+        Codes<kWidth> codes[kRowsInFlight<kWidth>];
+#pragma unroll
+        for (int i = 0; i < kRowsInFlight<kWidth>; ++i) {
+          const int other = row + i < num_rows ? row + i : row;
+          load_codes(tile, wires + other * rows.row_bytes + block.payload, codes[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < kRowsInFlight<kWidth>; ++i) {
+          if (row + i < num_rows) {
+            const Coder coder = coders[row + i];
+            are_usable = are_usable && coder.lowest == coder.lowest;  // which is NaN where the header is not usable
+            for_each_decoded(tile, codes[i], coder, [&](int k, float value) { mean[k] += value; });
+          }
+        }
       }
     }
     if (are_usable) {
-      divide(mean, senders.divisor);
+      divide(mean, divisor);
     } else {
       fill(mean, not_a_number());
     }
@@ -176,94 +182,84 @@ __device__ __forceinline__ void decode_block(const Source& source, const Block& 
 // --- Of all blocks. Any number of thread blocks does. ---
 
 template <typename Source>
-__device__ __forceinline__ void encode(const Source& source, long long num_elements, const Block* blocks,
-                                       long long num_blocks, unsigned char* wire, long long wire_bytes) {
+__device__ __forceinline__ void encode(const Source& source, long long num_elements, const Table& table,
+                                       const Span<unsigned char>& wire) {
   constexpr int kWidest = Source::kWidest;
-  for (long long b = blockIdx.x; b < num_blocks; b += gridDim.x) {
-    const Block block = blocks[b];
-    require_inside(block, sizeof(Header), block.length, num_elements, wire_bytes);
-    if (block.length % kWidest == 0 && source.fits(block) && is_aligned<kWidest>(wire + block.payload)) {
-      encode_block<kWidest>(source, block, wire);
+  for (long long b = blockIdx.x; b < table.num_blocks; b += gridDim.x) {
+    const Block block = table.blocks[b];
+    require_inside(block, sizeof(Header), block.length, num_elements, wire.size);
+    if (block.length % kWidest == 0 && source.fits(block) && is_aligned<kWidest>(wire.data + block.payload)) {
+      encode_block<kWidest>(source, block, wire.data);
     } else {
-      encode_block<1>(source, block, wire);
+      encode_block<1>(source, block, wire.data);
     }
   }
 }
 
 template <typename Source, typename Element>
-__device__ __forceinline__ void decode(const Source& source, long long row_bytes, const Block* blocks,
-                                       long long num_blocks, Element* x, long long num_elements) {
+__device__ __forceinline__ void decode(const Source& source, long long wire_bytes, const Table& table,
+                                       const Span<Element>& x) {
   constexpr int kWidest = Source::kWidest;
-  for (long long b = blockIdx.x; b < num_blocks; b += gridDim.x) {
-    const Block block = blocks[b];
-    require_inside(block, sizeof(Header), block.length, num_elements, row_bytes);
-    if (block.length % kWidest == 0 && source.fits(block) && is_aligned<kWidest>(x + block.start)) {
-      decode_block<kWidest>(source, block, x);
+  for (long long b = blockIdx.x; b < table.num_blocks; b += gridDim.x) {
+    const Block block = table.blocks[b];
+    require_inside(block, sizeof(Header), block.length, x.size, wire_bytes);
+    if (block.length % kWidest == 0 && source.fits(block) && is_aligned<kWidest>(x.data + block.start)) {
+      decode_block<kWidest>(source, block, x.data);
     } else {
-      decode_block<1>(source, block, x);
+      decode_block<1>(source, block, x.data);
     }
   }
 }
 
-// --- Kernels: "C" and no templates, for NVRTC's callers find a kernel by its plain name ---
+// --- Kernels: "C" and no templates, for NVRTC's callers find a kernel by its plain name. They take the arguments of
+// their operation in its order, and have the type of x in their name where there is one. ---
 
 #define TORCHBAGUA_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, 8)
 
-TORCHBAGUA_KERNEL torchbagua_minmax_uint8_encode_float32(const float* x, long long num_elements, const Block* blocks,
-                                                         long long num_blocks, unsigned char* wire,
-                                                         long long wire_bytes) {
-  encode(Plain<float>{x}, num_elements, blocks, num_blocks, wire, wire_bytes);
+TORCHBAGUA_KERNEL torchbagua_minmax_uint8_encode_float32(Span<const float> x, Table table, Span<unsigned char> wire) {
+  encode(Plain<float>{x.data}, x.size, table, wire);
 }
 
-TORCHBAGUA_KERNEL torchbagua_minmax_uint8_encode_bfloat16(const BFloat16* x, long long num_elements,
-                                                          const Block* blocks, long long num_blocks,
-                                                          unsigned char* wire, long long wire_bytes) {
-  encode(Plain<BFloat16>{x}, num_elements, blocks, num_blocks, wire, wire_bytes);
+TORCHBAGUA_KERNEL torchbagua_minmax_uint8_encode_bfloat16(Span<const BFloat16> x, Table table,
+                                                          Span<unsigned char> wire) {
+  encode(Plain<BFloat16>{x.data}, x.size, table, wire);
 }
 
-TORCHBAGUA_KERNEL torchbagua_minmax_uint8_encode_float16(const Float16* x, long long num_elements, const Block* blocks,
-                                                         long long num_blocks, unsigned char* wire,
-                                                         long long wire_bytes) {
-  encode(Plain<Float16>{x}, num_elements, blocks, num_blocks, wire, wire_bytes);
+TORCHBAGUA_KERNEL torchbagua_minmax_uint8_encode_float16(Span<const Float16> x, Table table, Span<unsigned char> wire) {
+  encode(Plain<Float16>{x.data}, x.size, table, wire);
 }
 
-TORCHBAGUA_KERNEL torchbagua_minmax_uint8_decode_float32(const unsigned char* wire, long long wire_bytes,
-                                                         const Block* blocks, long long num_blocks, float* x,
-                                                         long long num_elements) {
-  decode(OneRow<4>{wire}, wire_bytes, blocks, num_blocks, x, num_elements);
+TORCHBAGUA_KERNEL torchbagua_minmax_uint8_decode_float32(Span<const unsigned char> wire, Table table, Span<float> x) {
+  decode(OneRow<4>{wire.data}, wire.size, table, x);
 }
 
-TORCHBAGUA_KERNEL torchbagua_minmax_uint8_decode_bfloat16(const unsigned char* wire, long long wire_bytes,
-                                                          const Block* blocks, long long num_blocks, BFloat16* x,
-                                                          long long num_elements) {
-  decode(OneRow<8>{wire}, wire_bytes, blocks, num_blocks, x, num_elements);
+TORCHBAGUA_KERNEL torchbagua_minmax_uint8_decode_bfloat16(Span<const unsigned char> wire, Table table,
+                                                          Span<BFloat16> x) {
+  decode(OneRow<8>{wire.data}, wire.size, table, x);
 }
 
-TORCHBAGUA_KERNEL torchbagua_minmax_uint8_decode_float16(const unsigned char* wire, long long wire_bytes,
-                                                         const Block* blocks, long long num_blocks, Float16* x,
-                                                         long long num_elements) {
-  decode(OneRow<8>{wire}, wire_bytes, blocks, num_blocks, x, num_elements);
+TORCHBAGUA_KERNEL torchbagua_minmax_uint8_decode_float16(Span<const unsigned char> wire, Table table, Span<Float16> x) {
+  decode(OneRow<8>{wire.data}, wire.size, table, x);
 }
 
-TORCHBAGUA_KERNEL torchbagua_minmax_uint8_decode_mean(const unsigned char* rows, long long num_rows,
-                                                      long long row_bytes, float divisor, const Block* blocks,
-                                                      long long num_blocks, float* x, long long num_elements) {
-  decode(Mean<4>{{rows, num_rows, row_bytes, divisor}}, row_bytes, blocks, num_blocks, x, num_elements);
+TORCHBAGUA_KERNEL torchbagua_minmax_uint8_decode_mean_float32(Rows rows, Table table, float divisor, Span<float> x) {
+  decode(Mean<4>{rows, divisor}, rows.row_bytes, table, x);
 }
 
-TORCHBAGUA_KERNEL torchbagua_minmax_uint8_decode_mean_encode(const unsigned char* rows, long long num_rows,
-                                                             long long row_bytes, float divisor, const Block* blocks,
-                                                             long long num_blocks, unsigned char* wire) {
+TORCHBAGUA_KERNEL torchbagua_minmax_uint8_decode_mean_encode(Rows rows, Table table, float divisor,
+                                                             Span<unsigned char> wire) {
   // 16 bytes would fit half of all payloads: a header has 8.
-  encode(Mean<8>{{rows, num_rows, row_bytes, divisor}}, kAnyStart, blocks, num_blocks, wire, row_bytes);
+  encode(Mean<8>{rows, divisor}, kAnyStart, table, wire);
 }
 
-TORCHBAGUA_KERNEL torchbagua_minmax_uint8_encode_feedback(const float* x, const float* residual, long long num_elements,
-                                                          const Block* blocks, long long num_blocks,
-                                                          unsigned char* wire, long long wire_bytes, float* left_out) {
-  encode(WithResidual{x, residual, left_out}, num_elements, blocks, num_blocks, wire, wire_bytes);
+TORCHBAGUA_KERNEL torchbagua_minmax_uint8_encode_feedback_float32(Span<const float> x, Span<const float> residual,
+                                                                  Table table, Span<unsigned char> wire,
+                                                                  Span<float> left_out) {
+  encode(WithResidual{x.data, residual.data, left_out.data}, x.size, table, wire);
 }
 
 #undef TORCHBAGUA_KERNEL
+
+TORCHBAGUA_CUDA_CODEC(minmax_uint8)
 
 }  // namespace torchbagua::cuda

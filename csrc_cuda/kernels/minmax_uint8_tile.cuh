@@ -80,8 +80,8 @@ using Codes = unsigned int[kThreadElements<kWidth> / 4];
 template <int kWidth>
 __device__ __forceinline__ void load_codes(const Tile<kWidth>& tile, const unsigned char* payload,
                                            Codes<kWidth>& codes) {
+  fill(codes, 0u);  // else what a short tile leaves out would hold its registers from the kernel's begin on
   if constexpr (kWidth == 1) {
-    fill(codes, 0u);
     tile.for_each_vector(
         [&](int i, int v) { codes[i / 4] |= static_cast<unsigned int>(payload[tile.first + v]) << (8 * (i % 4)); });
   } else {

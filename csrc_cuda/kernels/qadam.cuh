@@ -78,12 +78,12 @@ __device__ __forceinline__ void update(const TensorTable<QAdamTensors<Element>>&
 
 // Gradients to momenta, or averaged momenta to gradients, in place.
 template <bool kToMomenta, typename Element>
-__device__ __forceinline__ float change_form(float value, Element momentum, float beta1, float share) {
-  return kToMomenta ? form_momentum(value, momentum, beta1, share) : form_gradient(value, momentum, beta1, share);
+__device__ __forceinline__ float change_form(float value, Element momentum, const QAdamForm& form) {
+  return kToMomenta ? form_momentum(form, value, momentum) : form_gradient(form, value, momentum);
 }
 
 template <bool kToMomenta, typename Element>
-__device__ __forceinline__ void change_chunk(const FormTensors<Element>& of, int length, float beta1, float share) {
+__device__ __forceinline__ void change_chunk(const FormTensors<Element>& of, int length, const QAdamForm& form) {
   constexpr int kWidth = kVectorBytes / sizeof(float);
   using Values = Vector<float, kWidth>;
   using Momenta = Vector<Element, kWidth>;
@@ -95,19 +95,19 @@ __device__ __forceinline__ void change_chunk(const FormTensors<Element>& of, int
     Values values = place;
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
-      values.elements[k] = change_form<kToMomenta>(values.elements[k], momenta.elements[k], beta1, share);
+      values.elements[k] = change_form<kToMomenta>(values.elements[k], momenta.elements[k], form);
     }
     place = values;
   }
   for (int i = num_vectors * kWidth + threadIdx.x; i < length; i += blockDim.x) {
-    of.values[i] = change_form<kToMomenta>(of.values[i], of.momentum[i], beta1, share);
+    of.values[i] = change_form<kToMomenta>(of.values[i], of.momentum[i], form);
   }
 }
 
 template <bool kToMomenta, typename Element>
-__device__ __forceinline__ void change_forms(const TensorTable<FormTensors<Element>>& table, float beta1, float share) {
-  for_each_chunk(
-      table, [&](const FormTensors<Element>& of, int length) { change_chunk<kToMomenta>(of, length, beta1, share); });
+__device__ __forceinline__ void change_forms(const TensorTable<FormTensors<Element>>& table, const QAdamForm& form) {
+  for_each_chunk(table,
+                 [&](const FormTensors<Element>& of, int length) { change_chunk<kToMomenta>(of, length, form); });
 }
 
 // --- Kernels: "C" and no templates, for NVRTC's callers find a kernel by its plain name ---
@@ -128,34 +128,31 @@ TORCHBAGUA_KERNEL torchbagua_qadam_update_float16(TORCHBAGUA_TABLE<QAdamTensors<
   update(table, step);
 }
 
-TORCHBAGUA_KERNEL torchbagua_qadam_form_momenta_float32(TORCHBAGUA_TABLE<FormTensors<float>> table, float beta1,
-                                                        float share) {
-  change_forms<true>(table, beta1, share);
+TORCHBAGUA_KERNEL torchbagua_qadam_form_momenta_float32(TORCHBAGUA_TABLE<FormTensors<float>> table, QAdamForm form) {
+  change_forms<true>(table, form);
 }
 
-TORCHBAGUA_KERNEL torchbagua_qadam_form_momenta_bfloat16(TORCHBAGUA_TABLE<FormTensors<BFloat16>> table, float beta1,
-                                                         float share) {
-  change_forms<true>(table, beta1, share);
+TORCHBAGUA_KERNEL torchbagua_qadam_form_momenta_bfloat16(TORCHBAGUA_TABLE<FormTensors<BFloat16>> table,
+                                                         QAdamForm form) {
+  change_forms<true>(table, form);
 }
 
-TORCHBAGUA_KERNEL torchbagua_qadam_form_momenta_float16(TORCHBAGUA_TABLE<FormTensors<Float16>> table, float beta1,
-                                                        float share) {
-  change_forms<true>(table, beta1, share);
+TORCHBAGUA_KERNEL torchbagua_qadam_form_momenta_float16(TORCHBAGUA_TABLE<FormTensors<Float16>> table, QAdamForm form) {
+  change_forms<true>(table, form);
 }
 
-TORCHBAGUA_KERNEL torchbagua_qadam_form_gradients_float32(TORCHBAGUA_TABLE<FormTensors<float>> table, float beta1,
-                                                          float share) {
-  change_forms<false>(table, beta1, share);
+TORCHBAGUA_KERNEL torchbagua_qadam_form_gradients_float32(TORCHBAGUA_TABLE<FormTensors<float>> table, QAdamForm form) {
+  change_forms<false>(table, form);
 }
 
-TORCHBAGUA_KERNEL torchbagua_qadam_form_gradients_bfloat16(TORCHBAGUA_TABLE<FormTensors<BFloat16>> table, float beta1,
-                                                           float share) {
-  change_forms<false>(table, beta1, share);
+TORCHBAGUA_KERNEL torchbagua_qadam_form_gradients_bfloat16(TORCHBAGUA_TABLE<FormTensors<BFloat16>> table,
+                                                           QAdamForm form) {
+  change_forms<false>(table, form);
 }
 
-TORCHBAGUA_KERNEL torchbagua_qadam_form_gradients_float16(TORCHBAGUA_TABLE<FormTensors<Float16>> table, float beta1,
-                                                          float share) {
-  change_forms<false>(table, beta1, share);
+TORCHBAGUA_KERNEL torchbagua_qadam_form_gradients_float16(TORCHBAGUA_TABLE<FormTensors<Float16>> table,
+                                                          QAdamForm form) {
+  change_forms<false>(table, form);
 }
 
 #undef TORCHBAGUA_TABLE

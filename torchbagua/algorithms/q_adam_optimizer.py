@@ -12,7 +12,7 @@ from torchbagua.algorithms.adam_updates import AdamUpdates
 from torchbagua.algorithms.q_adam_options import check_group, check_numbers
 from torchbagua.algorithms.wrapped_optimizer import unwrap
 from torchbagua.memory_order import flatten_like, shape_like
-from torchbagua.native.reference import qadam_update_double
+from torchbagua.native.qadam import qadam_update
 from torchbagua.torch_private import leave_scaling_to_scaler, mark_as_stepped, unhooked_step
 
 # In the state of a parameter: updates since its warm-up. Adam's own "step" stands still with the second moment whose
@@ -290,7 +290,7 @@ class QAdamOptimizer(torch.optim.Adam):
             beta1, beta2 = group["betas"]
             correction1 = 1.0 - beta1 ** (num_warm + num_since)
             tensors = [_flat_tensors(parameter, self.state[parameter]) for parameter in members]
-            update = qadam_update_double if is_double else torch.ops.torchbagua.qadam_update
+            update = qadam_update if is_double else torch.ops.torchbagua.qadam_update
             update(
                 *map(list, zip(*tensors, strict=True)),
                 gradient_sign=-1.0 if group["maximize"] else 1.0,

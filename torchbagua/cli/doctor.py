@@ -4,14 +4,15 @@ import argparse
 import os
 import platform
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 import torchbagua
 from torchbagua.cli.table import table
-from torchbagua.native import OperationStatus, cuda_toolkit, devices, first_use, loader, nvrtc, status
+from torchbagua.native import OperationStatus, build, cuda_toolkit, loader, nvrtc, status
+from torchbagua.native.cuda_toolkit import Unavailable
 
 
 def main(arguments: Sequence[str] = ()) -> int:
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] = ()) -> int:
             loader.load()
         print(table([("operation", "device", "path", "instructions", "why"), *map(_row, status())], num_left=5))
         print()
-        for kernels in devices.here():
+        for kernels in loader.usable_devices():
             print(f"{kernels.device} kernels: {_origin(kernels)}")
     except (OSError, RuntimeError, ValueError) as error:
         problems.append(f"the native kernels: {error}")
@@ -45,12 +46,8 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def _findings() -> list[tuple[str, str]]:
-    compiler = first_use.find_compiler()
     missing_backend = "not in this build of torch"
-    missing_compiler = f"none ({first_use.compiler_command()[0]} is not on PATH; CXX names another)"
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    toolkit = cuda_toolkit.usable_toolkit(torch.version.cuda)
-    run_time_compiler = nvrtc.find_compiler(torch.version.cuda, loader.sources())
     return [
         ("torchbagua", torchbagua.__version__),
         ("torch", torch.__version__),
@@ -60,29 +57,46 @@ def _findings() -> list[tuple[str, str]]:
         ("GPUs", ", ".join(gpus) or "none"),
         ("gloo", "available" if _has_gloo() else missing_backend),
         ("NCCL", "available" if _has_nccl() else missing_backend),
-        ("C++ compiler", compiler or missing_compiler),
-        ("nvcc", toolkit if isinstance(toolkit, str) else f"CUDA {toolkit.version} in {toolkit.folder}"),
-        ("NVRTC", run_time_compiler if isinstance(run_time_compiler, str) else f"CUDA {run_time_compiler.version}"),
-        ("ninja", str(first_use.ninja_folder() or "none")),
+        ("C++ compiler", _found(build.find_compiler)),
+        ("nvcc", _found(_toolkit)),
+        ("NVRTC", _found(_run_time_compiler)),
+        ("ninja", str(build.ninja_folder() or "none")),
         ("native sources", str(loader.sources())),
-        ("cache", str(first_use.cache_folder())),
+        ("cache", str(build.cache_folder())),
         (loader.VARIABLE, _forced()),
     ]
 
 
+def _found(find: Callable[[], str]) -> str:
+    """What `find` returns, or why it is not to be had."""
+    try:
+        return find()
+    except Unavailable as why:
+        return str(why)
+
+
+def _toolkit() -> str:
+    toolkit = cuda_toolkit.usable_toolkit(torch.version.cuda)
+    return f"CUDA {toolkit.version} in {toolkit.folder}"
+
+
+def _run_time_compiler() -> str:
+    return f"CUDA {nvrtc.find_compiler(torch.version.cuda, loader.sources()).version}"
+
+
 def _forced() -> str:
     forced = os.environ.get(loader.VARIABLE) or "not set: the best there is"
-    has_gpu = devices.CUDA in devices.here()
+    has_gpu = loader.CUDA in loader.usable_devices()
     return f"{forced}, which is for GPUs, and there is none" if forced == "nvrtc" and not has_gpu else forced
 
 
-def _origin(kernels: devices.DeviceKernels) -> str:
+def _origin(kernels: loader.DeviceKernels) -> str:
     """Where the kernels of a device come from."""
     path = loader.loaded_path(kernels)
     if path is None:
         return "none, the reference runs in plain torch"
     library = loader.loaded_library(kernels)
-    return f"{path}, {library}" if library else f"{path}, kept in {first_use.cache_folder()}"
+    return f"{path}, {library}" if library else f"{path}, kept in {build.cache_folder()}"
 
 
 def _has_gloo() -> bool:

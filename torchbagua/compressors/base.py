@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torchbagua.compressors.blocks import TensorSpec, WireLayout, blocks_of_chunks
-from torchbagua.native.schema import ELEMENT_TYPES
+from torchbagua.native.operations import ELEMENT_TYPES
 
 DEFAULT_BLOCK = 2048
 

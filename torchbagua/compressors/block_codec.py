@@ -10,7 +10,7 @@ import torch
 from torchbagua import native
 from torchbagua.compressors.base import DEFAULT_BLOCK, Compressor
 from torchbagua.compressors.blocks import WireLayout, pad_row
-from torchbagua.native.schema import CODECS
+from torchbagua.native.block_format import CODECS
 
 _LARGEST_BLOCK = 2**30
 
@@ -25,7 +25,7 @@ def check_block(owner: str, block: int | None) -> None:
         raise ValueError(f"{owner}: block must be None or a multiple of 8 from 8 to {_LARGEST_BLOCK}, got {block}")
 
 
-class BlockFormat(Protocol):
+class BlockBytes(Protocol):
     """The bytes of a block in the wire of a codec."""
 
     @property
@@ -62,7 +62,7 @@ class BlockCodec(Compressor):
 
     @property
     @abstractmethod
-    def block_format(self) -> BlockFormat:
+    def block_format(self) -> BlockBytes:
         """The bytes of a block in the wire."""
 
     @property
@@ -96,7 +96,7 @@ class NativeBlockCodec(BlockCodec):
         native.load()
 
     @property
-    def block_format(self) -> BlockFormat:
+    def block_format(self) -> BlockBytes:
         return CODECS[self.operations]
 
     def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:

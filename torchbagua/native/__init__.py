@@ -1,10 +1,11 @@
-"""The native operations: their schema, their readable reference, and the loader of the compiled kernels.
+"""The native operations: each in plain torch, and the loader of the compiled kernels.
 
-Importing this package registers schema, fakes and reference; it compiles and loads nothing.
+Importing this package registers the operations; it compiles and loads nothing.
 """
 
-from torchbagua.native import reference, schema
+# What is imported registers its operations: a codec is a name here.
+from torchbagua.native import minmax_uint8, qadam, sign_1bit
 from torchbagua.native.loader import load
 from torchbagua.native.status import OperationStatus, status
 
-__all__ = ["OperationStatus", "load", "reference", "schema", "status"]
+__all__ = ["OperationStatus", "load", "minmax_uint8", "qadam", "sign_1bit", "status"]

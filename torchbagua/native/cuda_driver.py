@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-# A kernel's argument, of the type of its parameter.
-Argument = ctypes.c_void_p | ctypes.c_longlong | ctypes.c_float | ctypes.Structure
+# What a kernel is given for one of its parameters: bytes of the same layout.
+Parameter = ctypes.c_float | ctypes.Array[Any] | ctypes.Structure
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Driver:
         return LoadedKernels(device, context, module, {})
 
     def launch(
-        self, kernels: LoadedKernels, name: str, num_blocks: int, num_threads: int, arguments: Sequence[Argument]
+        self, kernels: LoadedKernels, name: str, num_blocks: int, num_threads: int, parameters: Sequence[Parameter]
     ) -> None:
         """Enqueues a kernel on the current stream of its device and waits for nothing.
 
@@ -81,12 +81,12 @@ class Driver:
             name: the kernel's.
             num_blocks: the length of the grid, in thread blocks.
             num_threads: of a thread block.
-            arguments: one for each parameter.
+            parameters: one for each of the kernel's.
 
         Raises:
             RuntimeError: the driver refuses the launch, or an earlier kernel has failed.
         """
-        parameters = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        addresses = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
         shape = (num_blocks, 1, 1, num_threads, 1, 1)
         stream = self._current_stream(kernels.device)
         # A thread that has called no CUDA function yet, such as one of autograd's, has no current context.
@@ -95,8 +95,8 @@ class Driver:
             if function is None:
                 (function,) = self._call("cuModuleGetFunction", kernels.module, name.encode())
                 kernels.functions[name] = function
-            # The driver copies the arguments before it returns.
-            self._call("cuLaunchKernel", function, *shape, 0, stream, ctypes.addressof(parameters), 0)
+            # The driver copies the parameters before it returns.
+            self._call("cuLaunchKernel", function, *shape, 0, stream, ctypes.addressof(addresses), 0)
 
     @contextlib.contextmanager
     def _inside(self, context: object) -> Iterator[None]:

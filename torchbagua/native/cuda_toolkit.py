@@ -1,4 +1,4 @@
-"""Finds NVIDIA's CUDA compiler, and says why it cannot be used.
+"""Finds NVIDIA's CUDA compiler, or says why it cannot be used.
 
 `setup.py` runs this file by path, and the loader imports it: so it needs nothing beyond the standard library.
 """
@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 _USUAL_FOLDER = "/usr/local/cuda"
+
+
+class Unavailable(Exception):
+    """Why native kernels cannot be had in one way, in words that continue a sentence."""
 
 
 class Toolkit(NamedTuple):
@@ -44,23 +48,23 @@ def _home() -> str | None:
     return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
 
 
-def usable_toolkit(torch_cuda: str | None) -> Toolkit | str:
-    """The toolkit for a torch with CUDA `torch_cuda` (`torch.version.cuda`), or why there is none, in words."""
+def usable_toolkit(torch_cuda: str | None) -> Toolkit:
+    """The toolkit for a torch with CUDA `torch_cuda` (`torch.version.cuda`); raises Unavailable."""
     if torch_cuda is None:
-        return "this torch is built without CUDA"
+        raise Unavailable("this torch is built without CUDA")
     nvcc = find_nvcc()
     if nvcc is None:
         home = _home()
         searched = (
             f"on PATH, or in {_USUAL_FOLDER}" if home is None else f"in {home}, which CUDA_HOME or CUDA_PATH names"
         )
-        return f"there is no nvcc ({searched})"
+        raise Unavailable(f"there is no nvcc ({searched})")
     try:
         toolkit = _ask(nvcc)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return f"{nvcc} does not answer as nvcc does ({error})"
+        raise Unavailable(f"{nvcc} does not answer as nvcc does ({error})") from None
     if toolkit.version.split(".")[0] != torch_cuda.split(".")[0]:
-        return f"{nvcc} is of CUDA {toolkit.version}, and torch of CUDA {torch_cuda}"
+        raise Unavailable(f"{nvcc} is of CUDA {toolkit.version}, and torch of CUDA {torch_cuda}")
     return toolkit
 
 

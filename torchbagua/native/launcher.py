@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchbagua.native.cuda_driver import Argument, Driver, LoadedKernels
-from torchbagua.native.nvrtc import Compiler
-from torchbagua.native.schema import (
-    check_codec,
-    check_feedback,
-    check_forms,
-    check_mean,
-    check_mean_encode,
-    check_qadam,
-)
-from torchbagua.native.tensor_tables import TABLE_THREADS, QAdamStep, tables_of
+from torchbagua.native.block_format import CODECS
+from torchbagua.native.cuda_driver import Driver, LoadedKernels, Parameter
+from torchbagua.native.nvrtc import OLDEST_ARCHITECTURE, Compiler
+from torchbagua.native.operations import OPERATIONS
+from torchbagua.native.tensor_tables import TABLE_THREADS, tables_of
 
 # As in csrc_cuda/kernels/blocks.cuh and cuda/launch.h: a thread block for each row of the table, up to so many.
 THREADS = 64
@@ -29,7 +25,7 @@ _TYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float
 
 
 class CudaKernels:
-    """The kernels of all devices; an operation's arguments are those of schema.py.
+    """The kernels of all devices; they take the arguments of their operations.
 
     Args:
         compiler: what compiles them, once for each compute capability.
@@ -49,104 +45,50 @@ class CudaKernels:
             self._image(capability)
 
     def register(self) -> None:
-        """Makes torch call these kernels for CUDA tensors, for as long as the process lasts."""
-        kernels: list[Callable[..., None]] = [
-            self.minmax_uint8_encode,
-            self.minmax_uint8_decode,
-            self.minmax_uint8_decode_mean,
-            self.minmax_uint8_decode_mean_encode,
-            self.minmax_uint8_encode_feedback,
-            self.qadam_update,
-            self.qadam_form_momenta,
-            self.qadam_form_gradients,
-        ]
-        for kernel in kernels:
-            torch.library.impl(f"torchbagua::{kernel.__name__}", "cuda", kernel)
+        """Makes torch call these kernels for CUDA tensors, for as long as the process lasts.
 
-    def minmax_uint8_encode(self, x: Tensor, table: Tensor, wire: Tensor) -> None:
-        """`torchbagua::minmax_uint8_encode`, see schema.py."""
-        operation = "minmax_uint8_encode"
-        check_codec(operation, x, table, wire)
-        kernel = f"{operation}_{_TYPE_NAMES[x.dtype]}"
-        self._launch(kernel, table, x, x.numel(), table, len(table), wire, wire.numel())
+        A codec that has none among the sources keeps its plain torch.
+        """
+        without = tuple(f"{codec}_" for codec in CODECS if not self._compiler.has_source(f"kernels/{codec}.cuh"))
+        for name in OPERATIONS:
+            if not name.startswith(without):
+                torch.library.impl(f"torchbagua::{name}", "cuda", functools.partial(self.call, name))
 
-    def minmax_uint8_decode(self, wire: Tensor, table: Tensor, x: Tensor) -> None:
-        """`torchbagua::minmax_uint8_decode`, see schema.py."""
-        operation = "minmax_uint8_decode"
-        check_codec(operation, x, table, wire)
-        kernel = f"{operation}_{_TYPE_NAMES[x.dtype]}"
-        self._launch(kernel, table, wire, wire.numel(), table, len(table), x, x.numel())
+    def call(self, name: str, *arguments: Any, **numbers: float) -> None:
+        """Checks the arguments of an operation, and launches what it takes where they are; waits for nothing."""
+        OPERATIONS[name].check(*arguments, **numbers)
+        if isinstance(arguments[0], list):
+            self._launch_over_lists(name, arguments, numbers)
+        else:
+            self._launch_over_blocks(name, arguments)
 
-    def minmax_uint8_decode_mean(self, rows: Tensor, table: Tensor, divisor: float, x: Tensor) -> None:
-        """`torchbagua::minmax_uint8_decode_mean`, see schema.py."""
-        operation = "minmax_uint8_decode_mean"
-        check_mean(operation, rows, table, divisor, x)
-        senders = (rows, *rows.shape, float(divisor))
-        self._launch(operation, table, *senders, table, len(table), x, x.numel())
+    def _launch_over_blocks(self, name: str, arguments: Sequence[Tensor | float]) -> None:
+        """Launches over the rows of the table among the arguments."""
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        (table,) = (tensor for tensor in tensors if tensor.dtype == torch.int64)
+        types = {_TYPE_NAMES[tensor.dtype] for tensor in tensors if tensor.is_floating_point()}
+        kernel = "_".join((name, *types))  # of one type, or of none
+        self._launch(kernel, table, len(table), THREADS, [_parameter(argument) for argument in arguments])
 
-    def minmax_uint8_decode_mean_encode(self, rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
-        """`torchbagua::minmax_uint8_decode_mean_encode`, see schema.py."""
-        operation = "minmax_uint8_decode_mean_encode"
-        check_mean_encode(operation, rows, table, divisor, wire)
-        senders = (rows, *rows.shape, float(divisor))
-        self._launch(operation, table, *senders, table, len(table), wire)
+    def _launch_over_lists(self, name: str, lists: Sequence[list[Tensor]], numbers: dict[str, float]) -> None:
+        """Launches over the tensors of `lists`, by kernels for the element types of the momenta."""
+        names = [argument.name for argument in getattr(torch.ops.torchbagua, name).default._schema.arguments]
+        constants = [numbers[one] for one in names[len(lists) :]]
+        if name == "qadam_update":
+            constants.append(1.0 - numbers["beta1"])  # in float64, as make_qadam_step does
+        of_kernel = (ctypes.c_float * len(constants))(*constants)
+        for table, first in tables_of(lists, lists[names.index("momenta")]):
+            kernel = f"{name}_{_TYPE_NAMES[first.dtype]}"
+            self._launch(kernel, first, table.num_chunks, TABLE_THREADS, [table, of_kernel])
 
-    def minmax_uint8_encode_feedback(
-        self, x: Tensor, residual: Tensor, table: Tensor, wire: Tensor, left_out: Tensor
-    ) -> None:
-        """`torchbagua::minmax_uint8_encode_feedback`, see schema.py."""
-        operation = "minmax_uint8_encode_feedback"
-        check_feedback(operation, x, residual, table, wire, left_out)
-        sums = (x, residual, x.numel())
-        self._launch(operation, table, *sums, table, len(table), wire, wire.numel(), left_out)
-
-    def qadam_update(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        momenta: list[Tensor],
-        second_moments: list[Tensor],
-        **numbers: float,
-    ) -> None:
-        """`torchbagua::qadam_update`, see schema.py."""
-        check_qadam(weights, gradients=gradients, momenta=momenta, second_moments=second_moments)
-        step = QAdamStep(one_minus_beta1=1.0 - numbers["beta1"], **numbers)
-        self._launch_tables("qadam_update", (weights, gradients, momenta, second_moments), weights, step)
-
-    def qadam_form_momenta(self, gradients: list[Tensor], momenta: list[Tensor], *, beta1: float, share: float) -> None:
-        """`torchbagua::qadam_form_momenta`, see schema.py."""
-        check_forms("qadam_form_momenta", "gradients", gradients, momenta)
-        numbers = (ctypes.c_float(beta1), ctypes.c_float(share))
-        self._launch_tables("qadam_form_momenta", (gradients, momenta), momenta, *numbers)
-
-    def qadam_form_gradients(
-        self, averages: list[Tensor], momenta: list[Tensor], *, beta1: float, share: float
-    ) -> None:
-        """`torchbagua::qadam_form_gradients`, see schema.py."""
-        check_forms("qadam_form_gradients", "averages", averages, momenta)
-        numbers = (ctypes.c_float(beta1), ctypes.c_float(share))
-        self._launch_tables("qadam_form_gradients", (averages, momenta), momenta, *numbers)
-
-    def _launch(self, kernel: str, table: Tensor, *arguments: Tensor | int | float) -> None:
-        """Launches over the rows of `table`, where that is."""
-        self._launch_blocks(kernel, table, len(table), THREADS, [_argument(one) for one in arguments])
-
-    def _launch_tables(
-        self, operation: str, lists: Sequence[list[Tensor]], kinds: list[Tensor], *numbers: Argument
-    ) -> None:
-        """Launches over the tensors of `lists`, by kernels for the element types of `kinds`, one of them."""
-        for table, first in tables_of(lists, kinds):
-            kernel = f"{operation}_{_TYPE_NAMES[first.dtype]}"
-            self._launch_blocks(kernel, first, table.num_chunks, TABLE_THREADS, [table, *numbers])
-
-    def _launch_blocks(
-        self, kernel: str, there: Tensor, num_blocks: int, num_threads: int, arguments: Sequence[Argument]
+    def _launch(
+        self, kernel: str, there: Tensor, num_blocks: int, num_threads: int, parameters: Sequence[Parameter]
     ) -> None:
         """Launches thread blocks where the tensor `there` is; none is nothing to do."""
         if num_blocks == 0:
             return
         kernels = self._on(there.get_device())
-        self._driver.launch(kernels, f"torchbagua_{kernel}", min(num_blocks, LARGEST_GRID), num_threads, arguments)
+        self._driver.launch(kernels, f"torchbagua_{kernel}", min(num_blocks, LARGEST_GRID), num_threads, parameters)
 
     def _on(self, device: int) -> LoadedKernels:
         """The kernels on a device, compiled and loaded when first asked for."""
@@ -166,8 +108,28 @@ class CudaKernels:
         return self._images[capability]
 
 
-def _argument(value: Tensor | int | float) -> Argument:
-    """As the kernels declare it: pointers, `long long` counts, a `float` divisor."""
+def _parameter(value: Tensor | float) -> Parameter:
+    """As csrc_cuda/element/blocks.h declares it: a tensor's data and the sizes of its dimensions."""
     if isinstance(value, Tensor):
-        return ctypes.c_void_p(value.data_ptr())
-    return ctypes.c_longlong(value) if isinstance(value, int) else ctypes.c_float(value)
+        return (ctypes.c_longlong * (1 + value.dim()))(value.data_ptr(), *value.shape)
+    return ctypes.c_float(value)
+
+
+def register_nvrtc(compiler: Compiler, capability: int) -> None:
+    """Gives torch the kernels that NVRTC compiles: for `capability` now, for other GPUs at their first launch.
+
+    Raises:
+        RuntimeError: NVRTC fails, with its output.
+    """
+    # Where there is NVRTC's half of cuda-python there is this one. It needs the driver, which nvrtc.py does not.
+    from cuda.bindings import driver
+
+    kernels = CudaKernels(compiler, Driver(driver, _current_stream))
+    # A GPU that is too old may be there for the screen alone: it is an error to launch on it, not to have it.
+    if capability >= OLDEST_ARCHITECTURE:
+        kernels.prepare(capability)
+    kernels.register()
+
+
+def _current_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)

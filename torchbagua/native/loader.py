@@ -1,22 +1,24 @@
-"""Makes the compiled kernels available: a built library, else what is compiled at first use, else the reference stays.
+"""Makes the compiled kernels available: a library built ahead, else what is compiled at first use, else the reference.
 
-The dispatcher is the fallback: the reference is registered for every device, and a library that is loaded adds kernels
-that take precedence. What is loaded is asked of torch, never remembered here.
+The dispatcher is the fallback: the plain torch of every operation is registered for every device, and what is loaded
+adds kernels that take precedence. What is loaded is asked of torch, never remembered here.
 """
 
 import functools
 import os
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from torchbagua import torch_private
-from torchbagua.native import devices, first_use, recipe
-from torchbagua.native.devices import DeviceKernels
+from torchbagua.native import cuda_toolkit, nvrtc, recipe
+from torchbagua.native.build import Build, compile_once, find_compiler
+from torchbagua.native.cuda_toolkit import Unavailable
+from torchbagua.native.launcher import register_nvrtc
+from torchbagua.native.operations import OPERATIONS
 from torchbagua.user_warning import warn_user
 
 NativePath = Literal["aot", "jit", "nvrtc", "reference"]
@@ -25,12 +27,39 @@ VARIABLE = "TORCHBAGUA_NATIVE"
 _ALLOWED: tuple[NativePath, ...] = ("aot", "jit", "nvrtc", "reference")
 _WAY_OUT = f"{VARIABLE}=reference runs without native kernels (slower, same bytes)"
 
-# Threads of one process; processes are kept apart by first_use.
+# Threads of one process; processes are kept apart by build.py.
 _one_loader = threading.Lock()
 
 
-def _nothing() -> None:
-    """The reference is registered when torchbagua is imported."""
+@dataclass(frozen=True)
+class DeviceKernels:
+    """The native kernels of one type of device.
+
+    Attributes:
+        device: the type, as torch writes it.
+        binary: what they are built from.
+        paths: the ways to come by them, the best first.
+        advice: what would give them where they are missing.
+    """
+
+    device: Literal["cpu", "cuda"]
+    binary: recipe.Binary
+    paths: tuple[NativePath, ...]
+    advice: str
+
+
+CPU = DeviceKernels(
+    "cpu",
+    recipe.CPU,
+    ("aot", "jit"),
+    "A C++ compiler on PATH, or named by CXX, gives the fast ones at the next start",
+)
+CUDA = DeviceKernels(
+    "cuda",
+    recipe.CUDA,
+    ("aot", "jit", "nvrtc"),
+    "`pip install 'torchbagua[cuda]'`, or nvcc and a C++ compiler, gives the fast ones at the next start",
+)
 
 
 @dataclass(frozen=True)
@@ -40,15 +69,26 @@ class Choice:
     Attributes:
         path: "aot" (built ahead of time), "jit" (compiled at first use), "nvrtc" (the same, for CUDA without nvcc) or
             "reference" (plain torch).
-        library: the file to load, which for "jit" need not exist yet; None for "nvrtc" and "reference".
         why: the reason, for people.
-        provide: does it.
+        library: the file to load, which for "jit" need not exist yet; None for "nvrtc" and "reference".
+        build: how it is compiled, for "jit".
+        compiler: what compiles the kernels, for "nvrtc".
     """
 
     path: NativePath
-    library: Path | None
     why: str
-    provide: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
+    library: Path | None = None
+    build: Build | None = None
+    compiler: nvrtc.Compiler | None = None
+
+    def provide(self) -> None:
+        """Compiles where it has to, and loads."""
+        if self.library is not None:
+            if self.build is not None:
+                compile_once(self.library, self.build)
+            torch.ops.load_library(self.library)
+        if self.compiler is not None:
+            register_nvrtc(self.compiler, capabilities()[0])
 
 
 def load() -> None:
@@ -66,12 +106,31 @@ def load() -> None:
         RuntimeError: a library does not load, a compiler fails, or the path asked for is not to be had.
     """
     with _one_loader:
-        for kernels in devices.here():
+        for kernels in usable_devices():
             _load(kernels)
 
 
+def _load(kernels: DeviceKernels) -> None:
+    forced = forced_path(kernels)
+    loaded = loaded_path(kernels)
+    if loaded is not None:
+        if forced not in (None, loaded):
+            what = loaded_library(kernels) or f"kernels for {kernels.device} by NVRTC"
+            raise RuntimeError(f"{VARIABLE}={forced} was set after {what} had been loaded, which nothing undoes")
+        return
+    choice = choose(kernels)
+    if choice.path == "reference" and forced is None:
+        _warn_of_reference(kernels.device, choice.why, kernels.advice)
+    try:
+        choice.provide()
+    except (ImportError, OSError, RuntimeError) as error:
+        cause = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+        what = f"the native library {choice.library}" if choice.library else f"NVRTC for {kernels.device}"
+        raise RuntimeError(f"{what} is not usable ({choice.why}). {_WAY_OUT}. The cause: {cause}") from error
+
+
 def choose(kernels: DeviceKernels) -> Choice:
-    """Which path `load` takes for `kernels`, and why. Changes nothing.
+    """Which path `load` takes for `kernels`, and why: the first of aot, jit and nvrtc that can be had. Changes nothing.
 
     Reads the environment and the file system, and for CUDA asks torch which GPUs there are.
 
@@ -81,32 +140,44 @@ def choose(kernels: DeviceKernels) -> Choice:
     """
     forced = forced_path(kernels)
     if forced == "reference":
-        return Choice("reference", None, f"{VARIABLE}=reference")
-    built = Path(__file__).with_name(f"{recipe.stem(kernels.binary, sources())}.abi3.so")
-    if forced in (None, "aot") and built.exists():
-        load_built = functools.partial(torch.ops.load_library, built)
-        return Choice("aot", built, "built ahead of time from the sources that are here", load_built)
-    if forced == "aot":
-        raise RuntimeError(
-            f"{VARIABLE}=aot, but {_why_not_built(kernels)}: `pip install --no-build-isolation` builds it. {_WAY_OUT}"
-        )
+        return Choice("reference", f"{VARIABLE}=reference")
+    attempts = {"aot": _built_ahead, "jit": _compiled_at_first_use, "nvrtc": _compiled_by_nvrtc}
+    obstacles = [f"{VARIABLE}={forced}"] if forced else []
+    for path in [forced] if forced else kernels.paths:
+        try:
+            return attempts[path](kernels, obstacles)
+        except Unavailable as why:
+            obstacles.append(str(why))
+    if forced:
+        raise RuntimeError(f"{', but '.join(obstacles)}. {_WAY_OUT}")
+    return Choice("reference", ", and ".join(obstacles))
 
-    obstacles = [_why_not_built(kernels)] if forced is None else [f"{VARIABLE}={forced}"]
-    if forced in (None, "jit"):
-        build = kernels.find_build(sources())
-        if isinstance(build, first_use.Build):
-            return _compiled_at_first_use(build, obstacles[0])
-        obstacles.append(build)
-    if forced in (None, "nvrtc") and kernels.find_nvrtc is not None:
-        compiler = kernels.find_nvrtc(sources())
-        if not isinstance(compiler, str):
-            why = ", and ".join([*obstacles, f"NVRTC {compiler.version} is here"])
-            return Choice("nvrtc", None, why, functools.partial(devices.register_nvrtc, compiler))
-        obstacles.append(compiler)
-    why = ", and ".join(obstacles)
-    if forced is not None:
-        raise RuntimeError(f"{why}. {_WAY_OUT}")
-    return Choice("reference", None, why)
+
+def _built_ahead(kernels: DeviceKernels, obstacles: list[str]) -> Choice:
+    folder = Path(__file__).parent
+    library = folder / f"{recipe.stem(kernels.binary, sources())}.abi3.so"
+    if library.exists():
+        return Choice("aot", "built ahead of time from the sources that are here", library)
+    advice = ": `pip install --no-build-isolation` builds it" if obstacles else ""
+    for other in sorted(folder.glob(f"{kernels.binary.prefix}*.so")):
+        raise Unavailable(f"the built library {other.name} is not from the sources in {sources()}{advice}")
+    raise Unavailable(f"no library for {kernels.device} was built ahead of time{advice}")
+
+
+def _compiled_at_first_use(kernels: DeviceKernels, obstacles: list[str]) -> Choice:
+    compilers = find_compiler()
+    build = Build(kernels.binary, sources())
+    if kernels is CUDA:
+        toolkit = cuda_toolkit.usable_toolkit(torch.version.cuda)
+        build = Build(kernels.binary, sources(), toolkit, architectures_of(toolkit))
+        compilers += f" and nvcc {toolkit.version}"
+    why = f"{obstacles[0]}; compiled at first use by {compilers}"
+    return Choice("jit", why, build.library_file(), build)
+
+
+def _compiled_by_nvrtc(kernels: DeviceKernels, obstacles: list[str]) -> Choice:
+    compiler = nvrtc.find_compiler(torch.version.cuda, sources())
+    return Choice("nvrtc", ", and ".join([*obstacles, f"NVRTC {compiler.version} is here"]), compiler=compiler)
 
 
 def forced_path(kernels: DeviceKernels) -> NativePath | None:
@@ -114,10 +185,30 @@ def forced_path(kernels: DeviceKernels) -> NativePath | None:
     value = os.environ.get(VARIABLE, "")
     for path in _ALLOWED:
         if value == path:
-            return None if path == "nvrtc" and kernels.find_nvrtc is None else path
+            return path if path in (*kernels.paths, "reference") else None
     if value:
         raise ValueError(f"{VARIABLE}={value!r}: allowed are {', '.join(_ALLOWED)}, or nothing for the best there is")
     return None
+
+
+def usable_devices() -> list[DeviceKernels]:
+    """Those that this process can use."""
+    return [CPU, CUDA] if torch.cuda.is_available() and not torch_private.is_forked_from_cuda() else [CPU]
+
+
+def capabilities() -> list[int]:
+    """The compute capability of every CUDA device, 90 for 9.0, the current device's first."""
+    current = torch.cuda.current_device()
+    devices = sorted(range(torch.cuda.device_count()), key=lambda device: device != current)
+    found = [torch.cuda.get_device_capability(device) for device in devices]
+    return [10 * major + minor for major, minor in found]
+
+
+def architectures_of(toolkit: cuda_toolkit.Toolkit) -> tuple[int, ...]:
+    """What to compile for with `toolkit`, of what it knows, for the GPUs that are there."""
+    # What a GPU that is too old is then told comes from the launch.
+    wanted = {max(capability, nvrtc.OLDEST_ARCHITECTURE) for capability in capabilities()}
+    return tuple(sorted({cuda_toolkit.nearest_architecture(one, toolkit.architectures) for one in wanted}))
 
 
 def sources() -> Path:
@@ -140,52 +231,12 @@ def loaded_path(kernels: DeviceKernels) -> NativePath | None:
     library = loaded_library(kernels)
     if library is not None:
         return "aot" if library.parent == Path(__file__).parent else "jit"
-    return "nvrtc" if has_kernel(kernels.operation, kernels) else None
+    return "nvrtc" if any(has_kernel(operation, kernels) for operation in OPERATIONS) else None
 
 
 def has_kernel(operation: str, kernels: DeviceKernels) -> bool:
     """Whether an operation has a native kernel for the device, loaded and registered."""
     return torch_private.has_kernel(f"torchbagua::{operation}", kernels.device.upper())
-
-
-def _load(kernels: DeviceKernels) -> None:
-    forced = forced_path(kernels)
-    loaded = loaded_path(kernels)
-    if loaded is not None:
-        if forced not in (None, loaded):
-            what = loaded_library(kernels) or f"kernels for {kernels.device} by NVRTC"
-            raise RuntimeError(f"{VARIABLE}={forced} was set after {what} had been loaded, which nothing undoes")
-        return
-    choice = choose(kernels)
-    if choice.path == "reference" and forced is None:
-        _warn_of_reference(kernels.device, choice.why, kernels.advice)
-    try:
-        choice.provide()
-    except (ImportError, OSError, RuntimeError) as error:
-        cause = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
-        what = f"the native library {choice.library}" if choice.library else f"NVRTC for {kernels.device}"
-        raise RuntimeError(f"{what} is not usable ({choice.why}). {_WAY_OUT}. The cause: {cause}") from error
-
-
-def _compiled_at_first_use(build: first_use.Build, why: str) -> Choice:
-    compilers = str(first_use.find_compiler())
-    if build.toolkit is not None:
-        compilers += f" and nvcc {build.toolkit.version}"
-    library = build.library_file()
-
-    def compile_and_load() -> None:
-        first_use.compile_once(library, build)
-        torch.ops.load_library(library)
-
-    return Choice("jit", library, f"{why}; compiled at first use by {compilers}", compile_and_load)
-
-
-def _why_not_built(kernels: DeviceKernels) -> str:
-    """Why there is no built library to load, in words that continue a sentence."""
-    others = sorted(Path(__file__).parent.glob(f"{kernels.binary.prefix}*.so"))
-    if others:
-        return f"the built library {others[0].name} is not from the sources in {sources()}"
-    return f"no library for {kernels.device} was built ahead of time"
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Compiles the CUDA kernels with NVRTC, the compiler that torch's own CUDA wheels bring. It needs no GPU.
 
-What it makes is kept in the cache of first_use.py, one file for sources, options, architecture and NVRTC's version.
+What it makes is kept in the cache of build.py, one file for sources, options, architecture and NVRTC's version.
 """
 
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torchbagua.native import first_use, recipe
-from torchbagua.native.cuda_toolkit import nearest_architecture
-from torchbagua.native.sealed_file import read_sealed, seal
+from torchbagua.native import recipe
+from torchbagua.native.build import cache_folder, read_sealed, seal
+from torchbagua.native.cuda_toolkit import Unavailable, nearest_architecture
 from torchbagua.user_warning import warn_user
 
 # The oldest compute capability with kernels: 7.5, which CUDA 13 begins with.
@@ -57,6 +57,10 @@ class Compiler:
         # Machine code runs on later minor versions of its major version, PTX on everything later.
         return f"sm_{nearest}" if nearest // 10 == capability // 10 else f"compute_{nearest}"
 
+    def has_source(self, path: str) -> bool:
+        """Whether there is such a file among the sources."""
+        return (self._csrc / path).is_file()
+
     def image_for(self, capability: int) -> bytes:
         """The kernels for a GPU of the compute capability, from the cache where they are there.
 
@@ -74,7 +78,7 @@ class Compiler:
     def cache_file(self, target: str) -> Path:
         """Where the kernels for `target` lie, compiled or not."""
         stem = recipe.stem(self._binary, self._csrc)
-        return first_use.cache_folder() / f"{stem}-{target}-nvrtc_{self.version}.cuda"
+        return cache_folder() / f"{stem}-{target}-nvrtc_{self.version}.cuda"
 
     def compile(self, target: str) -> bytes:
         """Machine code for a target such as "sm_90", PTX for one such as "compute_90".
@@ -110,23 +114,23 @@ class Compiler:
         return tuple(results)
 
 
-def find_compiler(torch_cuda: str | None, csrc: Path) -> Compiler | str:
-    """The NVRTC to use with a torch with CUDA `torch_cuda` (`torch.version.cuda`), or why there is none, in words."""
+def find_compiler(torch_cuda: str | None, csrc: Path) -> Compiler:
+    """The NVRTC to use with a torch with CUDA `torch_cuda` (`torch.version.cuda`); raises Unavailable."""
     if torch_cuda is None:
-        return "this torch is built without CUDA"
+        raise Unavailable("this torch is built without CUDA")
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
-        return f"cuda-python cannot be imported ({error}): {INSTALL}"
+        raise Unavailable(f"cuda-python cannot be imported ({error}): {INSTALL}") from None
     try:
         return Compiler(nvrtc, csrc)
     except RuntimeError as error:
         major = torch_cuda.split(".")[0]
         cause = str(error).splitlines()[0]
-        return (
+        raise Unavailable(
             f"cuda-python finds no NVRTC ({cause}): pip install 'nvidia-cuda-nvrtc=={major}.*', and a cuda-python of "
             f"torch's CUDA, {major}"
-        )
+        ) from None
 
 
 def _dotted(capability: int) -> str:

@@ -26,6 +26,7 @@ _CXX_FLAGS = (
 # No -march: the instruction set is chosen when the library is loaded, so that a build from one machine runs on another.
 
 _KERNEL_FLAGS = ("-std=c++17", "--fmad=false")
+_SUFFIXES = (".cpp", ".cu", ".cuh", ".h")
 
 
 class Binary(NamedTuple):
@@ -34,8 +35,6 @@ class Binary(NamedTuple):
     Attributes:
         prefix: how the file's name begins; the digest follows.
         source: the file to compile, below `csrc_cuda`; the rest of it is reached from there by #include.
-        suffixes: of the files that `source` may include.
-        others: the folders with such suffixes that it does not include.
         cxx_flags: of the C++ compiler.
         nvcc_flags: of nvcc, or of NVRTC.
         ldflags: of the linker.
@@ -43,20 +42,16 @@ class Binary(NamedTuple):
 
     prefix: str
     source: str
-    suffixes: tuple[str, ...]
-    others: tuple[str, ...]
     cxx_flags: tuple[str, ...] = ()
     nvcc_flags: tuple[str, ...] = ()
     ldflags: tuple[str, ...] = ()
 
 
-CPU = Binary("libtorchbagua_cpu_", "bind_cpu.cpp", (".cpp", ".h"), others=("cuda", "kernels"), cxx_flags=_CXX_FLAGS)
+CPU = Binary("libtorchbagua_cpu_", "bind_cpu.cpp", cxx_flags=_CXX_FLAGS)
 
 CUDA = Binary(
     "libtorchbagua_cuda_",
     "bind_cuda.cu",
-    (".cu", ".cuh", ".h"),
-    others=("cpu",),
     nvcc_flags=(
         "-O3",
         *_KERNEL_FLAGS,
@@ -70,13 +65,7 @@ CUDA = Binary(
 )
 
 # The kernels alone, without a binding.
-NVRTC = Binary(
-    "torchbagua_nvrtc_",
-    "kernels/all.cuh",
-    (".cuh", ".h"),
-    others=("cpu", "cuda"),
-    nvcc_flags=_KERNEL_FLAGS,
-)
+NVRTC = Binary("torchbagua_nvrtc_", "kernels/all.cuh", nvcc_flags=_KERNEL_FLAGS)
 
 # The compute capabilities, 75 for 7.5, that a library built ahead holds machine code for, where nvcc knows them. Within
 # a major version it runs on all later minor ones; PTX of the newest is for GPUs to come.
@@ -93,10 +82,12 @@ def gencode_flags(architectures: Sequence[int]) -> list[str]:
     return [*flags, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
 
 
-def sources_digest(binary: Binary, csrc: Path) -> str:
-    """Names what `binary` is built from: 16 hexadecimal digits over the files below `csrc` and the flags.
+def stem(binary: Binary, csrc: Path) -> str:
+    """The name, without its suffix, of the file that `binary` is compiled to.
 
-    A built-ahead library carries it in its file name, so one that is older than its sources is never taken for theirs.
+    It ends with a digest of the flags and of all sources, so that a library built ahead that is older than its sources
+    is never taken for theirs. A change to any of them compiles every binary again: which of them one includes need not
+    be known here.
 
     Args:
         binary: what is compiled.
@@ -108,13 +99,6 @@ def sources_digest(binary: Binary, csrc: Path) -> str:
     if not (csrc / binary.source).is_file():
         raise FileNotFoundError(f"the native sources of torchbagua are not in {csrc}: {binary.source} is missing")
     digest = hashlib.sha256("\0".join((*binary.cxx_flags, *binary.nvcc_flags, *binary.ldflags)).encode())
-    for path in sorted(path for path in csrc.rglob("*") if path.suffix in binary.suffixes):
-        name = path.relative_to(csrc)
-        if name.parts[0] not in binary.others:
-            digest.update(name.as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
-def stem(binary: Binary, csrc: Path) -> str:
-    """The name, without its suffix, of the file that is compiled from the sources in `csrc`."""
-    return f"{binary.prefix}{sources_digest(binary, csrc)}"
+    for path in sorted(path for path in csrc.rglob("*") if path.suffix in _SUFFIXES):
+        digest.update(path.relative_to(csrc).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"{binary.prefix}{digest.hexdigest()[:16]}"

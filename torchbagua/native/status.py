@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from torchbagua.native import devices, loader
-from torchbagua.native.devices import DeviceKernels
-from torchbagua.torch_private import operators_of
+from torchbagua.native import loader
+from torchbagua.native.loader import DeviceKernels
+from torchbagua.native.operations import OPERATIONS
 
 _WHY = {
     "aot": "built ahead of time",
@@ -45,7 +45,7 @@ def status() -> list[OperationStatus]:
         ValueError: TORCHBAGUA_NATIVE has a value that is not allowed.
         RuntimeError: TORCHBAGUA_NATIVE asks for a path that this machine does not have.
     """
-    return [_status_of(operation, kernels) for kernels in devices.here() for operation in operators_of("torchbagua")]
+    return [_status_of(operation, kernels) for kernels in loader.usable_devices() for operation in sorted(OPERATIONS)]
 
 
 def _status_of(operation: str, kernels: DeviceKernels) -> OperationStatus:

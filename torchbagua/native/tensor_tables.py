@@ -1,7 +1,4 @@
-"""Lists of tensors as the tables that csrc_cuda/kernels/tensor_table.cuh takes for arguments, and QAdam's numbers.
-
-What cuda/tensor_lists.h is in C++.
-"""
+"""Lists of tensors as the tables that csrc_cuda/kernels/tensor_table.cuh takes: what cuda/tensor_lists.h is in C++."""
 
 from __future__ import annotations
 
@@ -18,27 +15,8 @@ TABLE_ROWS = 64
 CHUNK_ELEMENTS = 8192
 
 
-class QAdamStep(ctypes.Structure):
-    """As in csrc_cuda/element/qadam.h."""
-
-    _fields_ = [
-        (name, ctypes.c_float)
-        for name in (
-            "gradient_sign",
-            "weight_decay",
-            "shrink",
-            "beta1",
-            "one_minus_beta1",
-            "root_correction2",
-            "eps",
-            "largest_ratio",
-            "step_size",
-        )
-    ]
-
-
 class TensorTable(ctypes.Structure):
-    """The tensors of one launch: what tables of any number of pointers have."""
+    """The tensors of one launch, in rows of any number of pointers."""
 
     rows: Any
     num_chunks: int

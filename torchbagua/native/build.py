@@ -1,13 +1,11 @@
 """Compiles a native library when it is first needed, into a cache that all processes of a user share.
 
 Many processes may come at once and any may be killed. The library is compiled in a private folder and renamed into
-place when it is known to load. What happens to the file later, on a disk that is full or a machine that goes down, its
-digest shows: to load a library that was cut short would end the process. A lock of the operating system, which ends
-with the process that holds it, makes one process compile while the others wait.
+place when it is known to load. What happens to the file later, on a disk that is full or a machine that goes down, the
+digest at its end shows: to load a library that was cut short would end the process. A lock of the operating system,
+which ends with the process that holds it, makes one process compile while the others wait.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -19,17 +17,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
 import torch
 
 from torchbagua.native import recipe
-from torchbagua.native.cuda_toolkit import Toolkit
-from torchbagua.native.sealed_file import read_sealed, seal
+from torchbagua.native.cuda_toolkit import Toolkit, Unavailable
 
 # Compiling takes some ten seconds, for CUDA half a minute; a machine that needs longer than this for it hangs.
 COMPILE_TIMEOUT_S = 600.0
@@ -62,9 +58,13 @@ def compiler_command() -> list[str]:
         raise ValueError(f"CXX must be a command, got {command!r}: {error}") from error
 
 
-def find_compiler() -> str | None:
-    """The path of the C++ compiler, None where there is none."""
-    return shutil.which(compiler_command()[0])
+def find_compiler() -> str:
+    """The path of the C++ compiler; raises Unavailable."""
+    name = compiler_command()[0]
+    found = shutil.which(name)
+    if found is None:
+        raise Unavailable(f"there is no C++ compiler ({name} is not on PATH; CXX names another)")
+    return found
 
 
 def ninja_folder() -> Path | None:
@@ -137,7 +137,12 @@ def compile_once(library: Path, build: Build) -> None:
         library.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RuntimeError(f"no folder for it: {error}; TORCHBAGUA_CACHE names another cache folder") from None
-    with _only_process(library.with_name("lock")):
+    lock = library.with_name("lock")
+    try:
+        held = filelock.FileLock(lock, timeout=COMPILE_TIMEOUT_S).acquire()
+    except filelock.Timeout:
+        raise RuntimeError(f"another process has held {lock} for {COMPILE_TIMEOUT_S:.0f} s") from None
+    with held:
         if read_sealed(library):
             return
         # Only a process that was stopped leaves one of these: whoever compiles holds the lock.
@@ -147,24 +152,6 @@ def compile_once(library: Path, build: Build) -> None:
             compiled = _compile(library.stem, build, Path(folder))
             seal(compiled)
             os.replace(compiled, library)
-
-
-@contextlib.contextmanager
-def _only_process(lock: Path) -> Iterator[None]:
-    """Holds the file `lock` exclusively; RuntimeError where another process keeps it for COMPILE_TIMEOUT_S."""
-    deadline_s = time.monotonic() + COMPILE_TIMEOUT_S
-    with lock.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline_s:
-                    raise RuntimeError(f"another process has held {lock} for {COMPILE_TIMEOUT_S:.0f} s") from None
-                time.sleep(0.05)
-            else:
-                break
-        # Closing the file, or the end of this process however it comes, releases the lock.
-        yield
 
 
 def _compile(stem: str, build: Build, folder: Path) -> Path:
@@ -202,3 +189,26 @@ def _compile(stem: str, build: Build, folder: Path) -> Path:
     if status != 0:
         raise RuntimeError(f"compiling failed:\n{log.read_text(errors='replace').strip()}")
     return folder / f"{stem}.so"
+
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def seal(file: Path) -> None:
+    """Append its digest to a file that is written completely, and that nobody else sees yet.
+
+    At the end, since the loader of shared libraries takes a file that goes on after its last section.
+    """
+    digest = hashlib.sha256(file.read_bytes()).digest()
+    with file.open("ab") as whole:
+        whole.write(digest)
+
+
+def read_sealed(file: Path) -> bytes | None:
+    """Return what was sealed; None where there is no such file or it was cut short or altered."""
+    try:
+        whole = file.read_bytes()
+    except OSError:
+        return None
+    content, digest = whole[:-_DIGEST_BYTES], whole[-_DIGEST_BYTES:]
+    return content if content and hashlib.sha256(content).digest() == digest else None

@@ -1,4 +1,4 @@
-"""MinMaxUInt8 in plain torch, of K blocks of L elements each as the rows of a matrix.
+"""MinMaxUInt8 in plain torch; docs/arithmetic.md has the formulas.
 
 Every line is one float32 operation, because eager torch computes `255.0 / t`, `lerp`, `addcmul` and `alpha=` otherwise
 than they read.
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchbagua.native.schema import UNUSABLE_MAGNITUDE
+from torchbagua.native.block_format import UNUSABLE_MAGNITUDE, BlockFormat, register_codec
 
 _NARROWEST_RANGE = 2.0**-118
 _ROUNDING_SHIFT = 12582912.0  # 1.5 * 2^23
@@ -57,19 +57,32 @@ def _make_coder(header_k2: Tensor) -> _Coder:
     return _Coder(low, high, pivot, inverse, step, highest - steps, highest, usable)
 
 
-def encode_rows(values_kl: Tensor) -> tuple[Tensor, Tensor]:
-    """Headers [K, 2] float32 and codes [K, L] uint8 of K blocks [K, L] float32."""
-    usable = (_magnitude(values_kl) < UNUSABLE_MAGNITUDE).all(dim=1, keepdim=True)
-    values_kl = torch.where(usable, values_kl, 0.0)
-    header_k2 = torch.stack((values_kl.amin(dim=1), values_kl.amax(dim=1)), dim=1) + 0.0  # -0 becomes +0
-    coder = _make_coder(header_k2)
-    rounded = _round_half_even((values_kl - coder.pivot) * coder.inverse)
-    codes = _clamp(rounded, coder.lowest, coder.highest) - coder.lowest
-    return torch.where(usable, header_k2, torch.nan), torch.where(usable, codes, 0.0).to(torch.uint8)
+class MinMaxUInt8(BlockFormat):
+    """Minimum and maximum, float32 each, in the header; a byte for each element."""
+
+    name = "minmax_uint8"
+    header_bytes = 8
+
+    def payload_bytes(self, lengths: Tensor) -> Tensor:
+        return lengths
+
+    def most_bytes(self, num_elements: int, num_blocks: int) -> int:
+        return self.header_bytes * num_blocks + num_elements
+
+    def encode_rows(self, values_kl: Tensor) -> tuple[Tensor, Tensor]:
+        usable = (_magnitude(values_kl) < UNUSABLE_MAGNITUDE).all(dim=1, keepdim=True)
+        values_kl = torch.where(usable, values_kl, 0.0)
+        header_k2 = torch.stack((values_kl.amin(dim=1), values_kl.amax(dim=1)), dim=1) + 0.0  # -0 becomes +0
+        coder = _make_coder(header_k2)
+        rounded = _round_half_even((values_kl - coder.pivot) * coder.inverse)
+        codes = _clamp(rounded, coder.lowest, coder.highest) - coder.lowest
+        headers = torch.where(usable, header_k2, torch.nan).view(torch.uint8)
+        return headers, torch.where(usable, codes, 0.0).to(torch.uint8)
+
+    def decode_rows(self, headers_kh: Tensor, payloads_kp: Tensor, length: int) -> Tensor:
+        coder = _make_coder(headers_kh.view(torch.float32))
+        values_kl = coder.pivot + (payloads_kp.to(torch.float32) + coder.lowest) * coder.step
+        return torch.where(coder.usable, _clamp(values_kl, coder.min, coder.max), torch.nan)
 
 
-def decode_rows(header_k2: Tensor, codes_kl: Tensor) -> Tensor:
-    """The K blocks [K, L] float32 of headers [K, 2] and codes [K, L]."""
-    coder = _make_coder(header_k2)
-    values_kl = coder.pivot + (codes_kl.to(torch.float32) + coder.lowest) * coder.step
-    return torch.where(coder.usable, _clamp(values_kl, coder.min, coder.max), torch.nan)
+register_codec(MinMaxUInt8())

@@ -1,0 +1,75 @@
+// A codec's operations on the CPU. All blocks of a table are looked at before anything is written: no table and no
+// content of a wire makes a kernel read or write outside its tensors.
+#pragma once
+
+#include "blocks.h"
+#include "instruction_set.h"
+#include "operations.h"
+
+namespace torchbagua::cpu {
+
+// Chosen when the library is loaded.
+inline const InstructionSet kInstructionSet = choose_instruction_set();
+
+template <typename Codec>
+struct OnCpu {
+  using Call = binding::Call;
+
+  static constexpr const char* kName = Codec::kName;
+  static constexpr auto kPlace = binding::DeviceType::CPU;
+
+  template <typename T>
+  static void encode(const Call& call, Span<const T> x, Table table, Span<uint8_t> wire) {
+    check_blocks(call, table, x.size, wire.size);
+    run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { Codec::encode(x.data, table, wire.data); });
+  }
+
+  template <typename T>
+  static void decode(const Call& call, Span<const uint8_t> wire, Table table, Span<T> x) {
+    check_blocks(call, table, x.size, wire.size);
+    run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { Codec::decode_blocks(wire.data, table, x.data); });
+  }
+
+  static void decode_mean(const Call& call, Rows rows, Table table, float divisor, Span<float> x) {
+    check_blocks(call, table, x.size, rows.row_bytes);
+    run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { Codec::decode_mean(rows, table, divisor, x.data); });
+  }
+
+  static void decode_mean_encode(const Call& call, Rows rows, Table table, float divisor, Span<uint8_t> wire) {
+    check_blocks(call, table, kAnyStart, wire.size);
+    run_under(kInstructionSet,
+              [=]() TORCHBAGUA_INLINED { Codec::decode_mean_encode(rows, table, divisor, wire.data); });
+  }
+
+  static void encode_feedback(const Call& call, Span<const float> x, Span<const float> residual, Table table,
+                              Span<uint8_t> wire, Span<float> left_out) {
+    check_blocks(call, table, x.size, wire.size);
+    run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED {
+      Codec::encode_feedback(x.data, residual.data, table, wire.data, left_out.data);
+    });
+  }
+
+  static void check_blocks(const Call& call, const Table& table, long long num_elements, long long wire_bytes) {
+#ifndef TORCHBAGUA_UNCHECKED_TABLES  // defined by the sanitizer test alone, to show that it would see an overrun
+    for (long long b = 0; b < table.num_blocks; ++b) {
+      const Block& block = table.blocks[b];
+      if (!is_inside(block, Codec::kHeaderBytes, Codec::payload_bytes(block.length), num_elements, wire_bytes)) {
+        const auto elements = num_elements == kAnyStart ? "" : binding::text_of(num_elements, " elements of x and ");
+        refuse(call, "table",
+               binding::text_of("rows (start, length >= 1, header at a multiple of 4, payload) of blocks within ",
+                                elements, wire_bytes, " bytes of wire"),
+               binding::text_of("row ", b, " = (", block.start, ", ", block.length, ", ", block.header, ", ",
+                                block.payload, ")"));
+      }
+    }
+#endif
+  }
+};
+
+}  // namespace torchbagua::cpu
+
+// Gives torch the operations of a codec: the last line of its file.
+#define TORCHBAGUA_CPU_CODEC(Codec)                                                   \
+  STABLE_TORCH_LIBRARY_IMPL(torchbagua, CPU, library) {                               \
+    torchbagua::binding::Operations<torchbagua::cpu::OnCpu<Codec>>::give_to(library); \
+  }

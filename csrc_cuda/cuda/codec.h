@@ -1,0 +1,74 @@
+// A codec's operations on CUDA: each launches one kernel over the rows of its table and waits for nothing. What a table
+// holds is checked by the kernel, which traps.
+#pragma once
+
+#include "kernels/blocks.cuh"
+#include "launch.h"
+#include "operations.h"
+
+namespace torchbagua::cuda {
+
+// One kernel for each type of element.
+template <typename Float32, typename Brain16, typename Half16>
+struct KernelOfType {
+  Float32* float32;
+  Brain16* bfloat16;
+  Half16* float16;
+
+  constexpr KernelOfType(Float32* one, Brain16* two, Half16* three) : float32(one), bfloat16(two), float16(three) {}
+  constexpr auto* operator()(float) const { return float32; }
+  constexpr auto* operator()(BFloat16) const { return bfloat16; }
+  constexpr auto* operator()(Float16) const { return float16; }
+};
+
+#define TORCHBAGUA_KERNEL_OF_TYPE(name) \
+  torchbagua::cuda::KernelOfType(&name##_float32, &name##_bfloat16, &name##_float16)
+
+// Of a codec with `Kernels`, which TORCHBAGUA_CUDA_CODEC declares.
+template <typename Kernels>
+struct OnCuda {
+  using Call = binding::Call;
+
+  static constexpr const char* kName = Kernels::kName;
+  static constexpr auto kPlace = binding::DeviceType::CUDA;
+
+  template <typename T>
+  static void encode(const Call& call, Span<const T> x, Table table, Span<unsigned char> wire) {
+    launch(call, table.num_blocks, kThreads, Kernels::kEncode(T{}), x, table, wire);
+  }
+
+  template <typename T>
+  static void decode(const Call& call, Span<const unsigned char> wire, Table table, Span<T> x) {
+    launch(call, table.num_blocks, kThreads, Kernels::kDecode(T{}), wire, table, x);
+  }
+
+  static void decode_mean(const Call& call, Rows rows, Table table, float divisor, Span<float> x) {
+    launch(call, table.num_blocks, kThreads, Kernels::kDecodeMean, rows, table, divisor, x);
+  }
+
+  static void decode_mean_encode(const Call& call, Rows rows, Table table, float divisor, Span<unsigned char> wire) {
+    launch(call, table.num_blocks, kThreads, Kernels::kDecodeMeanEncode, rows, table, divisor, wire);
+  }
+
+  static void encode_feedback(const Call& call, Span<const float> x, Span<const float> residual, Table table,
+                              Span<unsigned char> wire, Span<float> left_out) {
+    launch(call, table.num_blocks, kThreads, Kernels::kEncodeFeedback, x, residual, table, wire, left_out);
+  }
+};
+
+}  // namespace torchbagua::cuda
+
+// Gives torch the operations of a codec: the last line of its file below kernels/, where NVRTC makes nothing of it.
+#undef TORCHBAGUA_CUDA_CODEC
+#define TORCHBAGUA_CUDA_CODEC(codec)                                                        \
+  struct codec##_kernels {                                                                  \
+    static constexpr const char* kName = #codec;                                            \
+    static constexpr auto kEncode = TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_##codec##_encode); \
+    static constexpr auto kDecode = TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_##codec##_decode); \
+    static constexpr auto* kDecodeMean = &torchbagua_##codec##_decode_mean_float32;         \
+    static constexpr auto* kDecodeMeanEncode = &torchbagua_##codec##_decode_mean_encode;    \
+    static constexpr auto* kEncodeFeedback = &torchbagua_##codec##_encode_feedback_float32; \
+  };                                                                                        \
+  STABLE_TORCH_LIBRARY_IMPL(torchbagua, CUDA, library) {                                    \
+    torchbagua::binding::Operations<OnCuda<codec##_kernels>>::give_to(library);             \
+  }

@@ -1,0 +1,68 @@
+// The operations of a codec on the dispatcher, over LibTorch's stable ABI: torchbagua/native/block_format.py says what
+// they do. Here their arguments become what kernels take, in the order of the operation, or are refused.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+#include "arguments.h"
+
+namespace torchbagua::binding {
+
+// `Kernels` has kName, how the operations' names begin; kPlace, the device that they are for; and a function for each
+// operation, which is given the call and the arguments, the tables' content unseen.
+template <typename Kernels>
+struct Operations {
+  static Call call(const char* name, const Tensor& first) { return {{Kernels::kName, name}, Kernels::kPlace, first}; }
+
+  static void encode(const Tensor& x, const Tensor& table, const Tensor& wire) {
+    const Call called = call("encode", x);
+    with_element_of(called, {"x", x}, [&](auto element) {
+      Kernels::encode(called, span_of<const decltype(element)>(called, {"x", x}), table_of(called, table),
+                      span_of<unsigned char>(called, {"wire", wire}));
+    });
+  }
+
+  static void decode(const Tensor& wire, const Tensor& table, const Tensor& x) {
+    const Call called = call("decode", wire);
+    const auto bytes = span_of<const unsigned char>(called, {"wire", wire});
+    with_element_of(called, {"x", x}, [&](auto element) {
+      Kernels::decode(called, bytes, table_of(called, table), span_of<decltype(element)>(called, {"x", x}));
+    });
+  }
+
+  static void decode_mean(const Tensor& rows, const Tensor& table, double divisor, const Tensor& x) {
+    const Call called = call("decode_mean", rows);
+    Kernels::decode_mean(called, rows_of(called, rows), table_of(called, table), static_cast<float>(divisor),
+                         span_of<float>(called, {"x", x}));
+  }
+
+  static void decode_mean_encode(const Tensor& rows, const Tensor& table, double divisor, const Tensor& wire) {
+    const Call called = call("decode_mean_encode", rows);
+    const Rows wires = rows_of(called, rows);
+    Kernels::decode_mean_encode(called, wires, table_of(called, table), static_cast<float>(divisor),
+                                span_of<unsigned char>(called, {"wire", wire, wires.row_bytes}));
+  }
+
+  static void encode_feedback(const Tensor& x, const Tensor& residual, const Tensor& table, const Tensor& wire,
+                              const Tensor& left_out) {
+    const Call called = call("encode_feedback", x);
+    const auto values = span_of<const float>(called, {"x", x});
+    Kernels::encode_feedback(called, values, span_of<const float>(called, {"residual", residual, values.size}),
+                             table_of(called, table), span_of<unsigned char>(called, {"wire", wire}),
+                             span_of<float>(called, {"left_out", left_out, values.size}));
+  }
+
+  template <typename Library>
+  static void give_to(Library& library) {
+    const std::string name = Kernels::kName;
+    library.impl((name + "_encode").c_str(), TORCH_BOX(&Operations::encode));
+    library.impl((name + "_decode").c_str(), TORCH_BOX(&Operations::decode));
+    library.impl((name + "_decode_mean").c_str(), TORCH_BOX(&Operations::decode_mean));
+    library.impl((name + "_decode_mean_encode").c_str(), TORCH_BOX(&Operations::decode_mean_encode));
+    library.impl((name + "_encode_feedback").c_str(), TORCH_BOX(&Operations::encode_feedback));
+  }
+};
+
+}  // namespace torchbagua::binding
