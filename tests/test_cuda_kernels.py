@@ -1,5 +1,7 @@
-"""The CUDA kernels without a GPU: nvcc takes them and needs no register more than there are."""
+"""The CUDA kernels without a GPU: nvcc needs no register more than there are, and loads come before their uses."""
 
+import importlib.util
+import os
 import re
 import shutil
 from pathlib import Path
@@ -29,3 +31,52 @@ def test_nvcc_compiles_the_kernels_without_spills(file: str, architecture: str, 
     properties = dict(re.findall(r"Function properties for (\w+)\n\s*(.*)", report))
     assert set(kernels) <= properties.keys(), report
     assert set(properties.values()) == {"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"}, report
+
+
+def disassembler() -> str | None:
+    """NVIDIA's nvdisasm: of PATH, or of its package; None where there is neither."""
+    found = importlib.util.find_spec("nvidia")
+    folders = [f"{folder}/cu13/bin" for folder in found.submodule_search_locations or ()] if found else []
+    return shutil.which("nvdisasm") or shutil.which("nvdisasm", path=os.pathsep.join(folders))
+
+
+def instructions_of(assembly: str, kernel: str) -> list[str]:
+    """The instructions of a kernel, as nvdisasm prints them."""
+    (section,) = re.findall(rf"^\.text\.{kernel}:\n(.*?)^\s*\.section", assembly, re.DOTALL | re.MULTILINE)
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", section)
+
+
+def registers_of(operand: str, num_bytes: int = 4) -> set[int]:
+    """The registers that the first one in `operand` begins, for a value of `num_bytes`."""
+    (first, *_) = map(int, re.findall(r"\bR(\d+)\b", operand))
+    return set(range(first, first + num_bytes // 4))
+
+
+def most_loads_on_their_way(instructions: list[str]) -> int:
+    """The most loads from memory that have been issued before any register of theirs is read or written."""
+    most, pending, num_pending = 0, set[int](), 0
+    for instruction in instructions:
+        load = re.search(r"\bLDG\.E(\.64)? (R\d+), (.*)", instruction)
+        touched = {int(number) for number in re.findall(r"\bR(\d+)\b", load[3] if load else instruction)}
+        if touched & pending:
+            pending, num_pending = set(), 0
+        if load:
+            pending |= registers_of(load[2], 8 if load[1] else 4)
+            num_pending += 1
+            most = max(most, num_pending)
+    return most
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc, of the CUDA toolkit, is not on PATH")
+@pytest.mark.skipif(disassembler() is None, reason="nvdisasm, of the extra dev, is not installed")
+@pytest.mark.parametrize("architecture", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
+def test_a_mean_loads_four_rows_before_it_decodes_one(architecture: str, tmp_path: Path) -> None:
+    """Else every row would wait for the memory once more."""
+    (tmp_path / "main.cu").write_text('#include "kernels/minmax_uint8.cuh"\n')
+    command = ["nvcc", "-cubin", f"-arch={architecture}", "-std=c++17", "--fmad=false", f"-I{CSRC}"]
+    programs.run([*command, "main.cu", "-o", "main.cubin"], cwd=tmp_path, timeout_s=200)
+    assembly = programs.run([str(disassembler()), "-c", "main.cubin"], cwd=tmp_path).stdout
+    # A thread has 32 elements of a row, 8 or 4 of them in a load.
+    for kernel, num_loads in {"decode_mean_encode": 4 * 32 // 8, "decode_mean_float32": 4 * 32 // 4}.items():
+        instructions = instructions_of(assembly, f"torchbagua_minmax_uint8_{kernel}")
+        assert most_loads_on_their_way(instructions) >= num_loads

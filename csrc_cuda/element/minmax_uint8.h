@@ -1,4 +1,4 @@
-// MinMaxUInt8, one element and one block header at a time: the only place with its arithmetic.
+// MinMaxUInt8, one element and one block header at a time; docs/arithmetic.md has the formulas.
 // Every operation is one float32 operation rounded to nearest even, never a fused multiply-add:
 // compile with -ffp-contract=off or --fmad=false. Freestanding, as casts.h.
 #pragma once

@@ -1,6 +1,4 @@
-// One element of QAdam after its warm-up: Adam's step with a second moment that stands still, and that may be next to
-// nothing where the warm-up has hardly seen a gradient. So what it divides is bounded, and an element whose second
-// moment is zero is not moved. Freestanding: g++, nvcc and NVRTC compile this header and nothing else, and all give the
+// One element of QAdam after its warm-up; docs/arithmetic.md has the formulas. Freestanding: g++, nvcc and NVRTC compile this header and nothing else, and all give the
 // same bits.
 #pragma once
 

@@ -1,9 +1,5 @@
-// Sign1Bit, one element and one block header at a time: the only place with its arithmetic.
-// Every operation is one float32 operation rounded to nearest even. Freestanding, as casts.h.
-//
-// The scale of a block is the mean of its magnitudes. They are added in an order that every kernel keeps: lane k of
-// kSignLanes adds the elements k, k + 32, k + 64 and so on, from zero; then for a width of 16, 8, 4, 2 and 1 lane i
-// adds lane i + width, for all i below the width. It is the order of a warp.
+// Sign1Bit, one element and one block header at a time; docs/arithmetic.md has the formulas, and the order in which
+// magnitudes are added. Every operation is one float32 operation rounded to nearest even. Freestanding, as casts.h.
 #pragma once
 
 #include "casts.h"

@@ -17,7 +17,7 @@ def _is_usable(scale: Tensor) -> Tensor:
 
 
 def _sum_of_magnitudes(values_kl: Tensor) -> Tensor:
-    """The sums [K, 1], added in the order of element/sign_1bit.h; the zeros of the padding change none."""
+    """The sums [K, 1], added in the order of docs/arithmetic.md; the zeros of the padding change none."""
     num_blocks, length = values_kl.shape
     steps = pad(values_kl.abs(), (0, -length % _LANES)).view(num_blocks, -1, _LANES).unbind(1)
     lanes = steps[0]

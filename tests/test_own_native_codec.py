@@ -1,0 +1,101 @@
+"""A codec with native operations as somebody else would write it; each is a file and a line. Payload: index and value."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from source_tree import copy_sources, run_python
+
+OWN = Path(__file__).with_name("own_codec")
+
+# Every operation over blocks of several lengths: native and in plain torch, in a process of their own.
+COMPARE = """
+from torchbagua import native
+from torchbagua.native.operations import OPERATIONS
+
+native.load()
+assert {row.path for row in native.status() if row.operation.startswith("largest_")} == {"PATH"}, native.status()
+lengths = torch.tensor([5, 1, 300, 64])
+starts = lengths.cumsum(0) - lengths
+table = torch.stack((starts, lengths, torch.zeros_like(lengths), 8 * torch.arange(4)), dim=1)
+generator = torch.Generator().manual_seed(0)
+xs = torch.randn(3, int(lengths.sum()), generator=generator)
+wires = []
+for x in xs:
+    wires.append(torch.zeros(32, dtype=torch.uint8))
+    torch.ops.torchbagua.largest_encode(x, table, wires[-1])
+rows = torch.stack(wires)
+
+def both(name, *arguments):
+    results = []
+    for operation in (getattr(torch.ops.torchbagua, name), OPERATIONS[name]):
+        own = [one.clone() if isinstance(one, torch.Tensor) else one for one in arguments]
+        operation(*own)
+        results.append(own)
+    for one, other in zip(*results):
+        assert not isinstance(one, torch.Tensor) or torch.equal(one, other), name
+    return results[0]
+
+x, _, wire = both("largest_encode", xs[0].bfloat16(), table, torch.zeros(32, dtype=torch.uint8))
+decoded = both("largest_decode", rows[0], table, torch.zeros_like(xs[0]))[2]
+assert (decoded != 0).sum() == 4 and torch.equal(decoded[decoded != 0], xs[0][decoded != 0])
+both("largest_decode_mean", rows, table, 3.0, torch.zeros_like(xs[0]))
+both("largest_decode_mean_encode", rows, table, 3.0, torch.zeros(32, dtype=torch.uint8))
+*_, left_out = both("largest_encode_feedback", xs[0], xs[1], table, wire, torch.zeros_like(xs[0]))
+assert (left_out == 0).sum() == 4
+try:
+    torch.ops.torchbagua.largest_decode(rows[0][:-1], table, torch.zeros_like(xs[0]))
+except ValueError as error:
+    print(error)
+
+# The compressor lays such payloads out.
+from dataclasses import dataclass
+from torchbagua.compressors import TensorSpec
+from torchbagua.compressors.block_codec import NativeBlockCodec
+
+@dataclass(frozen=True)
+class Largest(NativeBlockCodec):
+    operations = "largest"
+
+layout = Largest(64).layout(TensorSpec((150,), torch.float32, torch.device("cpu"), "x"), [0, 128, 150])
+print(layout.table.tolist())
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Iterator[Path]:
+    """A copy of the sources with the codec in plain torch: a file, and a line in a list."""
+    checkout = copy_sources(tmp_path / "checkout")
+    shutil.copy(OWN / "largest.py", checkout / "torchbagua" / "native")
+    add(checkout / "torchbagua" / "native" / "__init__.py", "import minmax_uint8, ", "import largest, minmax_uint8, ")
+    return checkout
+
+
+def add(file: Path, before: str, after: str) -> None:
+    """Changes the one place of a file that says `before`."""
+    text = file.read_text()
+    assert text.count(before) == 1
+    file.write_text(text.replace(before, after))
+
+
+def check(checkout: Path, path: str, **variables: str) -> None:
+    status, out, err = run_python(COMPARE.replace("PATH", path), checkout, **variables)
+    assert status == 0, err
+    refused, table = out.splitlines()
+    assert refused.startswith("torchbagua::largest_decode: table must be rows (start, length >= 1, ")
+    assert refused.endswith("of blocks within 370 elements of x and 31 bytes of wire, got row 3 = (306, 64, 0, 24)")
+    assert table == str([[0, 64, 0, 0], [64, 64, 0, 8], [128, 22, 32, 32]])
+
+
+def test_in_plain_torch_it_is_a_file_and_a_line(checkout: Path) -> None:
+    check(checkout, "reference", TORCHBAGUA_NATIVE="reference")
+
+
+@pytest.mark.slow
+def test_with_kernels_it_is_one_more_of_each(checkout: Path, tmp_path: Path) -> None:
+    shutil.copy(OWN / "largest.h", checkout / "csrc_cuda" / "cpu")
+    line = '#include "cpu/minmax_uint8.h"\n'
+    add(checkout / "csrc_cuda" / "bind_cpu.cpp", line, f'#include "cpu/largest.h"\n{line}')
+    check(checkout, "jit", TORCHBAGUA_NATIVE="jit", TORCHBAGUA_CACHE=str(tmp_path / "cache"))
