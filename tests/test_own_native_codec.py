@@ -1,4 +1,4 @@
-"""A codec with native operations as somebody else would write it; each is a file and a line. Payload: index and value."""
+"""A codec with native operations, as somebody else would write it: each is a file and a line."""
 
 import shutil
 from collections.abc import Iterator
