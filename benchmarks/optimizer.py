@@ -28,9 +28,6 @@ QADAM_BYTES_PER_PARAMETER = 24
 class Server:
     """In the place of the algorithm that averages momenta."""
 
-    def on_step(self, moved: list[torch.Tensor]) -> None:
-        """Nothing to do."""
-
 
 def build_model() -> nn.Module:
     """Transformer layers of 25 M parameters together, matrices and vectors."""

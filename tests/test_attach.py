@@ -40,6 +40,11 @@ def attach_with_foreign_optimizer(group: dist.ProcessGroup) -> None:
     tb.attach(ddp, torch.optim.SGD(nn.Linear(3, 3).parameters()), "bytegrad")
 
 
+def attach_with_partly_foreign_optimizer(group: dist.ProcessGroup) -> None:
+    ddp, _ = wrapped(group)
+    tb.attach(ddp, torch.optim.SGD([*ddp.parameters(), nn.Parameter(torch.ones(5))]), "decentralized")
+
+
 def attach_with_no_optimizer(group: dist.ProcessGroup) -> None:
     tb.attach(wrapped(group)[0], ["sgd"], "bytegrad")
 
@@ -126,6 +131,7 @@ def hook_with_sparse_gradients(group: dist.ProcessGroup) -> None:
     [
         (attach_plain_module, TypeError, "attach: module must be a .*DistributedDataParallel, got Linear"),
         (attach_with_foreign_optimizer, ValueError, r"SGD has 2 parameters that are not the .* \(3, 3\)"),
+        (attach_with_partly_foreign_optimizer, ValueError, r"SGD has 1 parameters that are not the .* \(5,\)"),
         (attach_with_no_optimizer, TypeError, "attach: optimizer must be a torch.optim.Optimizer, got 'sgd'"),
         (attach_after_own_hook, ValueError, "attach: the module has the communication hook allreduce_hook already"),
         (attach_twice, ValueError, "attach: ByteGradAlgorithmImpl is attached to the module already; detach it first"),
@@ -145,6 +151,28 @@ def hook_with_sparse_gradients(group: dist.ProcessGroup) -> None:
 def test_refused(body: Body, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run_ranks(1, body)
+
+
+@pytest.mark.parametrize("algorithm", [tb.ByteGradAlgorithm(), tb.ByteGradAlgorithm(error_feedback=True)], ids=str)
+def test_a_gradient_algorithm_leaves_other_parameters_of_an_optimizer_alone(algorithm: tb.Algorithm) -> None:
+    """Those of a head outside of the module, say, which every rank trains by itself."""
+
+    def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        ddp, head = DistributedDataParallel(nn.Linear(4, 2), process_group=group), nn.Linear(2, 1)
+        torch.nn.init.ones_(head.weight)
+        optimizer = torch.optim.SGD([*ddp.parameters(), *head.parameters()], lr=0.1)
+        with tb.attach(ddp, optimizer, algorithm) as attachment:
+            for _ in range(2):
+                optimizer.zero_grad()
+                head(ddp(torch.full((1, 4), 1.0 + group.rank()))).sum().backward()
+                optimizer.step()
+            state = attachment.impl.state_dict()
+        assert state.get("sent", {}).keys() <= {"weight", "bias"}
+        return ddp.module.weight.detach(), head.weight.detach()
+
+    (first, first_head), (second, second_head) = run_ranks(2, body)
+    assert torch.equal(first, second)
+    assert not torch.equal(first_head, second_head)
 
 
 def test_group_of_other_ranks_is_refused() -> None:

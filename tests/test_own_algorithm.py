@@ -212,6 +212,6 @@ def test_descriptions_are_values() -> None:
 
     algorithm = tb.ByteGradAlgorithm(block=64)
     assert pickle.loads(pickle.dumps(algorithm)) == algorithm
-    assert repr(algorithm) == "ByteGradAlgorithm(hierarchical=True, average=True, block=64)"
+    assert repr(algorithm) == "ByteGradAlgorithm(hierarchical=True, average=True, block=64, error_feedback=False)"
     with pytest.raises(AttributeError):
         algorithm.average = False

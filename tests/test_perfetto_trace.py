@@ -315,7 +315,7 @@ def test_trace_shows_merges_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     write_trace(tmp_path)
     assert trace.main(["show", str(tmp_path)]) == 0
     output = capsys.readouterr().out
-    assert "ByteGradAlgorithm(hierarchical=True, average=True, block=2048), 2 ranks" in output
+    assert "ByteGradAlgorithm(hierarchical=True, average=True, block=2048, error_feedback=False), 2 ranks" in output
     assert [line.split()[:2] for line in output.splitlines() if line[:5].strip() in ("0", "1")] == [
         ["0", "6"],
         ["1", "6"],

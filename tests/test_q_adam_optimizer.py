@@ -25,9 +25,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 class Server:
     """In the place of the algorithm that averages momenta."""
 
-    def on_step(self, moved: list[torch.Tensor]) -> None:
-        """Nothing to do."""
-
 
 def small_model() -> nn.Module:
     return build(lambda: nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 2)))

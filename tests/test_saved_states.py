@@ -7,6 +7,7 @@ label says; "0.1.0" are of the commit before states had a version.
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,7 @@ WITHOUT_BUFFERS = [dataclasses.replace(algorithm, average_buffers=False) for alg
 ONE_BIT = {"compression": "sign1bit", "error_feedback": True}
 EIGHT_BITS = {"compression": "MinMaxUInt8", "error_feedback": True}
 LOW = tb.LowPrecisionDecentralizedAlgorithm
+FEEDBACK = partial(tb.ByteGradAlgorithm, error_feedback=True)
 NODES = [0, 0, 1, 1]
 
 Described = tb.Algorithm | dict[str, Any]
@@ -179,6 +181,7 @@ def test_replicas_of_nodes_depend_on_the_nodes(
         (tb.DecentralizedAlgorithm(), tb.DecentralizedAlgorithm(bucket_cap_mb=1), (NODES, [0, 1, 0, 1])),
         (tb.DecentralizedAlgorithm(), tb.DecentralizedAlgorithm(True, "shift_one", 2), (None, None)),
         (tb.ByteGradAlgorithm(), tb.ByteGradAlgorithm(False, False, block=64), (None, None)),
+        (FEEDBACK(), FEEDBACK(False, False, block=64), (NODES, [0, 1, 0, 1])),
         ({"hierarchical": False, **ONE_BIT}, {"block": 64, **ONE_BIT}, (NODES, NODES)),
         ({"hierarchical": True, **ONE_BIT}, {"hierarchical": False, **ONE_BIT}, (NODES, NODES)),
     ],

@@ -20,12 +20,12 @@ class LoggingAlgorithm(tb.Algorithm):
     """Plain averaging that writes down when each method of the interface is called."""
 
     def make_impl(self, process_group: tb.BaguaProcessGroup) -> "LoggingImpl":
-        return LoggingImpl(process_group)
+        return LoggingImpl(process_group, self)
 
 
 class LoggingImpl(tb.AlgorithmImpl):
-    def __init__(self, process_group: tb.BaguaProcessGroup) -> None:
-        super().__init__(process_group)
+    def __init__(self, process_group: tb.BaguaProcessGroup, algorithm: LoggingAlgorithm) -> None:
+        super().__init__(process_group, algorithm)
         self.log: list[str] = []
         self.resets = 0
 

@@ -131,8 +131,17 @@ def test_optimizers() -> None:
     plain, fused = torch.optim.Adam([parameter]), torch.optim.Adam([parameter], fused=True)
     assert torch_private.has_step_hooks(plain)
     assert not torch_private.has_step_hooks(torch.optim.Adam.__new__(torch.optim.Adam))
-    assert torch_private.takes_found_inf(fused)
-    assert not torch_private.takes_found_inf(plain)
+    skips: list[bool] = []
+    fused.register_step_post_hook(lambda optimizer, *_: skips.append(torch_private.is_told_to_skip(optimizer)))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for factor in (1.0, float("inf")):
+        fused.zero_grad()
+        scaler.scale(parameter.sum() * factor).backward()
+        scaler.step(fused)
+        assert torch_private.has_overflown(scaler, fused) == skips[-1]
+        scaler.update()
+    assert skips == [False, True]
+    assert not torch_private.is_told_to_skip(fused)
 
     called: list[str] = []
     plain.register_step_post_hook(lambda *_: called.append("hook"))

@@ -140,6 +140,7 @@ def train(
     nodes: Sequence[int] | None = None,
     num_micro_batches: int = 1,
     num_steps: int = NUM_STEPS,
+    tells_optimizer: bool = False,
     before_hook: Callable[[int], None] = lambda step: None,
     **ddp_options: Any,
 ) -> Run:
@@ -154,9 +155,10 @@ def train(
         run.local[-1].update({names[parameter]: gradient.clone() for parameter, gradient in gradients_in(bucket)})
         return tb.comm_hook(state, bucket)
 
-    impl = algorithm.reify(group if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes))
-    ddp.register_comm_hook(impl, recording_hook)
     optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.1)
+    own_group = group if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes)
+    impl = algorithm.reify(own_group, optimizer=optimizer if tells_optimizer else None)
+    ddp.register_comm_hook(impl, recording_hook)
     data = torch.Generator().manual_seed(1000 + rank)
     for step in range(num_steps):
         optimizer.zero_grad()

@@ -4,34 +4,31 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
-from itertools import chain
 from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua.algorithms.base import Algorithm, init_for
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.saved_state import load_state, save_state
-from torchbagua.algorithms.wrapped_optimizer import unwrap
-from torchbagua.attach_checks import (
-    Surroundings,
+from torchbagua.checks import (
     check_detached,
+    check_first_step,
     check_kind,
     check_module,
     check_optimizers,
     check_same_ranks,
-    facts_of,
     mark_attached,
-    settings_of,
     warn_of_closures,
 )
 from torchbagua.collectives import BaguaProcessGroup, broadcast_state, broadcast_tensors
 from torchbagua.comm_hook import comm_hook
-from torchbagua.ddp import ddp_sync_disabled, ddps_around, hooked, ignored_names
+from torchbagua.ddp import ddp_sync_disabled, hooked, named_tensors
 from torchbagua.events import Observer, check_observers
+from torchbagua.loop import Loop, ddps_of
+from torchbagua.optimizers import unwrap
 from torchbagua.step_hooks import install_step_hooks
 from torchbagua.traces import Summary
 
@@ -57,12 +54,14 @@ def attach(
             weights takes any module, and first gives all ranks rank 0's parameters, buffers and optimizer state, as DDP
             did for weights and buffers when it wrapped the module. Where there is a DDP around it, that one is silent.
         optimizer: the optimizer of its parameters, or several; what accelerate or Lightning have wrapped too. A step
-            ends when all of them have stepped, or were skipped by a GradScaler, since the last one ended.
+            ends when all of them have stepped, or were skipped by a GradScaler, since the last one ended. Parameters
+            that are not the module's are left alone; an algorithm that averages weights takes no optimizer that has
+            some.
         algorithm: an Algorithm, or a registered name.
         process_group: the ranks and their nodes, where nodes are given explicitly; default: the module's group, or the
             world where there is no DDP, with nodes told by host names.
         grad_scaler: the loop's GradScaler. Where an algorithm averages weights, all ranks then skip a step together;
-            QAdam learns from it in which unit gradients are.
+            QAdam, and error feedback, learn from it in which unit gradients are.
         observers: hear of every phase of communication, and of the training step; see `torchbagua.traces`.
         timeout: bound on every wait of the algorithm for another rank, except where asynchronous averaging ends, which
             waits for the ranks that are still training; default: that of the group, which bounds what DDP itself sends,
@@ -87,7 +86,6 @@ def attach(
         algorithm = init_for(algorithm, optimizers)
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"attach: algorithm must be an Algorithm or a registered name, got {algorithm!r}")
-    algorithm.check_optimizers(optimizers)
     if process_group is not None and not isinstance(process_group, BaguaProcessGroup):
         raise TypeError(f"attach: process_group must be a BaguaProcessGroup, got {type(process_group).__name__}")
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
@@ -97,21 +95,23 @@ def attach(
     if process_group is not None and isinstance(module, DistributedDataParallel):
         check_same_ranks(module.process_group, process_group.process_group)
     check_detached(module)
-    ddps = _ddps_to_silence(module, algorithm)
+    ddps = ddps_of(module, averages_weights=algorithm.averages_weights)
+    loop = Loop(module, ddps, optimizers, grad_scaler, strict)
     if algorithm.averages_weights is not None:
-        check_kind(algorithm, module, ddps, optimizers, averages_weights=algorithm.averages_weights)
+        check_kind(algorithm, loop, averages_weights=algorithm.averages_weights)
     warn_of_closures(optimizers)
     check_observers("attach", observers)
     is_observed = bool(observers) or (process_group is not None and process_group.tracer.is_on)
     summary = next((one for one in observers if isinstance(one, Summary)), Summary() if is_observed else None)
     impl = algorithm.reify(
-        process_group or _group_of(module, ddps),
+        process_group or loop.process_group(),
+        optimizer=optimizers,
         observers=[*observers, *([] if summary is None else [summary])],  # the same one twice hears once
         timeout=timeout,
-        facts=facts_of(module, ddps, optimizers, with_scaler=grad_scaler is not None, strict=strict),
-        settings=settings_of(module, optimizers),
+        facts=loop.facts(),
+        settings=loop.settings(),
     )
-    return Attachment(module, ddps, optimizers, algorithm, impl, grad_scaler, summary, strict=strict)
+    return Attachment(loop, algorithm, impl, summary)
 
 
 class Attachment:
@@ -122,54 +122,31 @@ class Attachment:
         impl: the running algorithm.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        ddps: Sequence[DistributedDataParallel],
-        optimizers: Sequence[torch.optim.Optimizer],
-        algorithm: Algorithm,
-        impl: AlgorithmImpl,
-        grad_scaler: torch.amp.GradScaler | None,
-        summary: Summary | None,
-        *,
-        strict: bool = False,
-    ) -> None:
+    def __init__(self, loop: Loop, algorithm: Algorithm, impl: AlgorithmImpl, summary: Summary | None) -> None:
         self.algorithm = algorithm
         self.impl = impl
         self._summary = summary
-        self._optimizers = optimizers
-        self._grad_scaler = grad_scaler
+        self._loop = loop
         self._is_detached = False
         with ExitStack() as undo:  # closed here only where one of these steps raises
             undo.callback(impl.close)
-            ddp = module if isinstance(module, DistributedDataParallel) else None
-            inner = module if ddp is None else ddp.module
-            undo.callback(mark_attached(inner, type(impl).__name__).close)
-            ignored = ignored_names(inner, ddps)
-            check_kind(algorithm, module, ddps, optimizers, averages_weights=impl.owns_buckets)
-            trained = {
-                name: parameter
-                for name, parameter in inner.named_parameters()
-                if parameter.requires_grad and name not in ignored
-            }
-            impl.tell_uncompressed(trained, strict=strict)
-            if ddp is None:
-                named = chain(module.named_parameters(), module.named_buffers())
-                own = [tensor for name, tensor in named if name not in ignored]
+            undo.callback(mark_attached(loop.inner, type(impl).__name__).close)
+            check_kind(algorithm, loop, averages_weights=impl.owns_buckets)
+            impl.tell_uncompressed(loop.trained(), strict=loop.strict)
+            ignored = loop.ignored_names()
+            if loop.ddp is None:
+                own = [tensor for name, tensor in named_tensors(loop.module) if name not in ignored]
                 broadcast_tensors(impl.process_group.world, own, "the module")
                 self._broadcast_state()
-            impl.grad_scaler = grad_scaler
-            impl.set_module(inner, ignored)
-            surroundings = Surroundings(module, ddps, optimizers)
-            undo.enter_context(
-                install_step_hooks(module, inner, trained, optimizers, impl, grad_scaler, surroundings.check)
-            )
+            impl.grad_scaler = loop.grad_scaler
+            impl.set_module(loop.inner, ignored)
+            undo.enter_context(install_step_hooks(loop, impl, after_first_step=partial(check_first_step, impl, loop)))
             if impl.owns_buckets:
-                for one in ddps:
-                    undo.enter_context(ddp_sync_disabled(one))
+                for ddp in loop.ddps:
+                    undo.enter_context(ddp_sync_disabled(ddp))
             else:
-                assert ddp is not None
-                undo.enter_context(hooked(ddp, partial(comm_hook, impl)))
+                assert loop.ddp is not None
+                undo.enter_context(hooked(loop.ddp, partial(comm_hook, impl)))
             self._undo = undo.pop_all()
 
     def detach(self) -> None:
@@ -198,16 +175,16 @@ class Attachment:
 
     def _broadcast_state(self) -> None:
         world = self.impl.process_group.world
-        for optimizer in self._optimizers:
+        for optimizer in self._loop.optimizers:
             # Not its groups: learning rates belong to the loop, and to its schedulers.
             own = optimizer.state_dict()
             without_groups = {key: value for key, value in own.items() if key != "param_groups"}
             state = broadcast_state(world, without_groups, f"the state of {type(optimizer).__name__}")
             if world.rank != 0:
                 optimizer.load_state_dict({**own, **state})
-        if self._grad_scaler is not None and self._grad_scaler.is_enabled():
-            state = broadcast_state(world, self._grad_scaler.state_dict(), "the state of the GradScaler")
-            self._grad_scaler.load_state_dict(state)
+        scaler = self._loop.grad_scaler
+        if scaler is not None and scaler.is_enabled():
+            scaler.load_state_dict(broadcast_state(world, scaler.state_dict(), "the state of the GradScaler"))
 
     def summary(self) -> Summary:
         """Return what communication has cost this rank so far; `print` it for a table.
@@ -251,31 +228,3 @@ class Attachment:
         traceback: TracebackType | None,
     ) -> None:
         self._end(failed=exception_type is not None)
-
-
-def _ddps_to_silence(module: torch.nn.Module, algorithm: Algorithm) -> list[DistributedDataParallel]:
-    """Return `module` first, where it is a DDP, and others around it, if the algorithm may average weights."""
-    if not isinstance(module, DistributedDataParallel):
-        return ddps_around(module)
-    if algorithm.averages_weights is False:
-        return [module]
-    return [module, *ddps_around(module.module, besides=module)]
-
-
-def _group_of(module: torch.nn.Module, ddps: Sequence[DistributedDataParallel]) -> dist.ProcessGroup:
-    if isinstance(module, DistributedDataParallel):
-        return module.process_group
-    if ddps:
-        if any(ddp.process_group is not ddps[0].process_group for ddp in ddps):
-            raise ValueError(
-                f"attach: process_group must be given where there are several DistributedDataParallel around "
-                f"{type(module).__name__}, with different groups"
-            )
-        return ddps[0].process_group
-    if not dist.is_initialized():
-        raise ValueError(
-            "attach: without DistributedDataParallel, process_group must be given or "
-            "torch.distributed.init_process_group called first"
-        )
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD

@@ -34,7 +34,8 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
 
     Raises:
         TypeError: `state` is not the impl of a gradient algorithm.
-        RuntimeError: `state` is closed, or a CUDA graph is being captured.
+        RuntimeError: `state` is closed, or a CUDA graph is being captured; or it keeps state by parameter, and nobody
+            has told it of steps by the second backward (`reify`'s `optimizer`, or `AlgorithmImpl.step_taken`).
         ValueError: the gradients are of another dtype than float64, float32, bfloat16, float16 or their complex ones,
             sparse, or neither on the CPU nor on a GPU.
     """
@@ -55,7 +56,7 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
     own_bucket = state.gradient_bucket(bucket.parameters(), flat, index=bucket.index())
     run = own_bucket.run
     if bucket.is_last() and state.tracer.is_on:
-        run = _ending_step(own_bucket, state.tracer) if state.has_joined else _told_of_wait(own_bucket, state.tracer)
+        run = _ending_step(own_bucket, state.tracer) if state.has_joined else _report_wait(own_bucket, state.tracer)
     # On this thread too, since the profiler does not follow the lane's unless it is told to.
     with state.tracer.range(own_bucket.name):
         state.use_device(flat.device)
@@ -87,7 +88,7 @@ def _ending_step(last: BaguaBucket, tracer: Tracer) -> Callable[[], torch.Tensor
     return run
 
 
-def _told_of_wait(last: BaguaBucket, tracer: Tracer) -> Callable[[], torch.Tensor]:
+def _report_wait(last: BaguaBucket, tracer: Tracer) -> Callable[[], torch.Tensor]:
     """Return what runs the last bucket of a backward, and tell observers how long backward waits for it."""
     begun: Timestamp = 0
     done: Timestamp = 0

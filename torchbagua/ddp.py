@@ -1,7 +1,7 @@
 """What attach does to a DistributedDataParallel module: its one communication hook, or its silence."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any, TypeVar
@@ -45,15 +45,8 @@ def ddps_around(
     return around()
 
 
-def ignored_names(module: torch.nn.Module, ddps: Sequence[DistributedDataParallel]) -> frozenset[str]:
-    """Return the names in `module` of the parameters and buffers that one of the DDPs around it was told to ignore."""
-    ignored_ids = {
-        id(tensor) for ddp in ddps for name, tensor in _named_tensors(ddp.module) if name in ddp.parameters_to_ignore
-    }
-    return frozenset(name for name, tensor in _named_tensors(module) if id(tensor) in ignored_ids)
-
-
-def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and buffers of `module`, by name."""
     return chain(module.named_parameters(), module.named_buffers())
 
 

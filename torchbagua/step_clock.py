@@ -1,13 +1,11 @@
 """When a training step ends, and what is wrong where none ever does."""
 
-import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any
 
 import torch
 
-from torchbagua.torch_private import num_writes, takes_found_inf
+from torchbagua.optimizers import StepWatch, parameters_of
+from torchbagua.torch_private import num_writes
 from torchbagua.user_warning import warn_user
 
 # So many backward passes in a row may have their gradients cleared before the optimizer steps, while weights change: a
@@ -26,7 +24,7 @@ class StepClock:
     all of them skip is part of the next.
 
     Args:
-        optimizers: whose steps make a training step.
+        optimizers: whose steps make a training step; heard of until `close`.
         on_end: called with the optimizer whose step ended it.
         needs_steps: whether nothing is averaged where an optimizer does not step, which is then an error.
     """
@@ -40,25 +38,19 @@ class StepClock:
     ) -> None:
         self._on_end = on_end
         self._progress = {id(optimizer): _Progress(optimizer) for optimizer in optimizers}
+        self._watches = [StepWatch(one.optimizer, self._after_step) for one in self._progress.values()]
         self._needs_steps = needs_steps
         self._has_warned = False
 
-    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Take note of an optimizer's step that begins; its pre-step hook."""
-        progress = self._progress[id(optimizer)]
-        # A step that calls its parent class's calls the hooks twice, one call within the other.
-        if not _is_running(progress.outermost_step):
-            progress.outermost_step = sys._getframe(1)
+    def close(self) -> None:
+        """Hear of no more steps."""
+        for watch in self._watches:
+            watch.close()
 
-    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Take note of an optimizer's step that has ended; its post-step hook."""
+    def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
         progress = self._progress[id(optimizer)]
-        if progress.outermost_step is not sys._getframe(1):
-            return
-        progress.outermost_step = None
         progress.gradients.forget()
-        if progress.skips:  # a fused optimizer, which is told of the overflow and skips by itself
-            progress.skips = False
+        if not is_taken:
             return
         progress.is_done = True
         progress.num_steps += 1
@@ -74,7 +66,6 @@ class StepClock:
     def after_search_for_inf(self, optimizer: torch.optim.Optimizer, *, overflow: bool) -> None:
         """Take note of what a GradScaler has found: it skips the optimizer's next step where there was an overflow."""
         progress = self._progress[id(optimizer)]
-        progress.skips = overflow and takes_found_inf(optimizer)
         if overflow:
             progress.gradients.forget()
             progress.is_done = True
@@ -106,7 +97,7 @@ class StepClock:
     @property
     def _counts_gradients(self) -> bool:
         """Whether it matters what becomes of gradients; a closure may clear them often within one step (L-BFGS)."""
-        return self._needs_steps and not any(progress.outermost_step for progress in self._progress.values())
+        return self._needs_steps and not any(watch.is_in_step for watch in self._watches)
 
     def _end_if_done(self, optimizer: torch.optim.Optimizer) -> None:
         every = list(self._progress.values())
@@ -125,8 +116,6 @@ class _Progress:
     Attributes:
         num_steps: its steps.
         is_done: whether it has stepped, or was skipped.
-        outermost_step: the call of `step` that it is at, or that has raised.
-        skips: whether its next call is one in which it changes nothing.
         gradients: whether they are used.
     """
 
@@ -134,8 +123,6 @@ class _Progress:
         self.optimizer = optimizer
         self.num_steps = 0
         self.is_done = False
-        self.outermost_step: FrameType | None = None
-        self.skips = False
         self.gradients = _UnusedGradients(optimizer)
 
 
@@ -154,8 +141,8 @@ class _UnusedGradients:
 
     def remember(self) -> None:
         """Note what a backward has left."""
-        parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
-        self._parameter = next((parameter for parameter in parameters if parameter.grad is not None), None)
+        with_gradient = (parameter for parameter in parameters_of(self._optimizer) if parameter.grad is not None)
+        self._parameter = next(with_gradient, None)
         if self._parameter is not None:
             self._mark = _mark_of(self._parameter.grad)
 
@@ -185,14 +172,6 @@ class _UnusedGradients:
             return True
         # What was clipped, say, has changed too. Seldom asked: a step comes between two backward passes, or nothing.
         return _mark_of(gradient) != self._mark and not gradient.any()
-
-
-def _is_running(call: FrameType | None) -> bool:
-    """Return whether the calling function was called from within `call`."""
-    frame = None if call is None else sys._getframe(1)
-    while frame is not None and frame is not call:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _sum_of(parameter: torch.Tensor) -> torch.Tensor:

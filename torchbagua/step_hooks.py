@@ -1,7 +1,7 @@
 """Where an impl's hooks enter the training step: module, gradients, end of backward, optimizers."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -11,31 +11,21 @@ import torch
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.clocks import Timestamp
 from torchbagua.grad_scaler import agree_on_overflow
+from torchbagua.loop import Loop
 from torchbagua.step_clock import StepClock
 from torchbagua.torch_private import leaves, queue_callback
 from torchbagua.tracer import Tracer
 
 
-def install_step_hooks(
-    wrapper: torch.nn.Module,
-    module: torch.nn.Module,
-    trained: Mapping[str, torch.Tensor],
-    optimizers: Sequence[torch.optim.Optimizer],
-    impl: AlgorithmImpl,
-    grad_scaler: torch.amp.GradScaler | None,
-    after_first_step: Callable[[AlgorithmImpl], None],
-) -> ExitStack:
+def install_step_hooks(loop: Loop, impl: AlgorithmImpl, *, after_first_step: Callable[[], None]) -> ExitStack:
     """Install the hooks that `impl` asks for; closing what is returned removes them.
 
     Args:
-        wrapper: whose forward the user calls.
-        module: what `impl` knows as its module, inside the wrapper or the wrapper itself.
-        trained: the parameters to hear of, by name.
-        optimizers: whose steps are the clock.
-        impl: asked for its hooks.
-        grad_scaler: whose skips are agreed on, where the impl averages weights.
-        after_first_step: called with the impl, within the step.
+        loop: whose forward, gradients and optimizers are heard of; their steps are the clock.
+        impl: asked for its hooks. Where it averages weights, the skips of the loop's GradScaler are agreed on.
+        after_first_step: called within the step.
     """
+    wrapper, module, optimizers = loop.module, loop.inner, loop.optimizers
     on_forward = impl.init_forward_pre_hook(module)
     on_gradient = impl.init_backward_hook(module)
     on_backward_end = impl.init_post_backward_hook(module)
@@ -52,7 +42,7 @@ def install_step_hooks(
         nonlocal is_first
         if is_first:
             is_first = False
-            after_first_step(impl)
+            after_first_step()
         impl.tracer.end_step()  # what an algorithm does now, beside the next step, is part of that one
         if impl.owns_buckets and impl.need_reset():
             impl.reset()
@@ -60,9 +50,11 @@ def install_step_hooks(
             on_step(optimizer)
 
     averages_weights = impl.owns_buckets and on_step is not None
-    clock = StepClock(optimizers, end_step, needs_steps=averages_weights)
+    hears_steps = on_step is not None or impl.owns_buckets or impl.needs_grad_scaler or impl.tracer.is_on
+    clock = StepClock(optimizers if hears_steps else [], end_step, needs_steps=averages_weights)
     impl.tracer.has_optimizer = True
     with ExitStack() as handles:  # closed here only where an installation raises
+        handles.callback(clock.close)
         if on_forward is not None:
             handles.callback(wrapper.register_forward_pre_hook(before_forward).remove)
         if on_backward_end is not None or averages_weights or impl.tracer.is_on:
@@ -75,14 +67,10 @@ def install_step_hooks(
 
             handles.callback(wrapper.register_forward_hook(after_forward).remove)
         if on_gradient is not None:
-            for name, parameter in trained.items():
+            for name, parameter in loop.trained().items():
                 handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
-        if on_step is not None or impl.owns_buckets or impl.needs_grad_scaler or impl.tracer.is_on:
-            for optimizer in optimizers:
-                handles.callback(optimizer.register_step_pre_hook(clock.before_step).remove)
-                handles.callback(optimizer.register_step_post_hook(clock.after_step).remove)
-        if grad_scaler is not None and impl.owns_buckets:
-            handles.enter_context(agree_on_overflow(grad_scaler, optimizers, impl, clock))
+        if loop.grad_scaler is not None and impl.owns_buckets:
+            handles.enter_context(agree_on_overflow(loop.grad_scaler, optimizers, impl, clock))
         return handles.pop_all()
 
 

@@ -184,9 +184,15 @@ def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether GradScaler steps it also after an overflow, and has it skip by itself, as fused optimizers do."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+def is_told_to_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a fused optimizer is at a step that it skips: GradScaler calls it after an overflow too."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
+
+
+def has_overflown(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether GradScaler has found an Inf in the optimizer's gradients, since its scale was last updated."""
+    return any(bool(one) for one in scaler._found_inf_per_device(optimizer).values())
 
 
 def leave_scaling_to_scaler(optimizer: torch.optim.Optimizer) -> None:

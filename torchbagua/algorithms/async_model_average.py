@@ -10,7 +10,7 @@ from torchbagua.algorithms.averaging import ModelAveragingAlgorithm, check_at_le
 from torchbagua.algorithms.background_rounds import BackgroundRounds, Clock, MonotonicClock
 from torchbagua.algorithms.base import register
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.rank_state import check_rank_state, place_of
+from torchbagua.algorithms.rank_state import check_rank_state, owner_of
 from torchbagua.algorithms.votes import Outcome
 from torchbagua.algorithms.warm_up import average_gradients
 from torchbagua.bucket import BaguaBucket, BaguaTensor
@@ -98,11 +98,12 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         clock: measures the interval.
     """
 
+    algorithm: AsyncModelAverageAlgorithm
+
     def __init__(
         self, process_group: BaguaProcessGroup, algorithm: AsyncModelAverageAlgorithm, *, clock: Clock | None = None
     ) -> None:
-        super().__init__(process_group)
-        self.algorithm = algorithm
+        super().__init__(process_group, algorithm)
         self.weights = algorithm.weights_of(self)
         self.clock = clock or MonotonicClock()
         self.step = 0
@@ -220,7 +221,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         else:
             differences, snapshots = pending
         return {
-            **place_of(self.process_group),
+            **owner_of(self.process_group),
             "step": self.step,
             "is_enabled": self._is_enabled,
             "has_differences": pending is not None,

@@ -70,6 +70,8 @@ def check_at_least(algorithm: Algorithm, name: str, least: int, kind: Any = int)
 class SynchronousAveragingImpl(AlgorithmImpl):
     """Averaging in rounds that all ranks make at the same step; every round compares how far they have come.
 
+    Its algorithm has a `communication_interval`.
+
     Attributes:
         weights: what is averaged.
         step: optimizer steps so far.
@@ -78,16 +80,12 @@ class SynchronousAveragingImpl(AlgorithmImpl):
             makes its next step after one more of them. So they are compared, unless attach was given the scaler.
     """
 
-    def __init__(
-        self, process_group: BaguaProcessGroup, algorithm: ModelAveragingAlgorithm, communication_interval: int
-    ) -> None:
-        super().__init__(process_group)
+    def __init__(self, process_group: BaguaProcessGroup, algorithm: ModelAveragingAlgorithm) -> None:
+        super().__init__(process_group, algorithm)
         self.weights = algorithm.weights_of(self)
         self.step = 0
         self.num_rounds = 0
         self.num_backwards = 0
-        self._final_average = algorithm.final_average
-        self._communication_interval = communication_interval
         self._num_overflow_checks = 0
 
     @property
@@ -98,7 +96,7 @@ class SynchronousAveragingImpl(AlgorithmImpl):
     @property
     def is_due(self) -> bool:
         """Whether this step communicates."""
-        return not self.is_alone and self.step % self._communication_interval == 0
+        return not self.is_alone and bool(self.step % self.algorithm.communication_interval == 0)
 
     @property
     def needs_grad_scaler(self) -> bool:
@@ -153,7 +151,7 @@ class SynchronousAveragingImpl(AlgorithmImpl):
         if failed:
             return False
         self.finish_round()
-        has_mean = self._final_average and not self.is_alone
+        has_mean = bool(self.algorithm.final_average) and not self.is_alone
         if has_mean:
             self.weights.take_mean(self.lane, self.progress(is_last=True))
         self.ends_in_order = True

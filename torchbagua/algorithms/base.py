@@ -14,6 +14,7 @@ from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.description import describe
 from torchbagua.environment import environment
 from torchbagua.events import Observer, Run, check_observers
+from torchbagua.optimizers import check_optimizer, unwrap
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
@@ -93,6 +94,10 @@ class Algorithm:
                     "state"
                 )
 
+    def own_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return those that the algorithm knows of itself. Overridden by one that has its own."""
+        return []
+
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ValueError where the algorithm cannot be attached with these. Overridden by one that has its own."""
 
@@ -104,6 +109,7 @@ class Algorithm:
         self,
         process_group: dist.ProcessGroup | BaguaProcessGroup,
         *,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         observers: Sequence[Observer] = (),
         timeout: timedelta | None = None,
         facts: Mapping[str, Any] | None = None,
@@ -113,19 +119,29 @@ class Algorithm:
 
         Args:
             process_group: the ranks that train together; a BaguaProcessGroup where nodes are given explicitly.
+            optimizer: those that step by what is communicated, for an algorithm that keeps state by parameter: it is
+                committed with each step that is taken. `attach` hands them over; behind the plain hook, without them,
+                the loop calls `impl.step_taken()`. QAdamAlgorithm has its own.
             observers: hear of every phase of communication, and of the training step.
             timeout: bound on every wait for another rank; default: that of `process_group`.
             facts: further values that must be the same on all ranks, by the name that an error gives them.
             settings: what observers write down of the run beside the algorithm and its group, by name.
 
         Raises:
-            TypeError: `process_group` is no process group.
-            ValueError: ranks disagree in algorithm, arguments or the package's version.
+            TypeError: `process_group` is no process group, or `optimizer` no optimizer.
+            ValueError: ranks disagree in algorithm, arguments or the package's version; `optimizer` does not fit.
             TimeoutError: a rank did not call it in time.
             CommunicationError: a private group could not be opened.
             RuntimeError: the native library is there and does not load.
         """
-        check_observers(f"{type(self).__name__}.reify", observers)
+        where = f"{type(self).__name__}.reify"
+        check_observers(where, observers)
+        given = optimizer if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
+        optimizers = [unwrap(one) for one in given]
+        for one in optimizers:
+            check_optimizer(where, one)
+        if optimizers:
+            self.check_optimizers(optimizers)
         self.prepare()
         own: dict[str, Any] = {"the algorithm": type(self).__qualname__}
         own |= {f"{type(self).__name__}'s argument {name}": value for name, value in self.arguments().items()}
@@ -138,6 +154,7 @@ class Algorithm:
             impl = self.make_impl(group)
             if not isinstance(impl, AlgorithmImpl):
                 raise TypeError(f"{type(self).__name__}.make_impl must return an AlgorithmImpl, got {impl!r}")
+            impl.watch_steps(optimizers or self.own_optimizers())
             group.compare_clocks()
             if group.tracer.is_on:
                 group.tracer.start(self._describe_run(group, settings or {}))

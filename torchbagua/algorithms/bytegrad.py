@@ -1,15 +1,17 @@
 """ByteGrad: gradients averaged in eight bits."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from torchbagua.algorithms.base import Algorithm, check_flags, register
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.parts import append_parts, part_of
 from torchbagua.bucket import BaguaBucket
-from torchbagua.collectives import BaguaProcessGroup
+from torchbagua.collectives import BaguaProcessGroup, TwoPhaseResiduals
 from torchbagua.compressors import DEFAULT_BLOCK, MinMaxUInt8, check_block
+from torchbagua.state import error_feedback
 
 
 @dataclass(frozen=True)
@@ -19,11 +21,25 @@ class ByteGradAlgorithm(Algorithm):
     A rank sends about 2 (n-1)/n bytes an element and step, a quarter of what a float32 all-reduce sends. complex64 is
     coded as pairs of float32; float64 and complex128 travel in full precision.
 
+    With error feedback every rank adds to its gradient what compression left out of the one before, and the owner of a
+    chunk likewise to the mean (DoubleSqueeze, Tang et al., arXiv 1905.05957, algorithm 1). What is left out counts when
+    an optimizer's step has used what was sent: one that a GradScaler skips leaves no trace, and of several optimizers
+    each counts its own. Behind the plain hook the impl must hear of steps: `reify(group, optimizer=optimizer)`, or
+    `impl.step_taken()` after each. Accumulate under `no_sync`, which sends once; of several synchronised backward
+    passes before a step it counts once too, for 4 bytes a parameter more, but those of a parameter must all have a
+    gradient for it, and DDP must not form its buckets anew between them, as after its first: both raise.
+
+    Residuals are float32, two of each for a step that may be skipped: 8 bytes a parameter, and 8 divided by the number
+    of ranks. They are in `state_dict`, other ones on each rank, and a state goes on with the same `error_feedback`
+    alone. Under AMP they need the loss scale, by which gradients are divided before they are coded: `attach(...,
+    grad_scaler=scaler)`, or behind the plain hook `impl.grad_scaler = scaler`.
+
     Args:
         hierarchical: where there are several nodes with several ranks, full precision within nodes and 8 bits between.
         average: divide by the number of ranks; False gives the sum.
         block: elements that share a quantisation range, a multiple of 8, never across a parameter's boundary; None
             gives Bagua's one range per chunk.
+        error_feedback: add what compression leaves out to what is sent next.
 
     Raises:
         TypeError, ValueError: an argument is none of these.
@@ -35,40 +51,69 @@ class ByteGradAlgorithm(Algorithm):
     average: bool = True
     _: KW_ONLY
     block: int | None = DEFAULT_BLOCK
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
-        check_flags(self, "hierarchical", "average")
+        check_flags(self, "hierarchical", "average", "error_feedback")
         check_block("ByteGradAlgorithm", self.block)
 
+    def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
+        """Return `error_feedback`."""
+        return {"error_feedback": self.error_feedback}
+
     def make_impl(self, process_group: BaguaProcessGroup) -> "ByteGradAlgorithmImpl":
-        """Return the impl over `process_group`."""
-        return ByteGradAlgorithmImpl(process_group, self.hierarchical, self.average, block=self.block)
+        return ByteGradAlgorithmImpl(process_group, self)
 
 
 class ByteGradAlgorithmImpl(AlgorithmImpl):
     """See `ByteGradAlgorithm`."""
 
-    def __init__(
-        self,
-        process_group: BaguaProcessGroup,
-        hierarchical: bool = True,
-        average: bool = True,
-        *,
-        block: int | None = DEFAULT_BLOCK,
-    ) -> None:
-        super().__init__(process_group)
-        self.hierarchical = hierarchical
-        self.average = average
-        self.compressor = MinMaxUInt8(block)
+    algorithm: ByteGradAlgorithm
+
+    def __init__(self, process_group: BaguaProcessGroup, algorithm: ByteGradAlgorithm) -> None:
+        super().__init__(process_group, algorithm)
+        self.compressor = MinMaxUInt8(algorithm.block)
+        self.parameter_state = error_feedback("ByteGradAlgorithm") if algorithm.error_feedback else None
+
+    @property
+    def needs_grad_scaler(self) -> bool:
+        """True with error feedback: gradients carry the loss scale, which changes, and residuals do not."""
+        return self.parameter_state is not None
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        """Append the compressed mean of the bucket."""
+        codec = self.codec_for(bucket)
+        # One rank leaves nothing out, and neither does full precision.
+        if self.parameter_state is None or codec is not self.compressor or self.process_group.size == 1:
+            self._append_mean(bucket)
+        elif bucket.flat.dtype == torch.float32:
+            feedback = self.parameter_state.of_bucket(bucket)
+            bucket.append_python_op(self.parameter_state.begin)
+            bucket.append_python_op(self._unscale)
+            self._append_mean(bucket, feedback)
+            bucket.append_python_op(self._use_mean)
+        else:  # a shorter format would round what is added to it
+            part = part_of(bucket, bucket.tensors, torch.float32)
+            self.init_operations(module, part)
+            append_parts(bucket, [part])
+
+    def _append_mean(self, bucket: BaguaBucket, feedback: TwoPhaseResiduals | None = None) -> None:
         bucket.append_centralized_synchronous_op(
-            hierarchical=self.hierarchical,
-            average=self.average,
+            hierarchical=self.algorithm.hierarchical,
+            average=self.algorithm.average,
             scattergather=True,
             compression=self.codec_for(bucket),
+            error_feedback=feedback,
         )
+
+    def _unscale(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+        if self.loss_scale != 1.0:
+            bucket.flat.div_(self.loss_scale)
+
+    def _use_mean(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+        if self.has_joined and self.parameter_state is not None:
+            self.parameter_state.follow(bucket)
+        if self.loss_scale != 1.0:
+            bucket.flat.mul_(self.loss_scale)
 
 
 register("bytegrad", ByteGradAlgorithm, "mean of gradients in 8 bits")

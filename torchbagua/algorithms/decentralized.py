@@ -9,7 +9,7 @@ import torch
 
 from torchbagua.algorithms.averaging import ModelAveragingAlgorithm, SynchronousAveragingImpl, check_at_least
 from torchbagua.algorithms.base import check_flags, register
-from torchbagua.algorithms.rank_state import check_rank_state, place_of
+from torchbagua.algorithms.rank_state import check_rank_state, owner_of
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup, all_reduce_max, check_topology
 from torchbagua.compressors import Compressor, Identity, MinMaxUInt8
@@ -77,9 +77,10 @@ _SNAPSHOT: Flat = attrgetter("bucket.flat")
 class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
     """See `DecentralizedAlgorithm`. A bucket's flat tensor holds the snapshot that is being averaged."""
 
+    algorithm: DecentralizedAlgorithm
+
     def __init__(self, process_group: BaguaProcessGroup, algorithm: DecentralizedAlgorithm) -> None:
-        super().__init__(process_group, algorithm, algorithm.communication_interval)
-        self.algorithm = algorithm
+        super().__init__(process_group, algorithm)
         self._round: Job[None] | None = None
         self._has_differences = False
 
@@ -117,7 +118,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         """Return step and rounds so far, and the finished round that is still to be added to the weights."""
         self._wait()
         return {
-            **place_of(self.process_group),
+            **owner_of(self.process_group),
             "step": self.step,
             "num_rounds": self.num_rounds,
             "has_differences": self._has_differences,
@@ -213,9 +214,10 @@ _REPLICAS: dict[str, Flat] = {name: attrgetter(f"replicas.{name}") for name in (
 class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
     """See `LowPrecisionDecentralizedAlgorithm`. Where nodes form the ring, a rank uses its own shard of replicas."""
 
+    algorithm: LowPrecisionDecentralizedAlgorithm
+
     def __init__(self, process_group: BaguaProcessGroup, algorithm: LowPrecisionDecentralizedAlgorithm) -> None:
-        super().__init__(process_group, algorithm, algorithm.communication_interval)
-        self.algorithm = algorithm
+        super().__init__(process_group, algorithm)
         self.compressor = MinMaxUInt8()
         self._exchange: Job[None] | None = None
 
@@ -274,7 +276,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         """Return the steps so far and the replicas."""
         self.finish_round()
         replicas = {name: self.weights.by_name(replica) for name, replica in _REPLICAS.items()}
-        return {**place_of(self.process_group), "step": self.step, **replicas}
+        return {**owner_of(self.process_group), "step": self.step, **replicas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned. Collective."""

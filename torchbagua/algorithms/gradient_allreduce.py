@@ -39,21 +39,18 @@ class GradientAllReduceAlgorithm(Algorithm):
         """Nothing: full precision needs no native kernel."""
 
     def make_impl(self, process_group: BaguaProcessGroup) -> "GradientAllReduceAlgorithmImpl":
-        """Return the impl over `process_group`."""
-        return GradientAllReduceAlgorithmImpl(process_group, self.hierarchical, self.average)
+        return GradientAllReduceAlgorithmImpl(process_group, self)
 
 
 class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     """See `GradientAllReduceAlgorithm`."""
 
-    def __init__(self, process_group: BaguaProcessGroup, hierarchical: bool = False, average: bool = True) -> None:
-        super().__init__(process_group)
-        self.hierarchical = hierarchical
-        self.average = average
+    algorithm: GradientAllReduceAlgorithm
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        """Append the mean of the bucket."""
-        bucket.append_centralized_synchronous_op(hierarchical=self.hierarchical, average=self.average)
+        bucket.append_centralized_synchronous_op(
+            hierarchical=self.algorithm.hierarchical, average=self.algorithm.average
+        )
 
 
 register("gradient_allreduce", GradientAllReduceAlgorithm, "mean of gradients in full precision")

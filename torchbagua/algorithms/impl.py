@@ -2,15 +2,22 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchbagua.algorithms.gradient_buckets import GradientBuckets
+from torchbagua.algorithms.rank_state import check_rank_state, owner_of
 from torchbagua.bucket import BaguaBucket, BaguaTensor
-from torchbagua.collectives import BaguaProcessGroup
+from torchbagua.collectives import BaguaProcessGroup, fingerprint, require_same_progress
 from torchbagua.compressors import Compressor, Identity
 from torchbagua.lane import Lane
+from torchbagua.optimizers import StepsTaken, parameters_of
+from torchbagua.state import ParameterState
 from torchbagua.user_warning import warn_user
+
+if TYPE_CHECKING:
+    from torchbagua.algorithms.base import Algorithm
 
 
 class AlgorithmImpl:
@@ -21,14 +28,20 @@ class AlgorithmImpl:
 
     Args:
         process_group: owned by the impl, closed with it.
+        algorithm: the description that it runs; `make_impl` hands over itself.
 
     Attributes:
         process_group: the group, with private communicators for the lane.
+        algorithm: what it was given, whose fields are the impl's arguments; None where it was made without.
         lane: runs what the impl communicates.
         tracer: tells the group's observers what is done and when.
         buckets: a weight algorithm's buckets; empty for a gradient algorithm, which runs in DDP's.
         ignored_names: the module's parameters and buffers that DDP was told to ignore.
+        parameter_state: what the algorithm keeps of each parameter; an impl that keeps something sets it. It is
+            committed with each step that is taken, and is the impl's state.
+        optimizers: those whose steps the impl hears of; none behind the plain hook, unless `reify` was given some.
         grad_scaler: what `attach` was given.
+        loss_scale: that of the gradients of this backward; 1 unless `needs_grad_scaler` and there is one.
         has_joined: whether this rank has run out of data, and takes part with gradients of zero until the others have
             too (`torch.distributed.algorithms.Join`).
         ends_in_order: whether all ranks are expected to close it, and NCCL's groups to be shut down and not broken off.
@@ -40,7 +53,10 @@ class AlgorithmImpl:
 
     compressor: Compressor = Identity()
 
-    def __init__(self, process_group: BaguaProcessGroup) -> None:
+    # A subclass names its own description, so that its fields are typed.
+    algorithm: Any
+
+    def __init__(self, process_group: BaguaProcessGroup, algorithm: "Algorithm | None" = None) -> None:
         cls = type(self)
         overrides_buckets = cls.tensors_to_buckets is not AlgorithmImpl.tensors_to_buckets
         if overrides_buckets and not self.owns_buckets:
@@ -49,6 +65,7 @@ class AlgorithmImpl:
                 "buckets, and a weight algorithm overrides both"
             )
         self.process_group = process_group
+        self.algorithm = algorithm
         if self.owns_buckets:
             process_group.use_private_nccl()
         self.tracer = process_group.tracer
@@ -60,13 +77,17 @@ class AlgorithmImpl:
         )
         self.buckets: list[BaguaBucket] = []
         self.ignored_names: frozenset[str] = frozenset()
+        self.parameter_state: ParameterState[Any] | None = None
+        self.optimizers: list[torch.optim.Optimizer] = []
         self.grad_scaler: torch.amp.GradScaler | None = None
+        self.loss_scale = 1.0
         self.has_joined = False
         self.ends_in_order = False
-        self._gradient_buckets: dict[int, BaguaBucket] = {}
+        self._gradient_buckets = GradientBuckets()
         self._names: Mapping[int, str] = {}
         self._module: torch.nn.Module | None = None
         self._told_dtypes: set[torch.dtype] = set()
+        self._steps = StepsTaken(self)
 
     @property
     def owns_buckets(self) -> bool:
@@ -143,18 +164,86 @@ class AlgorithmImpl:
         """Return a function of the optimizer to call after each of its steps, or None."""
         return None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: plain tensors and numbers, keyed by parameter name."""
-        return {}
+    @property
+    def needs_steps(self) -> bool:
+        """Whether it must hear of the steps that are taken."""
+        return self.parameter_state is not None or type(self).on_step_taken is not AlgorithmImpl.on_step_taken
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned.
+    def on_step_taken(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Commit what belongs to a step; called once for each step of an optimizer, after it, unless it was skipped.
+
+        By default commits `parameter_state` of those of the parameters into whose gradient DDP has put an average.
+
+        Args:
+            parameters: the optimizer's that have a gradient.
+        """
+        if self.parameter_state is not None:
+            self.parameter_state.commit(parameters)
+
+    def watch_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Hear of the steps of these optimizers, where the algorithm needs to; called by `reify`."""
+        self.optimizers = list(optimizers)
+        self._names = {id(one): f"parameter {index}" for index, one in enumerate(self.state_parameters())}
+        if self.needs_steps:
+            self._steps.watch(optimizers)
+
+    def step_taken(self) -> None:
+        """Say that the loop's optimizer has taken a step, after it: behind the plain hook nobody else does.
+
+        A loop with a GradScaler, which may skip a step, or with several synchronised backward passes before the first
+        step gives `reify` its optimizer instead.
 
         Raises:
-            ValueError: `state` is not this algorithm's.
+            RuntimeError: the impl hears of the steps of its optimizers itself.
         """
-        if state:
-            raise ValueError(f"{type(self).__name__} has no state to load, got the keys {sorted(state)}")
+        self._steps.tell(tensor.parameter for bucket in self._gradient_buckets for tensor in bucket.tensors)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs: plain tensors and numbers, keyed by parameter name.
+
+        By default `parameter_state`, and whose it is.
+
+        Raises:
+            RuntimeError: it is kept behind the plain hook, which knows no names, and no optimizer.
+        """
+        if self.parameter_state is None:
+            return {}
+        return {**owner_of(self.process_group), **self.parameter_state.state_dict(self._named_parameters())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned. Where there is a `parameter_state`, collective, and between two steps.
+
+        Raises:
+            ValueError: `state` is not this algorithm's, or that of another rank.
+            CommunicationError: other ranks have a state of other parameters, or did not load theirs in time.
+        """
+        owner = type(self).__name__
+        if self.parameter_state is None:
+            if state:
+                raise ValueError(f"{owner} has no state to load, got the keys {sorted(state)}")
+            return
+        check_rank_state(owner, state, self.parameter_state.names, self.process_group)
+        self.parameter_state.load_state_dict(owner, state, self._named_parameters())
+        # What ranks hold decides whether they sum it in the next backward.
+        names = list(state[self.parameter_state.names[0]])
+        progress = {"as a digest of the names in its state": fingerprint(names)}
+        world = self.process_group.world
+        self.lane.submit(lambda: require_same_progress(world, progress, "loading the residuals")).result()
+        self.reset()
+
+    def state_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that `parameter_state` is of, as far as optimizers know them."""
+        return [parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)]
+
+    def _named_parameters(self) -> dict[str, torch.Tensor]:
+        """The same by their names in the module; by their places in the optimizers behind the plain hook."""
+        if not self._names:
+            raise RuntimeError(
+                f"{type(self).__name__}: behind the plain hook parameters have no names to save state by; make the "
+                "impl by reify(group, optimizer=optimizer), or use attach"
+            )
+        known = [parameter for parameter in self.state_parameters() if id(parameter) in self._names]
+        return {self._names[id(one)]: one for one in known if self.compressor.encodes(one.dtype.to_real())}
 
     def agree_on_overflow(self, found_inf: bool) -> bool:
         """Return whether GradScaler has to skip the step, where `found_inf` says it of this rank's gradients.
@@ -174,11 +263,14 @@ class AlgorithmImpl:
 
     def close(self) -> None:
         """Finish what is queued, end the lane's thread, the private groups and traces. May be called again."""
+        self._steps.close()
         try:
             self.lane.close()
             if self.ends_in_order and not self.lane.has_failed:
                 self.process_group.shut_down_nccl()
         finally:
+            if self.parameter_state is not None:
+                self.parameter_state.close()
             self.process_group.close()  # before the traces, which may have much to write: peers hear of it at once
             self.tracer.end()
 
@@ -220,16 +312,10 @@ class AlgorithmImpl:
         Buckets are told apart by their parameters' identity, since DDP forms other buckets after its first step;
         `index` is DDP's number of it, which is 0 for the first one of each backward.
         """
-        if index == 0 and self.need_reset():
-            self.reset()
-        bucket = self._gradient_buckets.get(id(parameters[0]))
-        if bucket is None or not _same(bucket.tensors, parameters):
-            members = {id(parameter) for parameter in parameters}
-            self._gradient_buckets = {
-                key: other
-                for key, other in self._gradient_buckets.items()
-                if members.isdisjoint(id(tensor.parameter) for tensor in other.tensors)
-            }
+        if index == 0:
+            self._begin_backward()
+        bucket = self._gradient_buckets.find(parameters)
+        if bucket is None:
             tensors = [
                 BaguaTensor(self._names.get(id(parameter), f"parameter {position} of bucket {index}"), parameter)
                 for position, parameter in enumerate(parameters)
@@ -238,13 +324,16 @@ class AlgorithmImpl:
                 self.tell_uncompressed({tensor.name: tensor.parameter for tensor in tensors})
             bucket = BaguaBucket(f"gradient bucket {index}", tensors, self.process_group, flat)
             self.init_operations(self._module, bucket)
-            self._gradient_buckets[id(parameters[0])] = bucket
+            self._gradient_buckets.add(bucket)
         bucket.flat = flat
         self.ends_in_order = True  # behind the plain hook nobody calls finish
         return bucket
 
-
-def _same(tensors: Sequence[BaguaTensor], parameters: Sequence[torch.Tensor]) -> bool:
-    return len(tensors) == len(parameters) and all(
-        tensor.parameter is parameter for tensor, parameter in zip(tensors, parameters, strict=True)
-    )
+    def _begin_backward(self) -> None:
+        if self.needs_steps and not self.has_joined:
+            self._steps.before_backward()
+        if self.needs_grad_scaler:
+            # Once a backward: on a GPU it waits for what has been computed so far.
+            self.loss_scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
+        if self.need_reset():
+            self.reset()

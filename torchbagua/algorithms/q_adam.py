@@ -1,28 +1,21 @@
 """QAdam: after a warm-up, Adam's momentum travels in 8 bits or in one, and nothing else does."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
-from torchbagua.algorithms.averaged_gradients import with_average
 from torchbagua.algorithms.base import Algorithm, check_flags, register
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.parts import append_parts, part_of
 from torchbagua.algorithms.q_adam_optimizer import QAdamOptimizer
-from torchbagua.algorithms.rank_state import check_rank_state, place_of
-from torchbagua.algorithms.residuals import ResidualsByParameter
-from torchbagua.algorithms.wrapped_optimizer import unwrap
-from torchbagua.bucket import BaguaBucket, BaguaTensor
-from torchbagua.collectives import (
-    BaguaProcessGroup,
-    ResidualPair,
-    TwoPhaseResiduals,
-    fingerprint,
-    require_same_progress,
-)
+from torchbagua.bucket import BaguaBucket
+from torchbagua.collectives import BaguaProcessGroup, require_same_progress
 from torchbagua.compressors import DEFAULT_BLOCK, Compressor, MinMaxUInt8, Sign1Bit, check_block
 from torchbagua.memory_order import flatten_like
+from torchbagua.optimizers import unwrap
+from torchbagua.state import error_feedback
 
 _COMPRESSORS: dict[str, type[MinMaxUInt8 | Sign1Bit]] = {"MinMaxUInt8": MinMaxUInt8, "sign1bit": Sign1Bit}
 
@@ -119,44 +112,29 @@ class QAdamAlgorithm(Algorithm):
             return {"error_feedback": False}
         return {"error_feedback": True, "compression": self.compression}
 
+    def own_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.q_adam_optimizer]
+
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Raise ValueError unless the optimizer is one of `optimizers`."""
         if self.q_adam_optimizer not in optimizers:
             raise ValueError("QAdamAlgorithm: q_adam_optimizer must be the optimizer that is attached, got another one")
 
     def make_impl(self, process_group: BaguaProcessGroup) -> "QAdamAlgorithmImpl":
-        """Return the impl over `process_group`. Raises ValueError where another one serves the optimizer."""
-        return QAdamAlgorithmImpl(
-            process_group,
-            self.q_adam_optimizer,
-            self.hierarchical,
-            block=self.block,
-            compression=self.compression,
-            error_feedback=self.error_feedback,
-        )
+        return QAdamAlgorithmImpl(process_group, self)
 
 
 class QAdamAlgorithmImpl(AlgorithmImpl):
     """See `QAdamAlgorithm`."""
 
-    def __init__(
-        self,
-        process_group: BaguaProcessGroup,
-        q_adam_optimizer: QAdamOptimizer,
-        hierarchical: bool = True,
-        *,
-        block: int | None = DEFAULT_BLOCK,
-        compression: str = "MinMaxUInt8",
-        error_feedback: bool = False,
-    ) -> None:
-        super().__init__(process_group)
-        self.optimizer = q_adam_optimizer
-        self.hierarchical = hierarchical
-        self.compressor: Compressor = _COMPRESSORS[compression](block)
-        self.residuals = ResidualsByParameter() if error_feedback else None
+    algorithm: QAdamAlgorithm
+
+    def __init__(self, process_group: BaguaProcessGroup, algorithm: QAdamAlgorithm) -> None:
+        super().__init__(process_group, algorithm)
+        self.optimizer = algorithm.q_adam_optimizer
+        self.compressor: Compressor = _COMPRESSORS[algorithm.compression](algorithm.block)
+        self.parameter_state = error_feedback("QAdamAlgorithm") if algorithm.error_feedback else None
         self._num_past_warmup = 0
-        self._loss_scale = 1.0
-        q_adam_optimizer.serve(self)
+        self.optimizer.serve(self)
 
     @property
     def needs_grad_scaler(self) -> bool:
@@ -165,8 +143,6 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def need_reset(self) -> bool:
         """Return True where parameters have come to the end of their warm-up since the last backward."""
-        # Once a backward: on a GPU it waits for what has been computed so far.
-        self._loss_scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
         num_updates = self.optimizer.num_updates_past_warmup
         before, self._num_past_warmup = self._num_past_warmup, len(num_updates)
         if self.process_group.size > 1:
@@ -185,104 +161,49 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         """Append the mean of gradients, or of momenta; where it is of both kinds, of each apart."""
         past = [tensor for tensor in bucket.tensors if self._sends_momentum(tensor.parameter)]
         if not past:
-            bucket.append_centralized_synchronous_op(hierarchical=self.hierarchical)
+            bucket.append_centralized_synchronous_op(hierarchical=self.algorithm.hierarchical)
         elif len(past) == len(bucket.tensors) and bucket.flat.dtype == torch.float32:
             self._append_mean_of_momenta(bucket)
         else:
             rest = [tensor for tensor in bucket.tensors if tensor not in past]
             # Momenta in float32 always: (mean - b1 m) / (1 - b1) would magnify the rounding of a shorter format.
-            parts = [self._part_of(bucket, past, torch.float32)]
+            parts = [part_of(bucket, past, torch.float32)]
             if rest:
-                parts.append(self._part_of(bucket, rest, bucket.flat.dtype))
-
-            def average_parts(whole: BaguaBucket, group: BaguaProcessGroup) -> None:
-                _run_parts(whole, parts)
-
-            bucket.append_python_op(average_parts)
+                parts.append(part_of(bucket, rest, bucket.flat.dtype))
+            for part in parts:
+                self.init_operations(None, part)
+            append_parts(bucket, parts)
 
     def uncompressed(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return those of the optimizer's that travel in full precision, past their warm-up too."""
         own = {id(parameter) for parameter in self.optimizer.parameters}
         return {name: one for name, one in super().uncompressed(parameters).items() if id(one) in own}
 
-    def on_step(self, moved: Collection[torch.Tensor]) -> None:
-        """Take what compression left out of these parameters' momenta for their residuals: the optimizer moves them."""
-        if self.residuals is not None:
-            self.residuals.commit(with_average(moved))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the residuals that this rank holds, where there is error feedback."""
-        if self.residuals is None:
-            return {}
-        return {**place_of(self.process_group), **self.residuals.state_dict(self._named)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned on this rank. With error feedback collective, between two steps.
-
-        Raises:
-            ValueError: it is not the state of this algorithm, or that of another rank.
-            CommunicationError: other ranks hold residuals of other parameters, or did not load theirs in time.
-        """
-        if self.residuals is None:
-            super().load_state_dict(state)
-            return
-        owner = type(self).__name__
-        check_rank_state(owner, state, ResidualPair._fields, self.process_group)
-        self.residuals.load_state_dict(owner, state, self._named)
-        # What ranks hold decides whether they sum it in the next backward.
-        facts = {"as a digest of the names in its state": fingerprint(list(state["sent"]))}
-        self.lane.submit(
-            lambda: require_same_progress(self.process_group.world, facts, "loading the residuals")
-        ).result()
-        self.reset()
-
     def close(self) -> None:
-        """End the lane, and let go of the optimizer and its parameters."""
         super().close()
         self.optimizer.release(self)
-        if self.residuals is not None:
-            self.residuals.close()
+
+    def state_parameters(self) -> list[torch.Tensor]:
+        """Return those of the optimizer, whose momenta are sent."""
+        return self.optimizer.parameters
 
     def _append_mean_of_momenta(self, bucket: BaguaBucket) -> None:
         feedback = None
-        if self.residuals is not None and self.process_group.size > 1:  # one rank sends nothing, and leaves nothing out
-            feedback = self.residuals.of_bucket(bucket)
-            bucket.append_python_op(self._continue_residuals)
+        if self.parameter_state is not None and self.process_group.size > 1:  # one rank leaves nothing out
+            feedback = self.parameter_state.of_bucket(bucket)
+            bucket.append_python_op(self.parameter_state.begin)
         bucket.append_python_op(self._form_momenta)
         bucket.append_centralized_synchronous_op(
-            hierarchical=self.hierarchical,
+            hierarchical=self.algorithm.hierarchical,
             scattergather=True,
             compression=self.compressor,
             error_feedback=feedback,
         )
-
-        def use_mean(bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-            if self.has_joined:
-                self._follow(bucket, group, feedback)
-            else:
-                self._form_gradients(bucket, group)
-
-        bucket.append_python_op(use_mean)
-
-    def _part_of(self, bucket: BaguaBucket, tensors: list[BaguaTensor], dtype: torch.dtype) -> BaguaBucket:
-        flat = bucket.flat.new_zeros(sum(tensor.parameter.numel() for tensor in tensors), dtype=dtype)
-        part = BaguaBucket(bucket.name, tensors, bucket.group, flat)
-        self.init_operations(None, part)
-        return part
+        bucket.append_python_op(self._use_mean)
 
     def _sends_momentum(self, parameter: torch.Tensor) -> bool:
         """Return whether the momentum travels; in full precision the gradient does, whose mean comes to the same."""
         return self.optimizer.is_past_warmup(parameter) and self.compressor.encodes(parameter.dtype)
-
-    @property
-    def _named(self) -> dict[str, torch.Tensor]:
-        """The optimizer's parameters, by their names in the module; by their places behind the plain hook."""
-        named = {self._names.get(id(p), f"parameter {index}"): p for index, p in enumerate(self.optimizer.parameters)}
-        return {name: p for name, p in named.items() if self.compressor.encodes(p.dtype)}
-
-    def _continue_residuals(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-        assert self.residuals is not None
-        self.residuals.before_sending(bucket)
 
     @torch.no_grad()
     def _form_momenta(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
@@ -294,21 +215,25 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         for averages, momenta, beta1, share in self._with_momenta(bucket):
             torch.ops.torchbagua.qadam_form_gradients(averages, momenta, beta1=beta1, share=share)
 
+    def _use_mean(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+        if self.has_joined:
+            self._follow(bucket, group)
+        else:
+            self._form_gradients(bucket, group)
+
     @torch.no_grad()
-    def _follow(self, bucket: BaguaBucket, group: BaguaProcessGroup, feedback: TwoPhaseResiduals | None) -> None:
+    def _follow(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
         """Do what the other ranks' steps do with the mean: this rank takes none, and what it sends must not be old."""
-        if self.residuals is not None:
-            self.residuals.end_accumulation(bucket)
+        if self.parameter_state is not None:
+            self.parameter_state.follow(bucket)
         if not bool(bucket.flat.isfinite().all()):  # then they skip it
             return
         self._form_gradients(bucket, group)
-        bucket.flat.div_(self._loss_scale)
+        bucket.flat.div_(self.loss_scale)
         for gradients, momenta, beta1, _ in self._with_momenta(bucket):
             torch.ops.torchbagua.qadam_form_momenta(gradients, momenta, beta1=beta1, share=1.0 - beta1)
         for tensor, momentum in bucket.views(bucket.flat):
             self.optimizer.follow(tensor.parameter, momentum)
-        if feedback is not None:
-            feedback.commit()
 
     def _with_momenta(
         self, bucket: BaguaBucket
@@ -324,17 +249,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             alike.setdefault(beta1, []).append((part, flatten_like(tensor.parameter, momentum)))
         for beta1, pairs in alike.items():
             parts, momenta = map(list, zip(*pairs, strict=True))
-            yield parts, momenta, beta1, (1.0 - beta1) / self._loss_scale
-
-
-def _run_parts(whole: BaguaBucket, parts: Sequence[BaguaBucket]) -> None:
-    values = {id(tensor): values for tensor, values in whole.parts(whole.flat)}
-    for part in parts:
-        for tensor, place in part.parts(part.flat):
-            place.copy_(values[id(tensor)])
-        part.run()
-        for tensor, place in part.parts(part.flat):
-            values[id(tensor)].copy_(place)
+            yield parts, momenta, beta1, (1.0 - beta1) / self.loss_scale
 
 
 register("qadam", QAdamAlgorithm, "Adam whose momentum is averaged in 8 bits, or in one, after a warm-up")

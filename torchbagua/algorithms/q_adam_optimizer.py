@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,9 +10,9 @@ from torch import Tensor
 from torchbagua import native
 from torchbagua.algorithms.adam_updates import AdamUpdates
 from torchbagua.algorithms.q_adam_options import check_group, check_numbers
-from torchbagua.algorithms.wrapped_optimizer import unwrap
 from torchbagua.memory_order import flatten_like, shape_like
 from torchbagua.native.qadam import qadam_update
+from torchbagua.optimizers import parameters_of, unwrap
 from torchbagua.torch_private import leave_scaling_to_scaler, mark_as_stepped, unhooked_step
 
 # In the state of a parameter: updates since its warm-up. Adam's own "step" stands still with the second moment whose
@@ -20,14 +20,6 @@ from torchbagua.torch_private import leave_scaling_to_scaler, mark_as_stepped, u
 _UPDATES_SINCE = "updates_since_warmup"
 # In a group with such a parameter: the betas of its warm-up.
 _FROZEN_BETAS = "frozen_betas"
-
-
-class MomentumServer(Protocol):
-    """Averages momenta for an optimizer."""
-
-    def on_step(self, moved: list[Tensor]) -> None:
-        """Hear that a step moves these parameters, by their averaged momenta."""
-        ...
 
 
 class QAdamOptimizer(torch.optim.Adam):
@@ -70,7 +62,7 @@ class QAdamOptimizer(torch.optim.Adam):
         self._group_of: dict[int, dict[str, Any]] = {}
         self._adam_updates = AdamUpdates()
         self._default_warmup_steps = warmup_steps
-        self._server: weakref.ref[MomentumServer] | None = None
+        self._server: weakref.ref[object] | None = None
         check_numbers({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         super().__init__(
             params,
@@ -152,30 +144,26 @@ class QAdamOptimizer(torch.optim.Adam):
             check_group(group)
         self._group_of = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
 
-    def serve(self, server: MomentumServer) -> None:
+    def serve(self, server: object) -> None:
         """Let steps after the warm-up happen while `server` lives, which averages momenta; one at a time."""
         if self.is_served:
             raise ValueError("QAdamAlgorithm: q_adam_optimizer is attached already; detach it first")
         self._server = weakref.ref(server)
 
-    def release(self, server: MomentumServer) -> None:
+    def release(self, server: object) -> None:
         """End what `serve` began."""
-        if self._living_server is server:
+        if self._server is not None and self._server() is server:
             self._server = None
 
     @property
     def is_served(self) -> bool:
         """Whether momenta are averaged."""
-        return self._living_server is not None
-
-    @property
-    def _living_server(self) -> MomentumServer | None:
-        return None if self._server is None else self._server()
+        return self._server is not None and self._server() is not None
 
     @property
     def parameters(self) -> list[Tensor]:
         """All that it trains, group by group."""
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+        return parameters_of(self)
 
     @property
     def num_updates(self) -> list[int]:
@@ -246,8 +234,7 @@ class QAdamOptimizer(torch.optim.Adam):
             past: list[Tensor] = []
             for parameter in with_gradient:
                 (past if self.is_past_warmup(parameter) else warm).append(parameter)
-            server = self._living_server
-            if past and server is None:
+            if past and not self.is_served:
                 raise RuntimeError(
                     "QAdamOptimizer: after the warm-up of "
                     f"{self._group_of[id(past[0])]['warmup_steps']} steps momenta have to be averaged: "
@@ -256,8 +243,6 @@ class QAdamOptimizer(torch.optim.Adam):
             if warm or not past:
                 self._adam_step(warm, without=past)
             self._update(past)
-            if past and server is not None:
-                server.on_step(past)
         return loss
 
     def _adam_step(self, warm: list[Tensor], without: list[Tensor]) -> None:

@@ -6,23 +6,23 @@ from typing import Any
 from torchbagua.collectives import BaguaProcessGroup
 
 
-def place_of(group: BaguaProcessGroup) -> dict[str, int]:
+def owner_of(group: BaguaProcessGroup) -> dict[str, int]:
     """Return whose state it is: a part of what `state_dict` returns."""
     return {"rank": group.rank, "num_ranks": group.size}
 
 
 def check_rank_state(owner: str, state: Mapping[str, Any], keys: Sequence[str], group: BaguaProcessGroup) -> None:
     """Raise ValueError, which names `owner`, where `state` lacks one of these keys or is another rank's."""
-    place = place_of(group)
-    expected = {*place, *keys}
+    own = owner_of(group)
+    expected = {*own, *keys}
     subject = f"{owner}.load_state_dict: state must"
     if not isinstance(state, Mapping) or not expected <= state.keys():
         got = sorted(state) if isinstance(state, Mapping) else repr(state)
         raise ValueError(f"{subject} have the keys {sorted(expected)}, got {got}")
-    given = {name: state[name] for name in place}
-    if given != place:
+    given = {name: state[name] for name in own}
+    if given != own:
         raise ValueError(
-            f"{subject} be that of rank {place['rank']} of {place['num_ranks']}, got that of rank {given['rank']} of "
+            f"{subject} be that of rank {own['rank']} of {own['num_ranks']}, got that of rank {given['rank']} of "
             f"{given['num_ranks']}; every rank saves and loads its own. Where the number of ranks has changed, load "
             "the weights before attach, and no state"
         )

@@ -25,7 +25,7 @@ def save_state(algorithm: Algorithm, impl: AlgorithmImpl) -> dict[str, Any]:
     described = {
         "version": FORMAT_VERSION,
         "algorithm": type(algorithm).__qualname__,
-        "arguments": algorithm.state_arguments(impl.process_group) if _has_state(impl) else {},
+        "arguments": algorithm.state_arguments(impl.process_group) if _depends_on_arguments(algorithm, impl) else {},
     }
     # In one string: torch.distributed.checkpoint loads into the keys that a state has now, and refuses a checkpoint of
     # an earlier release that lacks one of them. These two there have always been.
@@ -56,14 +56,15 @@ def load_state(algorithm: Algorithm, impl: AlgorithmImpl, state: Mapping[str, An
             f"{_OWNER}: the state is of {described['algorithm']}, attached is {own_name}; attach "
             f"{described['algorithm']}, or load the weights before attach, and no state"
         )
-    if _has_state(impl):
+    if _depends_on_arguments(algorithm, impl):
         algorithm.check_state(described["arguments"], state["impl"], impl.process_group)
     impl.load_state_dict(state["impl"])
 
 
-def _has_state(impl: AlgorithmImpl) -> bool:
-    """Return whether the algorithm says what a resumed run needs; else that is nothing, and depends on nothing."""
-    return type(impl).state_dict is not AlgorithmImpl.state_dict
+def _depends_on_arguments(algorithm: Algorithm, impl: AlgorithmImpl) -> bool:
+    """Return whether there is a state, or the algorithm says itself whether there is; none depends on nothing."""
+    has_state = impl.parameter_state is not None or type(impl).state_dict is not AlgorithmImpl.state_dict
+    return has_state or type(algorithm).state_arguments is not Algorithm.state_arguments
 
 
 def _read(text: str) -> dict[str, Any]:

@@ -54,13 +54,15 @@ class Residual:
         """Return what is staged of `elements`."""
         return self._staged[elements]
 
-    def commit(self, without: Sequence[slice] = ()) -> None:
-        """Take what is staged for the residual, but for these slices of the bucket, of which nothing was used."""
+    def commit(self, parts: Sequence[slice] | None = None) -> None:
+        """Take what is staged of these slices of the bucket for the residual, by default of all."""
         if not self._is_staged:
             return
-        for part in without:
-            own = _overlap(part, self.elements)
-            self._staged[own] = self.values[own]
+        if parts is not None:  # the rest may be committed later
+            for part in parts:
+                own = _overlap(part, self.elements)
+                self.values[own] = self._staged[own]
+            return
         self.values, self._staged = self._staged, self.values
         self._is_staged = False
         self._continued = None
@@ -127,10 +129,10 @@ class TwoPhaseResiduals:
         self.sent.continue_from_staged(parts)
         self.mean.continue_from_staged(parts)
 
-    def commit(self, without: Sequence[slice] = ()) -> None:
+    def commit(self, parts: Sequence[slice] | None = None) -> None:
         """Commit both, see `Residual.commit`."""
-        self.sent.commit(without)
-        self.mean.commit(without)
+        self.sent.commit(parts)
+        self.mean.commit(parts)
 
 
 def _overlap(part: slice, elements: slice) -> slice:

@@ -1,9 +1,35 @@
-"""Whether what DDP has put into a gradient is still in it when something is added to it."""
+"""What DDP has put into gradients: whether it has, and whether that is still there when something is added to it."""
 
 import weakref
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+
+def with_average(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those into whose gradient DDP has put an average.
+
+    What no rank has used it leaves as it was: None, or the zeros that zero_grad(set_to_none=False) has written.
+    """
+    gradients = {p: p.grad for p in parameters if p.grad is not None and p.grad.numel()}
+    # Where it is not zero, and it seldom is, the first element says it.
+    first = _which_are_not_zero({p: gradient[(0,) * gradient.dim()] for p, gradient in gradients.items()})
+    rest = _which_are_not_zero({p: gradient.any() for p, gradient in gradients.items() if p not in first})
+    return [*first, *rest]
+
+
+def _which_are_not_zero(numbers: Mapping[torch.Tensor, torch.Tensor]) -> set[torch.Tensor]:
+    """Return the parameters whose number is not zero: all of a device are read at once, since that waits for it."""
+    alike: dict[torch.device, list[torch.Tensor]] = {}
+    for parameter, number in numbers.items():
+        alike.setdefault(number.device, []).append(parameter)
+    return {
+        parameter
+        for members in alike.values()
+        for parameter, number in zip(members, torch.stack([numbers[p] for p in members]).tolist(), strict=True)
+        if number
+    }
 
 
 class Accumulation:
@@ -36,9 +62,14 @@ class Accumulation:
             self._hook.remove()
 
     @property
+    def is_over(self) -> bool:
+        """Whether the average is known to be used, or gone: it was cleared before something was added."""
+        return not (self._is_watched and self._is_kept)
+
+    @property
     def is_kept(self) -> bool:
         """Whether the average is still in the gradient."""
-        return self._is_watched and self._is_kept and (self._num_additions > 0 or self._holds_something())
+        return not self.is_over and (self._num_additions > 0 or self._holds_something())
 
     @property
     def is_alone(self) -> bool:

@@ -1,0 +1,314 @@
+"""An algorithm's commit: once for each step that an optimizer takes, whoever calls it, and how a plain hook hears."""
+
+import copy
+import gc
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import run_ranks
+from training import build
+
+X = torch.ones(2, 10)
+
+
+@dataclass(frozen=True)
+class CountingAlgorithm(tb.Algorithm):
+    """Plain averaging that writes down which parameters each step has used."""
+
+    def make_impl(self, process_group: tb.BaguaProcessGroup) -> "CountingImpl":
+        return CountingImpl(process_group, self)
+
+
+class CountingImpl(tb.AlgorithmImpl):
+    def __init__(self, process_group: tb.BaguaProcessGroup, algorithm: CountingAlgorithm) -> None:
+        super().__init__(process_group, algorithm)
+        self.steps: list[list[tuple[int, ...]]] = []
+
+    def init_operations(self, module: nn.Module | None, bucket: tb.BaguaBucket) -> None:
+        bucket.append_centralized_synchronous_op()
+
+    def on_step_taken(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.steps.append([tuple(parameter.shape) for parameter in parameters])
+
+
+class HandedOn:
+    """An optimizer in accelerate's manner: it has the other's state, and calls a scaler that may skip its step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
+        self.optimizer, self.scaler = optimizer, scaler
+        self.state, self.param_groups = optimizer.state, optimizer.param_groups
+
+    def step(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+class Decayed(torch.optim.SGD):
+    """A user's subclass, whose step calls that of its parent class."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].mul_(0.5)
+        return loss
+
+
+MODEL = build(lambda: nn.Linear(10, 3))
+BOTH = [(3, 10), (3,)]
+
+
+def backward(ddp: nn.Module, factor: float | torch.Tensor = 1.0) -> None:
+    ddp.zero_grad()
+    (ddp(X).sum() * factor).backward()
+
+
+def plain(ddp: DistributedDataParallel, attach: Callable[[Any], tb.Attachment]) -> int:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    attach(optimizer)
+    for _ in range(3):
+        backward(ddp)
+        optimizer.step()
+    backward(ddp)  # which no step follows
+    return 3
+
+
+def in_a_wrapper(ddp: DistributedDataParallel, attach: Callable[[Any], tb.Attachment]) -> int:
+    optimizer = HandedOn(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    attach(optimizer)
+    for _ in range(3):
+        backward(ddp)
+        optimizer.step()
+    return 3
+
+
+def in_a_subclass(ddp: DistributedDataParallel, attach: Callable[[Any], tb.Attachment]) -> int:
+    optimizer = Decayed(ddp.parameters(), lr=0.1)
+    torch.optim.SGD(ddp.parameters(), lr=0.1)  # with an instance of its own torch hooks the parent class too
+    attach(optimizer)
+    for _ in range(3):
+        backward(ddp)
+        optimizer.step()
+    return 3
+
+
+def with_a_closure(ddp: DistributedDataParallel, attach: Callable[[Any], tb.Attachment]) -> int:
+    optimizer = torch.optim.LBFGS(ddp.parameters(), lr=1e-3, max_iter=4)
+    attach(optimizer)
+
+    def closure() -> torch.Tensor:
+        backward(ddp)
+        calls.append(0)
+        return ddp(X).sum().detach()
+
+    calls: list[int] = []
+    for _ in range(2):
+        optimizer.step(closure)
+    assert len(calls) > 2
+    return 2
+
+
+def with_a_scaler(ddp: DistributedDataParallel, attach: Callable[[Any], tb.Attachment], **options: Any) -> int:
+    """Steps 1 and 3 of five are skipped."""
+    optimizer = torch.optim.Adam(ddp.parameters(), **options)
+    wrapper = HandedOn(optimizer, torch.amp.GradScaler("cpu", init_scale=8.0))
+    attach(optimizer)
+    for step in range(5):
+        backward(ddp, wrapper.scaler.scale(torch.tensor(float("inf") if step in (1, 3) else 1.0)))
+        wrapper.step()
+    return 3
+
+
+def with_a_fused_optimizer_and_a_scaler(ddp: DistributedDataParallel, attach: Callable[[Any], tb.Attachment]) -> int:
+    """It is called for those that it skips, too."""
+    return with_a_scaler(ddp, attach, fused=True)
+
+
+def with_an_optimizer_that_takes_the_scaler(
+    ddp: DistributedDataParallel, attach: Callable[[Any], tb.Attachment]
+) -> int:
+    """As torch asked custom fused optimizers to, and goes on to for a while."""
+
+    class OwnScaling(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None, *, grad_scaler: torch.amp.GradScaler) -> None:
+            if not any(grad_scaler._check_inf_per_device(self).values()):
+                super().step()
+
+    optimizer = OwnScaling(ddp.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    attach(optimizer)
+    for step in range(3):
+        backward(ddp, scaler.scale(torch.tensor(float("inf") if step == 1 else 1.0)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            scaler.step(optimizer)
+        scaler.update()
+    return 2
+
+
+LOOPS = [
+    plain,
+    in_a_wrapper,
+    in_a_subclass,
+    with_a_closure,
+    with_a_scaler,
+    with_a_fused_optimizer_and_a_scaler,
+    with_an_optimizer_that_takes_the_scaler,
+]
+
+
+@pytest.mark.filterwarnings("ignore:torchbagua. LBFGS")
+@pytest.mark.parametrize("is_attached", [True, False])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_once_for_each_step_that_is_taken(loop: Callable[..., int], is_attached: bool) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group)
+        impls: list[tb.AlgorithmImpl] = []
+
+        def attach(optimizer: Any) -> None:
+            if is_attached:
+                impls.append(tb.attach(ddp, optimizer, CountingAlgorithm()).impl)
+            else:
+                impls.append(CountingAlgorithm().reify(group, optimizer=optimizer))
+                ddp.register_comm_hook(impls[0], tb.comm_hook)
+
+        num_steps = loop(ddp, attach)
+        assert impls[0].steps == [BOTH] * num_steps
+        impls[0].close()
+
+    run_ranks(2, body)
+
+
+def test_several_optimizers_each_with_what_it_has_used() -> None:
+    def body(group: dist.ProcessGroup) -> list[list[tuple[int, ...]]]:
+        ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group)
+        optimizers = [torch.optim.SGD([one], lr=0.1) for one in (ddp.module.weight, ddp.module.bias)]
+        with tb.attach(ddp, optimizers, CountingAlgorithm()) as attachment:
+            for order in ((0, 1), (1,), (0, 0)):
+                backward(ddp)
+                for index in order:
+                    optimizers[index].step()
+        optimizers[0].step()  # of which it hears no more
+        return attachment.impl.steps
+
+    weight, bias = [(3, 10)], [(3,)]
+    assert run_ranks(2, body) == [[weight, bias, bias, weight, weight]] * 2
+
+
+def test_a_weight_algorithm_hears_of_steps_too() -> None:
+    class Steps(tb.Algorithm):
+        def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
+            return StepsImpl(process_group, self)
+
+    class StepsImpl(CountingImpl):
+        def init_tensors(self, module: nn.Module) -> list[tb.BaguaTensor]:
+            return []
+
+        def tensors_to_buckets(self, tensors: list[tb.BaguaTensor], do_flatten: bool) -> list[tb.BaguaBucket]:
+            return []
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = copy.deepcopy(MODEL)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with tb.attach(module, optimizer, Steps(), process_group=tb.BaguaProcessGroup(group)) as attachment:
+            backward(module)
+            optimizer.step()
+        assert attachment.impl.steps == [BOTH]
+
+    run_ranks(1, body)
+
+
+def hooked(group: dist.ProcessGroup, **arguments: Any) -> tuple[DistributedDataParallel, tb.AlgorithmImpl, Any]:
+    ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    given = dict.fromkeys(arguments, optimizer)
+    impl = tb.ByteGradAlgorithm(error_feedback=True).reify(group, **given)
+    ddp.register_comm_hook(impl, tb.comm_hook)
+    return ddp, impl, optimizer
+
+
+def test_behind_the_plain_hook_the_second_backward_without_either_raises() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp, impl, optimizer = hooked(group)
+        backward(ddp)
+        optimizer.step()
+        both_ways = r"call impl\.step_taken\(\) after each step .* reify\(group, optimizer=optimizer\)"
+        with pytest.raises(RuntimeError, match=f"ByteGradAlgorithmImpl has to know which steps are taken.*{both_ways}"):
+            backward(ddp)
+        impl.close()
+
+    run_ranks(2, body)
+
+
+def test_both_ways_behind_the_plain_hook_come_to_the_same() -> None:
+    def body(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        told, watched = hooked(group), hooked(group, optimizer=True)
+        for step in range(4):
+            for ddp, impl, optimizer in (told, watched):
+                backward(ddp, float(step + group.rank() + 1) / 3)
+                optimizer.step()
+                if impl is told[1]:
+                    impl.step_taken()
+        with pytest.raises(RuntimeError, match=r"step_taken: the steps of SGD are heard of without it; do not call it"):
+            watched[1].step_taken()
+        for use in (told[1].state_dict, lambda: told[1].load_state_dict(watched[1].state_dict())):
+            with pytest.raises(
+                RuntimeError, match=r"no names to save state by; .* reify\(group, optimizer=optimizer\)"
+            ):
+                use()
+        watched[1].load_state_dict(watched[1].state_dict())
+        for _, impl, _ in (told, watched):
+            impl.close()
+        return [p.detach() for p in told[0].parameters()], [p.detach() for p in watched[0].parameters()]
+
+    for told, watched in run_ranks(2, body):
+        assert all(map(torch.equal, told, watched))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "error", "message"),
+    [
+        (3, TypeError, "ByteGradAlgorithm.reify: optimizer must be a torch.optim.Optimizer, got 3"),
+        ([None], TypeError, "ByteGradAlgorithm.reify: optimizer must be a torch.optim.Optimizer, got None"),
+        (
+            torch.optim.SGD.__new__(torch.optim.SGD),
+            ValueError,
+            "ByteGradAlgorithm.reify: optimizer must have torch's step hooks, got a SGD without",
+        ),
+    ],
+)
+def test_what_is_no_optimizer(optimizer: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        run_ranks(1, lambda group: tb.ByteGradAlgorithm().reify(group, optimizer=optimizer))
+
+
+def test_an_optimizer_keeps_no_hook_of_an_impl_that_is_closed_or_forgotten() -> None:
+    def num_hooks(optimizer: torch.optim.Optimizer) -> int:
+        return len(optimizer._optimizer_step_post_hooks) + len(optimizer._optimizer_step_pre_hooks)
+
+    def body(group: dist.ProcessGroup) -> None:
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+        impl = CountingAlgorithm().reify(group, optimizer=optimizer)
+        assert num_hooks(optimizer) == 2
+        impl.close()
+        assert num_hooks(optimizer) == 0
+        forgotten = CountingAlgorithm().reify(group, optimizer=optimizer)
+        assert num_hooks(optimizer) == 2
+        del forgotten
+        gc.collect()
+        assert num_hooks(optimizer) == 0
+
+    run_ranks(1, body)

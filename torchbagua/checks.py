@@ -1,0 +1,165 @@
+"""What `attach` checks: that the module and its optimizers fit, on this rank and beside the others'."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from torchbagua.algorithms.base import Algorithm
+from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.bucket import check_elements
+from torchbagua.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, ddps_around, named_tensors
+from torchbagua.grad_scaler import is_stepped_by_scaler
+from torchbagua.loop import Loop
+from torchbagua.optimizers import check_optimizer, parameters_of
+from torchbagua.torch_private import has_delayed_all_reduce, is_joining
+from torchbagua.user_warning import warn_user
+
+# On a module with an algorithm attached, inside of its wrapper: its id, which a copy has not, and the impl's name.
+_MARK = "_torchbagua_attached"
+
+
+def mark_attached(module: torch.nn.Module, impl_name: str) -> ExitStack:
+    """Let `check_detached` know, until what is returned is closed, that an impl is attached to `module`."""
+    setattr(module, _MARK, (id(module), impl_name))
+    marked = ExitStack()
+    marked.callback(delattr, module, _MARK)
+    return marked
+
+
+def check_detached(module: torch.nn.Module) -> None:
+    """Raise ValueError where an algorithm is attached to `module`, or to a part of it, or DDP has a foreign hook."""
+    for name, submodule in module.named_modules():
+        attached_id, attached = getattr(submodule, _MARK, (None, None))
+        if attached_id == id(submodule):
+            what = f"the module's {name}" if name and submodule is not getattr(module, "module", None) else "the module"
+            raise ValueError(f"attach: {attached} is attached to {what} already; detach it first")
+    if isinstance(module, DistributedDataParallel):
+        check_no_foreign_hook(module)
+
+
+def check_module(module: torch.nn.Module) -> None:
+    """Raise TypeError or ValueError where no algorithm can be attached to `module`."""
+    inner, ignored_names = module, set[str]()
+    if isinstance(module, DistributedDataParallel):
+        inner, ignored_names = module.module, module.parameters_to_ignore
+        if has_delayed_all_reduce(module):
+            raise ValueError(
+                "attach: the module was made with delay_all_reduce_named_params, whose gradients bypass communication "
+                "hooks; wrap the model without it"
+            )
+    for name, submodule in inner.named_modules():
+        if isinstance(submodule, DistributedDataParallel):
+            raise TypeError(
+                f"attach: module must be the DistributedDataParallel itself, got {type(module).__name__} with one in "
+                f"it ({name}); with torch.compile, attach to it and then call ddp.compile()"
+            )
+        if getattr(submodule, "sparse", False) and isinstance(submodule, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            raise ValueError(f"attach: {name or 'the module'} has sparse=True; sparse gradients are not supported")
+    for name, tensor in named_tensors(inner):
+        if is_lazy(tensor):
+            raise ValueError(f"attach: {name} has no shape yet; run a forward of the module first")
+        if tensor.is_meta:
+            raise ValueError(f"attach: {name} must have values, got one on the meta device")
+    for name, parameter in inner.named_parameters():
+        if parameter.requires_grad and name not in ignored_names:
+            check_elements(f"attach: parameter {name}", parameter)
+
+
+def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module) -> None:
+    """Raise TypeError or ValueError unless `optimizers` are some, and each has parameters of `module`."""
+    if not optimizers:
+        raise ValueError("attach: optimizer must be a torch.optim.Optimizer or several, got an empty sequence")
+    for optimizer in optimizers:
+        check_optimizer("attach", optimizer)
+        foreign = _foreign_parameters(optimizer, module)
+        if foreign and len(foreign) == len(parameters_of(optimizer)):
+            raise ValueError(_refusal_of_foreign(optimizer, foreign))
+
+
+def _foreign_parameters(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[torch.Tensor]:
+    own = {id(parameter) for parameter in module.parameters()}
+    return [parameter for parameter in parameters_of(optimizer) if id(parameter) not in own]
+
+
+def _refusal_of_foreign(optimizer: torch.optim.Optimizer, foreign: Sequence[torch.Tensor]) -> str:
+    return (
+        f"attach: {type(optimizer).__name__} has {len(foreign)} parameters that are not the module's, the first of "
+        f"shape {tuple(foreign[0].shape)}; was it made before the model was moved or copied?"
+    )
+
+
+def check_kind(algorithm: Algorithm, loop: Loop, *, averages_weights: bool) -> None:
+    """Raise TypeError or ValueError where the algorithm, which averages weights or gradients, does not fit the loop."""
+    if not averages_weights:
+        if loop.ddp is None:
+            raise TypeError(
+                "attach: module must be a torch.nn.parallel.DistributedDataParallel, got "
+                f"{type(loop.module).__name__}: {type(algorithm).__name__} averages gradients. Hugging Face's Trainer "
+                "keeps it as trainer.model_wrapped, accelerate's prepare returns it, Lightning keeps it as "
+                "trainer.strategy.model"
+            )
+        return
+    for optimizer in loop.optimizers:
+        if foreign := _foreign_parameters(optimizer, loop.module):  # which would never be averaged
+            raise ValueError(_refusal_of_foreign(optimizer, foreign))
+        # By name: to import torch.distributed.optim means dozens of warnings of torch.jit (torch 2.13).
+        if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+            raise ValueError(
+                "attach: an algorithm that averages weights needs an optimizer that steps all weights on every rank, "
+                "got ZeroRedundancyOptimizer, in which a rank steps its own share and sends it to the others"
+            )
+    for ddp in loop.ddps:
+        if ddp is not loop.module:
+            check_around(loop.module, ddp)
+        if is_joining(ddp):
+            raise ValueError(f"attach: {JOIN_REFUSAL}. The module has been handed to it: wrap the model again")
+
+
+def warn_of_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Warn of optimizers that call backward as often as the rank's own loss demands."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            warn_user(
+                "torchbagua: LBFGS calls its closure as often as the loss that it returns demands, and ranks must call "
+                "backward equally often: have the closure return the mean of the loss over the ranks, or training ends "
+                'in an error such as "Connection reset by peer" when a rank is done before the others',
+            )
+
+
+def check_first_step(impl: AlgorithmImpl, loop: Loop) -> None:
+    """Say, within the loop's first step, what of it an attached algorithm should have been told.
+
+    Raises:
+        RuntimeError: a DDP that nobody knew of has averaged gradients meanwhile.
+    """
+    if loop.grad_scaler is None and impl.needs_grad_scaler and any(map(is_stepped_by_scaler, loop.optimizers)):
+        what = (
+            "ranks would skip different steps"
+            if impl.owns_buckets
+            else "what it keeps from step to step would not be in the unit of gradients"
+        )
+        warn_user(
+            f"torchbagua: a GradScaler steps {type(loop.optimizers[0]).__name__}, and {type(impl).__name__} does not "
+            f"know it: {what}; attach(..., grad_scaler=scaler)",
+        )
+    if loop.ddp is None and any(ddp not in loop.ddps for ddp in ddps_around(loop.module)):
+        raise RuntimeError(
+            f"torchbagua: {type(loop.module).__name__} was wrapped in DistributedDataParallel after attach, which "
+            "averages gradients beside the algorithm: wrap it before attach"
+        )
+
+
+def check_same_ranks(own: dist.ProcessGroup, given: dist.ProcessGroup) -> None:
+    """Raise ValueError unless both groups have the same ranks."""
+    places = [f"rank {group.rank()} of {group.size()}" for group in (own, given)]
+    if places[0] == places[1]:
+        try:
+            places = [f"ranks {dist.get_process_group_ranks(group)}" for group in (own, given)]
+        except KeyError:  # a group made by hand does not know its global ranks
+            return
+    if places[0] != places[1]:
+        raise ValueError(f"attach: process_group must have the module's ranks: {places[0]}, got {places[1]}")

@@ -1,0 +1,122 @@
+"""What `attach` is told of a training loop, and what can be read from that."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from torchbagua.ddp import ddps_around, named_tensors
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A module and what trains it.
+
+    Attributes:
+        module: whose forward the loop calls.
+        ddps: `module` first, where it is a DDP, and others around it.
+        optimizers: of its parameters.
+        grad_scaler: the loop's.
+        strict: whether parameters that cannot be compressed are refused.
+    """
+
+    module: torch.nn.Module
+    ddps: Sequence[DistributedDataParallel]
+    optimizers: Sequence[torch.optim.Optimizer]
+    grad_scaler: torch.amp.GradScaler | None
+    strict: bool
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The module, where it is a DDP."""
+        return self.module if isinstance(self.module, DistributedDataParallel) else None
+
+    @property
+    def inner(self) -> torch.nn.Module:
+        """The module, without its DDP."""
+        return self.module if self.ddp is None else self.ddp.module
+
+    def ignored_names(self) -> frozenset[str]:
+        """Return the names in `inner` of the parameters and buffers that one of the DDPs was told to ignore."""
+        ignored_ids = {
+            id(tensor)
+            for ddp in self.ddps
+            for name, tensor in named_tensors(ddp.module)
+            if name in ddp.parameters_to_ignore
+        }
+        return frozenset(name for name, tensor in named_tensors(self.inner) if id(tensor) in ignored_ids)
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters of `inner` that are trained, and that no DDP was told to ignore, by name."""
+        ignored = self.ignored_names()
+        return {
+            name: parameter
+            for name, parameter in self.inner.named_parameters()
+            if parameter.requires_grad and name not in ignored
+        }
+
+    def process_group(self) -> dist.ProcessGroup:
+        """Return the group of the DDPs, or the world; ValueError where there are several, or none."""
+        if self.ddp is not None:
+            return self.ddp.process_group
+        if self.ddps:
+            if any(ddp.process_group is not self.ddps[0].process_group for ddp in self.ddps):
+                raise ValueError(
+                    "attach: process_group must be given where there are several DistributedDataParallel around "
+                    f"{type(self.module).__name__}, with different groups"
+                )
+            return self.ddps[0].process_group
+        if not dist.is_initialized():
+            raise ValueError(
+                "attach: without DistributedDataParallel, process_group must be given or "
+                "torch.distributed.init_process_group called first"
+            )
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    def facts(self) -> dict[str, Any]:
+        """Return what ranks must have in common, in the order in which they are told of it."""
+        module = self.module
+        sizes = [(type(one).__name__, [len(group["params"]) for group in one.param_groups]) for one in self.optimizers]
+        return {
+            "the number of parameters": len(list(module.parameters())),
+            "the shapes, dtypes and requires_grad of parameters, as a digest": _digest(module.parameters()),
+            "the shapes and dtypes of buffers, as a digest": _digest(module.buffers()),
+            "the optimizers, with the number of parameters in each group": repr(sizes),
+            "the number of DistributedDataParallel modules around it": len(self.ddps),
+            "whether attach was given a grad_scaler": self.grad_scaler is not None,
+            "attach's argument strict": self.strict,
+        }
+
+    def settings(self) -> dict[str, str]:
+        """Return what a trace writes down: the model and its optimizers, with what they were made with."""
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        num_elements = sum(parameter.numel() for parameter in trained)
+        settings = {
+            "model": f"{type(self.inner).__name__}, {num_elements:,} trained elements",
+            "dtypes": ", ".join(sorted({str(parameter.dtype) for parameter in trained})),
+        }
+        if self.ddp is not None:
+            settings["DDP's bucket_cap_mb"] = f"{self.ddp.bucket_bytes_cap / 2**20:g}"
+        for index, optimizer in enumerate(self.optimizers):
+            defaults = ", ".join(f"{key}={value}" for key, value in optimizer.defaults.items())
+            settings["optimizer" if index == 0 else f"optimizer {index}"] = f"{type(optimizer).__name__}({defaults})"
+        return settings
+
+
+def ddps_of(module: torch.nn.Module, *, averages_weights: bool | None) -> list[DistributedDataParallel]:
+    """Return `module` first, where it is a DDP, and others around it, if the algorithm may average weights."""
+    if not isinstance(module, DistributedDataParallel):
+        return ddps_around(module)
+    if averages_weights is False:
+        return [module]
+    return [module, *ddps_around(module.module, besides=module)]
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    kinds = [(list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for tensor in tensors]
+    return hashlib.sha256(repr(kinds).encode()).hexdigest()[:16]

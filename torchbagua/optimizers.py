@@ -1,0 +1,156 @@
+"""Torch's optimizers: those that frameworks wrap, and which calls of `step` are steps that were taken."""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+
+from torchbagua.torch_private import has_overflown, has_step_hooks, is_told_to_skip
+
+
+def unwrap(optimizer: Any) -> Any:
+    """Return the torch optimizer that `optimizer` hands its calls on to, where that is all it does.
+
+    Such a wrapper, accelerate's or Lightning's, has the other's state. One with a state of its own, a Lookahead for
+    instance, does more in a step than the optimizer in it.
+    """
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        if getattr(optimizer, "state", None) is not inner.state:
+            break
+        optimizer = inner
+    return optimizer
+
+
+def check_optimizer(where: str, optimizer: object) -> None:
+    """Raise TypeError or ValueError, which begins with `where`, unless the steps of `optimizer` can be heard of."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{where}: optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+    if not has_step_hooks(optimizer):
+        raise ValueError(
+            f"{where}: optimizer must have torch's step hooks, got a {type(optimizer).__name__} without: its "
+            "__init__ does not call that of torch.optim.Optimizer; hand over the optimizer that it wraps"
+        )
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return all that it trains, group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class StepWatch:
+    """Hears of every step of an optimizer once, when it ends.
+
+    A step that calls its parent class's calls torch's hooks twice, one call within the other; a step that raises calls
+    the first of them alone.
+
+    Args:
+        optimizer: whose hooks are used, until `close`.
+        on_end: called with the optimizer, and whether the step was taken: a fused optimizer is called after an overflow
+            too, is told of it by GradScaler, and skips by itself.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, on_end: Callable[[torch.optim.Optimizer, bool], None]) -> None:
+        self._on_end = on_end
+        self._outermost: FrameType | None = None
+        self._skips = False
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step has begun and not ended; the last one may have raised."""
+        return self._outermost is not None
+
+    def close(self) -> None:
+        """Hear no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not _is_running(self._outermost):
+            self._outermost = sys._getframe(1)
+            # On a GPU it waits for what it reads: before the step, whose kernels would be waited for too.
+            self._skips = is_told_to_skip(optimizer)
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._outermost is sys._getframe(1):
+            self._outermost = None
+            scaler = kwargs.get("grad_scaler")  # of which a class of an older form finds out within its step
+            self._on_end(optimizer, not (self._skips or (scaler is not None and has_overflown(scaler, optimizer))))
+
+
+def _is_running(call: FrameType | None) -> bool:
+    """Return whether the calling function was called from within `call`."""
+    frame = None if call is None else sys._getframe(1)
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is not None
+
+
+class StepListener(Protocol):
+    """What hears of the steps that are taken."""
+
+    def on_step_taken(self, parameters: list[torch.Tensor]) -> None:
+        """Hear, after a step, of the parameters that have a gradient."""
+        ...
+
+
+class StepsTaken:
+    """Tells an object of each step that is taken, by optimizers or, where none is known, by a loop that says so.
+
+    It does not keep the object alive.
+    """
+
+    def __init__(self, listener: StepListener) -> None:
+        self._listener = weakref.ref(listener)
+        self._owner = type(listener).__name__
+        self._watched: list[str] = []
+        self._is_told = False
+        self._num_backwards = 0
+        self._watches = ExitStack()
+        # Optimizers outlive an object that is forgotten behind a hook of DDP.
+        weakref.finalize(listener, self._watches.close).atexit = False
+
+    def watch(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Hear of the steps of these optimizers, until `close`."""
+        for optimizer in dict.fromkeys(optimizers):
+            self._watches.callback(StepWatch(optimizer, self._after_step).close)
+            self._watched.append(type(optimizer).__name__)
+
+    def tell(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take a loop's word for a step; RuntimeError where its optimizers are watched."""
+        if self._watched:
+            raise RuntimeError(
+                f"{self._owner}.step_taken: the steps of {', '.join(self._watched)} are heard of without it; do not "
+                "call it"
+            )
+        self._is_told = True
+        self._tell(parameters)
+
+    def before_backward(self) -> None:
+        """Take note of a synchronised backward; RuntimeError at the second where nobody tells of steps."""
+        if self._num_backwards > 0 and not self._watched and not self._is_told:
+            raise RuntimeError(
+                f"torchbagua: {self._owner} has to know which steps are taken, and behind the plain hook it hears of "
+                "none: call impl.step_taken() after each step of the optimizer, or make the impl by "
+                "reify(group, optimizer=optimizer)"
+            )
+        self._num_backwards += 1
+
+    def close(self) -> None:
+        """Hear no more."""
+        self._watches.close()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
+        if is_taken:
+            self._tell(parameters_of(optimizer))
+
+    def _tell(self, parameters: Iterable[torch.Tensor]) -> None:
+        if (listener := self._listener()) is not None:
+            listener.on_step_taken([parameter for parameter in parameters if parameter.grad is not None])

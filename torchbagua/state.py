@@ -1,0 +1,267 @@
+"""State by parameter: what an algorithm keeps from one step to the next, staged by a backward, committed by its step.
+
+DDP's buckets come and go, when it rebuilds them or a run is resumed; what is kept of a parameter stays.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from torchbagua.averaged_gradients import Accumulation, with_average
+from torchbagua.bucket import BaguaBucket
+from torchbagua.collectives import BaguaProcessGroup, ResidualPair, TwoPhaseResiduals
+from torchbagua.memory_order import flat_length, flatten_like, shape_like
+
+
+class BucketState(Protocol):
+    """What is kept of the parameters of one bucket: tensors, and what a backward stages to take their place.
+
+    A slice is of the bucket's elements, and of one parameter, or of several that lie one after the other.
+    """
+
+    def continue_from_staged(self, parts: Sequence[slice]) -> None:
+        """Prepare for a backward in whose gradients, in `parts`, that is which was staged last and is not committed.
+
+        What is staged next of `parts` goes on from what is staged; of all others from what was committed.
+        """
+        ...
+
+    def commit(self, parts: Sequence[slice] | None = None) -> None:
+        """Take what is staged of `parts`, by default of all; nothing where nothing was staged since the last time."""
+        ...
+
+    def expand(self, part: slice) -> Sequence[torch.Tensor]:
+        """Return what this rank holds of one parameter, flat, zeros where that is another rank's."""
+        ...
+
+
+S = TypeVar("S", bound=BucketState)
+ShapeOf = Callable[[torch.Tensor], Sequence[int]]
+
+
+class ParameterState(Generic[S]):
+    """What an algorithm keeps of each parameter, in tensors that it names: residuals, or a factor of low rank.
+
+    An impl sets one as its `parameter_state`, gets the state of a bucket from `of_bucket`, and appends `begin` to the
+    bucket's operations before those that stage something. Steps that are taken commit it, and `state_dict` has it.
+
+    Of a gradient that was sent, and neither used by a step nor cleared before the next backward pass is synchronised,
+    what was staged is in what is sent again: the bucket's state then goes on from there, see `BucketState`.
+
+    Args:
+        owner: the algorithm, for errors.
+        make: returns the state of a new bucket. Its second argument is None where nothing is kept yet of any of the
+            bucket's parameters, on all ranks; else what this rank holds of each, as `BucketState.expand` returns it.
+        shapes: the names of the tensors, in the order of `expand`. With each, None for one float32 (or complex64) value
+            an element, in the order of the parameter's memory, complex ones as pairs; or a function of the parameter
+            that returns the shape.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        make: Callable[[BaguaBucket, Sequence[Sequence[torch.Tensor]] | None], S],
+        shapes: Mapping[str, ShapeOf | None],
+    ) -> None:
+        self._owner = owner
+        self._make = make
+        self._shapes = shapes
+        # All by the parameter's id. What is loaded is kept until the parameter is seen in a bucket.
+        self._places: dict[int, tuple[S, slice]] = {}
+        self._loaded: dict[int, Sequence[torch.Tensor]] = {}
+        self._accumulations: dict[int, Accumulation] = {}
+        # Also where the impl is forgotten behind a hook of DDP.
+        self._let_go = weakref.finalize(self, _close, self._accumulations)
+        self._let_go.atexit = False
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors."""
+        return list(self._shapes)
+
+    def of_bucket(self, bucket: BaguaBucket) -> S:
+        """Return the state of a new bucket, which goes on from that of its parameters.
+
+        Raises:
+            RuntimeError: it has other parameters than the bucket before, of which something was sent that is in the
+                gradients that are sent now.
+        """
+        parameters = [tensor.parameter for tensor in bucket.tensors]
+        slices = _consecutive_slices(parameters)
+        places = [self._places.get(id(parameter)) for parameter in parameters]
+        if places[0] is not None and places == [(places[0][0], part) for part in slices]:
+            return places[0][0]  # a bucket of the same parameters
+        kept = [tensor.name for tensor in bucket.tensors if self._is_kept(tensor.parameter)]
+        if kept:
+            raise RuntimeError(
+                f"{self._owner}: DDP has formed its buckets anew between two synchronised backward passes of one "
+                f"step, as it does once after its first, and what was left out of {kept[0]} in the first of them is "
+                "not known in the other bucket; accumulate gradients under ddp.no_sync()"
+            )
+        is_new = not any(id(parameter) in known for parameter in parameters for known in (self._places, self._loaded))
+        state = self._make(bucket, None if is_new else [self._held(parameter) for parameter in parameters])
+        for parameter, part in zip(parameters, slices, strict=True):
+            self._places[id(parameter)] = (state, part)
+            self._loaded.pop(id(parameter), None)
+            if id(parameter) not in self._accumulations:
+                self._accumulations[id(parameter)] = Accumulation(parameter)
+        return state
+
+    def begin(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+        """Find out which gradients of a bucket have in them what was sent of them before; a python op, before sending.
+
+        Raises:
+            RuntimeError: one of them has got nothing since, so that it is not known whether DDP will write to it.
+        """
+        kept: list[slice] = []
+        for tensor in bucket.tensors:
+            accumulation = self._accumulations[id(tensor.parameter)]
+            if accumulation.is_alone:
+                raise RuntimeError(
+                    f"{self._owner}: {tensor.name} must have a gradient in every synchronised backward pass of a step "
+                    "or in none, got one and then none; accumulate gradients under ddp.no_sync()"
+                )
+            if accumulation.is_kept:
+                kept.append(self._places[id(tensor.parameter)][1])
+            accumulation.begin()
+        self._places[id(bucket.tensors[0].parameter)][0].continue_from_staged(kept)
+
+    def commit(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Commit what is staged of those of the parameters of a step, just taken, whose gradient holds an average.
+
+        Of the others nothing that was sent has been used. What is staged of them stays: another optimizer may step.
+        """
+        sent = [one for one in parameters if id(one) in self._places and not self._accumulations[id(one)].is_over]
+        used_ids = {id(parameter) for parameter in with_average(sent)}
+        by_state: dict[int, tuple[S, list[slice], list[slice]]] = {}
+        for parameter_id, (state, part) in self._places.items():
+            _, taken, left = by_state.setdefault(id(state), (state, [], []))
+            if part.start < part.stop:
+                (taken if parameter_id in used_ids else left).append(part)
+        for state, taken, left in by_state.values():
+            if taken:
+                state.commit(_merged(taken) if left else None)
+        for parameter_id in used_ids:
+            self._accumulations[parameter_id].end()
+
+    def follow(self, bucket: BaguaBucket) -> None:
+        """Commit what is staged of a bucket on a rank that takes no steps, as other ranks' steps do with theirs.
+
+        These skip the step where the average is not finite.
+        """
+        for tensor in bucket.tensors:
+            self._accumulations[id(tensor.parameter)].end()
+        if bool(bucket.flat.isfinite().all()):
+            self._places[id(bucket.tensors[0].parameter)][0].commit()
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        self._let_go()
+
+    def state_dict(self, named: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+        """Return what this rank holds, by the name of the tensor and that of the parameter.
+
+        Zeros where there is nothing yet: torch.distributed.checkpoint loads into a state that has all the keys.
+        """
+        held = {name: self._held(parameter) for name, parameter in named.items()}
+        return {
+            kind: {name: _shaped(named[name], tensors[index], shape_of) for name, tensors in held.items()}
+            for index, (kind, shape_of) in enumerate(self._shapes.items())
+        }
+
+    def load_state_dict(self, owner: str, state: Mapping[str, Any], named: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `state_dict` returned.
+
+        Raises:
+            ValueError: it holds other names or shapes than those of parameters; names `owner`.
+        """
+        names: list[Any] = []
+        wrong: dict[str, None] = {}
+        for kind, shape_of in self._shapes.items():
+            tensors = state[kind] if isinstance(state[kind], Mapping) else {"": state[kind]}
+            names.append(tensors.keys())
+            wrong |= {name: None for name, one in tensors.items() if not _fits(one, named.get(name), shape_of)}
+        if wrong or any(one != names[0] for one in names):
+            raise ValueError(
+                f"{owner}.load_state_dict: {' and '.join(self._shapes)} must hold tensors of the same names, which are "
+                "parameters of the optimizer, in their shapes, got others"
+                + (f", {list(wrong)[:5]}" if any(wrong) else "")
+            )
+        self._places = {}
+        for accumulation in self._accumulations.values():
+            accumulation.end()
+        self._loaded = {
+            id(named[name]): [
+                _flat(named[name], state[kind][name], shape_of) for kind, shape_of in self._shapes.items()
+            ]
+            for name in names[0]
+        }
+
+    def _is_kept(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._accumulations and self._accumulations[id(parameter)].is_kept
+
+    def _held(self, parameter: torch.Tensor) -> Sequence[torch.Tensor]:
+        if id(parameter) in self._places:
+            state, part = self._places[id(parameter)]
+            return state.expand(part)
+        if id(parameter) in self._loaded:
+            return self._loaded[id(parameter)]
+        shapes = [[flat_length(parameter)] if of is None else of(parameter) for of in self._shapes.values()]
+        return [torch.zeros(math.prod(shape), device=parameter.device) for shape in shapes]
+
+
+def error_feedback(owner: str) -> ParameterState[TwoPhaseResiduals]:
+    """Return the residuals of a compressed mean, see `TwoPhaseResiduals`; `owner` is the algorithm's name."""
+
+    def make(bucket: BaguaBucket, held: Sequence[Sequence[torch.Tensor]] | None) -> TwoPhaseResiduals:
+        whole = None if held is None else ResidualPair(*map(torch.cat, zip(*held, strict=True)))
+        return TwoPhaseResiduals(bucket.flat.device, whole)
+
+    return ParameterState(f"{owner} with error_feedback", make, dict.fromkeys(ResidualPair._fields))
+
+
+def _close(accumulations: dict[int, Accumulation]) -> None:
+    for accumulation in accumulations.values():
+        accumulation.close()
+
+
+def _consecutive_slices(parameters: Iterable[torch.Tensor]) -> list[slice]:
+    slices, start = [], 0
+    for parameter in parameters:
+        slices.append(slice(start, start + flat_length(parameter)))
+        start = slices[-1].stop
+    return slices
+
+
+def _merged(parts: Sequence[slice]) -> list[slice]:
+    """Return the same elements in fewer slices, where some lie one after the other."""
+    merged: list[slice] = []
+    for part in sorted(parts, key=lambda part: part.start):
+        if merged and merged[-1].stop == part.start:
+            merged[-1] = slice(merged[-1].start, part.stop)
+        else:
+            merged.append(part)
+    return merged
+
+
+def _fits(tensor: object, parameter: torch.Tensor | None, shape_of: ShapeOf | None) -> bool:
+    if parameter is None or not isinstance(tensor, torch.Tensor):
+        return False
+    return list(tensor.shape) == list(parameter.shape if shape_of is None else shape_of(parameter))
+
+
+def _shaped(parameter: torch.Tensor, flat: torch.Tensor, shape_of: ShapeOf | None) -> torch.Tensor:
+    """Return what is kept of `parameter` in its shape, a copy."""
+    return shape_like(parameter, flat.clone()) if shape_of is None else flat.clone().view(*shape_of(parameter))
+
+
+def _flat(parameter: torch.Tensor, shaped: torch.Tensor, shape_of: ShapeOf | None) -> torch.Tensor:
+    """Return the reverse of `_shaped`."""
+    if shape_of is not None:
+        return shaped.to(parameter.device, torch.float32).flatten().clone()
+    dtype = torch.complex64 if parameter.is_complex() else torch.float32
+    flat = flatten_like(parameter, shaped.to(parameter.device, dtype)).clone()
+    return torch.view_as_real(flat).view(-1) if parameter.is_complex() else flat
