@@ -30,7 +30,7 @@ def test_operations_are_named_where_one_looks_for_them() -> None:
         names = [
             "python_op halve",
             "centralized_mean in MinMaxUInt8(block=2048)",
-            "decentralized_mean over Ring()",
+            "neighbourhood_mean over Ring()",
             "low_precision_ring in Identity()",
             "centralized_mean in Identity()",
         ]

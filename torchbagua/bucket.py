@@ -10,7 +10,7 @@ from torchbagua.collectives import BaguaProcessGroup, Replicas, TwoPhaseResidual
 from torchbagua.compressors import Compressor, TensorSpec
 from torchbagua.events import Details
 from torchbagua.memory_order import flat_length, shape_like
-from torchbagua.operations import Operation, centralized_mean, decentralized_mean, low_precision_ring, python_op
+from torchbagua.operations import Operation, centralized_op, decentralized_op, low_precision_op, python_op
 from torchbagua.topology import Topology
 from torchbagua.tracer import Span
 
@@ -194,7 +194,7 @@ class BaguaBucket:
                 have error feedback.
         """
         return self._append(
-            centralized_mean(
+            centralized_op(
                 self.spec,
                 group or self.group,
                 compression,
@@ -224,7 +224,7 @@ class BaguaBucket:
             ValueError: `peer_weight` is not such a tensor, no mode has that name, or the topology does not fit.
         """
         return self._append(
-            decentralized_mean(
+            decentralized_op(
                 self.spec, group or self.group, peer_weight, peer_selection_mode, hierarchical=hierarchical
             )
         )
@@ -258,7 +258,7 @@ class BaguaBucket:
                 bucket's dtype.
         """
         return self._append(
-            low_precision_ring(
+            low_precision_op(
                 self.spec,
                 group or self.group,
                 Replicas(weight, left_peer_weight, right_peer_weight),
@@ -289,7 +289,7 @@ class BaguaBucket:
             raise ValueError(
                 f"append_asynchronous_model_average_op: peer_selection_mode must be 'all', got {peer_selection_mode!r}"
             )
-        return self._append(centralized_mean(self.spec, group or self.group, None, snapshot=snapshot))
+        return self._append(centralized_op(self.spec, group or self.group, None, snapshot=snapshot))
 
     def _append(self, operation: Operation) -> "BaguaBucket":
         self.operations.append(operation)

@@ -6,6 +6,8 @@ import sys
 from types import BuiltinFunctionType, FunctionType, MethodType
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
+# In the repr of what has none of its own: threads share it, processes do not.
+_ADDRESS = " at 0x"
 
 
 def describe(value: object, owner: str) -> str:
@@ -19,9 +21,12 @@ def describe(value: object, owner: str) -> str:
         TypeError: a function that cannot be imported by its name, a lambda for instance, or an object whose repr is
             its address.
     """
+    text = repr(value)
+    if _ADDRESS not in text or isinstance(value, str):
+        return text
     if isinstance(value, _FUNCTIONS):
         return qualified_name(value, owner)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and value.__dataclass_params__.repr:  # type: ignore[attr-defined]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         shown = [field.name for field in dataclasses.fields(value) if field.repr]
         parts = [f"{name}={describe(getattr(value, name), owner)}" for name in shown]
         return f"{type(value).__qualname__}({', '.join(parts)})"
@@ -31,11 +36,7 @@ def describe(value: object, owner: str) -> str:
         return f"({', '.join(describe(one, owner) for one in value)}{',' if len(value) == 1 else ''})"
     if type(value) is dict:
         return f"{{{', '.join(f'{describe(key, owner)}: {describe(one, owner)}' for key, one in value.items())}}}"
-    if type(value).__repr__ is object.__repr__:
-        raise TypeError(
-            f"{owner} must have a repr that is the same on all ranks, as that of a dataclass is, got {value!r}"
-        )
-    return repr(value)
+    raise TypeError(f"{owner} must have a repr that is the same on all ranks, as that of a dataclass is, got {text}")
 
 
 def qualified_name(function: object, owner: str) -> str:

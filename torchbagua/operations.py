@@ -12,11 +12,11 @@ from torchbagua.collectives import (
     Replicas,
     TwoPhaseResiduals,
     cause_of,
+    centralized_mean,
     check_topology,
+    low_precision_ring,
     neighbourhood_mean,
 )
-from torchbagua.collectives import centralized_mean as make_mean
-from torchbagua.collectives import low_precision_ring as make_ring
 from torchbagua.compressors import Compressor, TensorSpec, by_name, sum_dtype
 from torchbagua.topology import Topology, topology_of
 
@@ -62,7 +62,7 @@ def python_op(function: Callable[[Any, BaguaProcessGroup], None], group: BaguaPr
     return Operation(f"python_op {name}", group, run)
 
 
-def centralized_mean(
+def centralized_op(
     spec: TensorSpec,
     group: BaguaProcessGroup,
     compression: str | Compressor | None,
@@ -78,7 +78,7 @@ def centralized_mean(
     if snapshot is not None:
         _check_like_flat("snapshot", snapshot, spec, spec.dtype)
     compressor = _compressor(compression, spec.dtype)
-    mean = make_mean(group, compressor, spec, hierarchical=hierarchical, average=average, residuals=residuals)
+    mean = centralized_mean(group, compressor, spec, hierarchical=hierarchical, average=average, residuals=residuals)
 
     def run(bucket: Bucket) -> None:
         if snapshot is None:
@@ -89,7 +89,7 @@ def centralized_mean(
     return Operation(f"centralized_mean in {compressor!r}", group, run)
 
 
-def decentralized_mean(
+def decentralized_op(
     spec: TensorSpec,
     group: BaguaProcessGroup,
     peer_weight: torch.Tensor,
@@ -106,10 +106,10 @@ def decentralized_mean(
     def run(bucket: Bucket) -> None:
         mean(bucket.flat, peer_weight, bucket.num_runs)
 
-    return Operation(f"decentralized_mean over {topology!r}", group, run)
+    return Operation(f"neighbourhood_mean over {topology!r}", group, run)
 
 
-def low_precision_ring(
+def low_precision_op(
     spec: TensorSpec,
     group: BaguaProcessGroup,
     replicas: Replicas,
@@ -122,7 +122,9 @@ def low_precision_ring(
     for name, replica in vars(replicas).items():
         _check_like_flat(f"the replica {name}", replica, spec, sum_dtype(spec.dtype))
     compressor = _compressor(compression, spec.dtype)
-    update, exchange = make_ring(group, compressor, spec, replicas, hierarchical=hierarchical, is_bounded=is_bounded)
+    update, exchange = low_precision_ring(
+        group, compressor, spec, replicas, hierarchical=hierarchical, is_bounded=is_bounded
+    )
 
     def run(bucket: Bucket) -> None:
         update(bucket.flat)

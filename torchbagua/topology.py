@@ -76,7 +76,6 @@ class AllRanks(Topology):
     """All ranks form their mean together, in every round."""
 
     def neighbours(self, rank: int, size: int, round: int) -> Mapping[int, float]:
-        """Return equal weights."""
         return dict.fromkeys(range(size), 1 / size)
 
 
@@ -89,17 +88,14 @@ class ShiftOne(Topology):
     """
 
     def period(self, size: int) -> int:
-        """Return half of `size`."""
         return size // 2
 
     def neighbours(self, rank: int, size: int, round: int) -> Mapping[int, float]:
-        """Return the weights of the pair."""
         half = size // 2
         peer = (round + rank) % half + half if rank < half else (rank - half - round) % half
         return {rank: 0.5, peer: 0.5}
 
     def check(self, owner: str, size: int, members: str = "ranks") -> None:
-        """Raise ValueError where `size` is odd."""
         if size % 2:
             raise ValueError(
                 f"{owner}: peer_selection_mode='shift_one' pairs {members} and needs an even number, got {size}"
@@ -108,10 +104,9 @@ class ShiftOne(Topology):
 
 @dataclass(frozen=True)
 class Ring(Topology):
-    """Every rank with the one before and the one after it, a third each, in every round."""
+    """Every rank with the one before and the one after it, a third each; of two ranks, the other one counts twice."""
 
     def neighbours(self, rank: int, size: int, round: int) -> Mapping[int, float]:
-        """Return the weights of three ranks; of two, the other one counts twice."""
         weights: dict[int, float] = {}
         for peer in (rank, (rank - 1) % size, (rank + 1) % size):
             weights[peer] = weights.get(peer, 0) + 1 / 3
@@ -138,16 +133,13 @@ class Graph(Topology):
         repr(self)  # which says where a name is missing
 
     def __repr__(self) -> str:
-        """Return it with the names of its functions."""
         period = qualified_name(self.num_rounds, "Graph: num_rounds") if callable(self.num_rounds) else self.num_rounds
         return f"Graph({qualified_name(self.function, 'Graph: function')}, {period})"
 
     def period(self, size: int) -> int:
-        """Return `num_rounds`."""
         return self.num_rounds(size) if callable(self.num_rounds) else self.num_rounds
 
     def neighbours(self, rank: int, size: int, round: int) -> Mapping[int, float]:
-        """Return what `function` does."""
         return self.function(rank, size, round)
 
 

@@ -139,6 +139,8 @@ class WeightBuckets:
         Raises:
             RuntimeError: one was replaced by a parameter that is not trained, and would be averaged no more.
         """
+        if self._group.size == 1:
+            return False
         averaged = {id(parameter) for parameter in self._averaged.values()}
         others = {
             name: parameter

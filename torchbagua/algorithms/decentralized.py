@@ -24,7 +24,7 @@ class DecentralizedAlgorithm(ModelAveragingAlgorithm):
 
     After step t: x += mean(x_t) - x_t, where the mean of x_t was formed during step t. With SGD that is D-PSGD,
     x_{t+1} = mean(x_t) - lr g(x_t) (Lian et al., arXiv 1705.09056, algorithm 1; Bagua, arXiv 2107.01499). A rank sends
-    8 (n-1)/n bytes a float32 parameter and round with "all", 4 with "shift_one".
+    8 (n-1)/n bytes a float32 parameter and round with "all", 4 with "shift_one", or 4 for each neighbour.
 
     A state goes on under any arguments but another `average_buffers`: the round that it holds is applied as it was
     formed.

@@ -3,7 +3,7 @@
 Shape suffixes: N elements, L elements of a shard.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -78,7 +78,7 @@ class _MeanWithPeers:
         self._communicator = communicator
         self._topology = topology
         self._bucket = bucket
-        self._meetings: dict[int, list[int]] = {}  # by round
+        self._rounds: dict[int, tuple[list[int], Mapping[int, float]]] = {}  # whom it meets, and the weights
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor, num_before: int) -> None:
         """Write the mean of `x_N` with the peers to `out_N`, like it or the same.
@@ -88,14 +88,14 @@ class _MeanWithPeers:
         """
         communicator, rank, size = self._communicator, self._communicator.rank, self._communicator.size
         round = num_before % self._topology.period(size)
-        if round not in self._meetings:
-            self._meetings[round] = meetings(self._topology, rank, size, round)
-        peers = self._meetings[round]
+        if round not in self._rounds:
+            weights = self._topology.neighbours(rank, size, round)
+            self._rounds[round] = meetings(self._topology, rank, size, round), weights
+        peers, weights = self._rounds[round]
         rows = communicator.scratch("rows", len(peers) * x_N.nbytes, x_N.device)
         values = dict(zip(peers, rows.view(x_N.dtype).view(len(peers), x_N.numel()), strict=True))
         exchange = Exchange(communicator, "peer_exchange", values, self._bucket, [(peer, peer) for peer in peers])
         exchange.run(lambda _: x_N)
-        weights = self._topology.neighbours(rank, size, round)
         terms = [(x_N if one == rank else values[one], weight) for one, weight in sorted(weights.items())]
         whose = (communicator.ranks[peers[0]],) if len(peers) == 1 else ()
         details = Details("peer_exchange", self._bucket, peers=whose, num_elements=x_N.numel())

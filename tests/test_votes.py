@@ -1,0 +1,39 @@
+"""How ranks that average at their own paces agree on when to stop."""
+
+import pytest
+import torch.distributed as dist
+
+import torchbagua as tb
+from ranks import run_ranks
+from torchbagua.algorithms.votes import Outcome, Vote, count_votes
+
+STOPS = Vote(stops=True, reason="detach")
+
+
+@pytest.mark.parametrize(
+    ("votes", "outcome"),
+    [
+        ([Vote(), STOPS, Vote()], Outcome(None, 2, False)),
+        ([STOPS, Vote(stops=True, wants_mean=True, reason="detach"), Vote(wants_mean=True)], Outcome(None, 2, False)),
+        ([STOPS, STOPS, STOPS], Outcome(None, None, False)),
+        ([STOPS, Vote(stops=True, wants_mean=True, reason="detach"), STOPS], Outcome(None, None, True)),
+        ([Vote(), Vote(leaves=True), STOPS], Outcome(1, 1, False)),
+        # One that leaves ends it for all, whatever the others have stopped for.
+        ([Vote(stops=True, leaves=True), STOPS, STOPS], Outcome(0, None, False)),
+        ([STOPS, Vote(stops=True, reason="abort"), Vote()], Outcome(None, 2, False)),
+    ],
+)
+def test_all_ranks_come_to_the_same(votes: list[Vote], outcome: Outcome) -> None:
+    def body(group: dist.ProcessGroup) -> Outcome:
+        return count_votes(tb.BaguaProcessGroup(group).world, votes[group.rank()], "a round")
+
+    assert run_ranks(3, body) == [outcome] * 3
+
+
+def test_ranks_that_stop_for_different_reasons_all_raise() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        vote = Vote(stops=True, reason=("abort", "load_state_dict", "abort")[group.rank()])
+        with pytest.raises(tb.CommunicationError, match="for different reasons: abort and load_state_dict"):
+            count_votes(tb.BaguaProcessGroup(group).world, vote, "a round")
+
+    run_ranks(3, body)
