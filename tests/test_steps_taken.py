@@ -278,6 +278,26 @@ def test_both_ways_behind_the_plain_hook_come_to_the_same() -> None:
         assert all(map(torch.equal, told, watched))
 
 
+def test_an_optimizer_that_is_never_stepped_is_told_of() -> None:
+    """Another one steps: what is left out would never be kept."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp, impl, optimizer = hooked(group, optimizer=True)
+        another = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for step in range(400):
+            backward(ddp)
+            (optimizer if step == 200 else another).step()
+            if step == 198:
+                assert not told
+        impl.close()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", RuntimeWarning)
+        run_ranks(1, body)
+    assert len(told) == 1
+    assert "ByteGradAlgorithmImpl has heard of no step of SGD in 200 synchronised" in str(told[0].message)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "error", "message"),
     [

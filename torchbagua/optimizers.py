@@ -3,13 +3,16 @@
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
 from torchbagua.torch_private import has_overflown, has_step_hooks, is_told_to_skip
+from torchbagua.user_warning import warn_user
+
+# So many backward passes in a row are no accumulation, nor what a GradScaler skips.
+_MANY_BACKWARDS = 200
 
 
 def unwrap(optimizer: Any) -> Any:
@@ -54,6 +57,7 @@ class StepWatch:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, on_end: Callable[[torch.optim.Optimizer, bool], None]) -> None:
+        self.optimizer = optimizer
         self._on_end = on_end
         self._outermost: FrameType | None = None
         self._skips = False
@@ -110,47 +114,64 @@ class StepsTaken:
     def __init__(self, listener: StepListener) -> None:
         self._listener = weakref.ref(listener)
         self._owner = type(listener).__name__
-        self._watched: list[str] = []
+        self._watches: list[StepWatch] = []
         self._is_told = False
-        self._num_backwards = 0
-        self._watches = ExitStack()
+        self._num_backwards = 0  # since the last step
         # Optimizers outlive an object that is forgotten behind a hook of DDP.
-        weakref.finalize(listener, self._watches.close).atexit = False
+        weakref.finalize(listener, _close, self._watches).atexit = False
 
     def watch(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Hear of the steps of these optimizers, until `close`."""
-        for optimizer in dict.fromkeys(optimizers):
-            self._watches.callback(StepWatch(optimizer, self._after_step).close)
-            self._watched.append(type(optimizer).__name__)
+        self._watches += [StepWatch(optimizer, self._after_step) for optimizer in dict.fromkeys(optimizers)]
 
     def tell(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take a loop's word for a step; RuntimeError where its optimizers are watched."""
-        if self._watched:
+        if self._watches:
             raise RuntimeError(
-                f"{self._owner}.step_taken: the steps of {', '.join(self._watched)} are heard of without it; do not "
-                "call it"
+                f"{self._owner}.step_taken: the steps of {self._names} are heard of without it; do not call it"
             )
         self._is_told = True
         self._tell(parameters)
 
     def before_backward(self) -> None:
-        """Take note of a synchronised backward; RuntimeError at the second where nobody tells of steps."""
-        if self._num_backwards > 0 and not self._watched and not self._is_told:
+        """Take note of a synchronised backward; RuntimeError at the second where nobody tells of steps.
+
+        A warning where there were some, or optimizers are known, and steps stay away for long.
+        """
+        if any(watch.is_in_step for watch in self._watches):  # a closure calls backward as often as it likes
+            return
+        if self._num_backwards > 0 and not self._watches and not self._is_told:
             raise RuntimeError(
                 f"torchbagua: {self._owner} has to know which steps are taken, and behind the plain hook it hears of "
                 "none: call impl.step_taken() after each step of the optimizer, or make the impl by "
                 "reify(group, optimizer=optimizer)"
             )
         self._num_backwards += 1
+        if self._num_backwards == _MANY_BACKWARDS:
+            whom = f"no step of {self._names}" if self._watches else "no impl.step_taken()"
+            warn_user(
+                f"torchbagua: {self._owner} has heard of {whom} in {_MANY_BACKWARDS} synchronised backward passes: "
+                "what it keeps from step to step stands still; hand over the optimizer whose step() changes the weights"
+            )
 
     def close(self) -> None:
         """Hear no more."""
-        self._watches.close()
+        _close(self._watches)
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(type(watch.optimizer).__name__ for watch in self._watches)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
         if is_taken:
             self._tell(parameters_of(optimizer))
 
     def _tell(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._num_backwards = 0
         if (listener := self._listener()) is not None:
             listener.on_step_taken([parameter for parameter in parameters if parameter.grad is not None])
+
+
+def _close(watches: Iterable[StepWatch]) -> None:
+    for watch in watches:
+        watch.close()
