@@ -27,7 +27,8 @@ class ByteGradAlgorithm(Algorithm):
     each counts its own. Behind the plain hook the impl must hear of steps: `reify(group, optimizer=optimizer)`, or
     `impl.step_taken()` after each. Accumulate under `no_sync`, which sends once; of several synchronised backward
     passes before a step it counts once too, for 4 bytes a parameter more, but those of a parameter must all have a
-    gradient for it, and DDP must not form its buckets anew between them, as after its first: both raise.
+    gradient for it, and DDP must not form its buckets anew between them, as it does after its first backward: both
+    raise, so the first step of a run has one synchronised backward.
 
     Residuals are float32, two of each for a step that may be skipped: 8 bytes a parameter, and 8 divided by the number
     of ranks. They are in `state_dict`, other ones on each rank, and a state goes on with the same `error_feedback`
