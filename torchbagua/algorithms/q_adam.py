@@ -35,14 +35,10 @@ class QAdamAlgorithm(Algorithm):
     are gradients of float64 parameters, from whose mean the step forms the momentum.
 
     With error feedback every rank adds to its momentum what compression left out of the one before, and the owner of a
-    chunk likewise to the mean (1-bit Adam, Algorithm 1). What is left out counts when the optimizer's step has used
-    what was sent. Accumulate under `no_sync`, which sends once; of several synchronised backward passes before a step
-    it counts once too, for 4 bytes a parameter more, but those of a parameter must all have a gradient for it, and DDP
-    must not form its buckets anew between them, as after its first: both raise. Residuals are float32, two of each for
-    a step that may be skipped: 8 bytes a parameter, and 8 divided by the number of ranks. They are in `state_dict`,
-    other ones on each rank; a new attachment starts from zero, or from that, with the same `error_feedback` and
-    `compression`: what one bit leaves out is of another size than what 8 bits do. Under AMP they need the loss scale:
-    `attach(..., grad_scaler=scaler)`, or behind the plain hook `impl.grad_scaler = scaler`.
+    chunk likewise to the mean (1-bit Adam, Algorithm 1). What these residuals weigh, when they count and what they need
+    is as with `ByteGradAlgorithm`, but that the optimizer is known behind the plain hook too. A new attachment starts
+    from zero, or from a state with the same `error_feedback` and `compression`: what one bit leaves out is of another
+    size than what 8 bits do.
 
     Under `torch.distributed.algorithms.Join` a rank that has run out of data takes no more steps; its momenta follow
     the others', to the bit where these neither clip gradients nor have a weight decay that is not decoupled, of which
