@@ -16,32 +16,37 @@ template <typename Kernels>
 struct Operations {
   static Call call(const char* name, const Tensor& first) { return {{Kernels::kName, name}, Kernels::kPlace, first}; }
 
+  // Arguments are looked at in their order, as in plain torch.
   static void encode(const Tensor& x, const Tensor& table, const Tensor& wire) {
     const Call called = call("encode", x);
     with_element_of(called, {"x", x}, [&](auto element) {
-      Kernels::encode(called, span_of<const decltype(element)>(called, {"x", x}), table_of(called, table),
-                      span_of<unsigned char>(called, {"wire", wire}));
+      const auto values = span_of<const decltype(element)>(called, {"x", x});
+      const Table blocks = table_of(called, table);
+      Kernels::encode(called, values, blocks, span_of<unsigned char>(called, {"wire", wire}));
     });
   }
 
   static void decode(const Tensor& wire, const Tensor& table, const Tensor& x) {
     const Call called = call("decode", wire);
     const auto bytes = span_of<const unsigned char>(called, {"wire", wire});
+    const Table blocks = table_of(called, table);
     with_element_of(called, {"x", x}, [&](auto element) {
-      Kernels::decode(called, bytes, table_of(called, table), span_of<decltype(element)>(called, {"x", x}));
+      Kernels::decode(called, bytes, blocks, span_of<decltype(element)>(called, {"x", x}));
     });
   }
 
   static void decode_mean(const Tensor& rows, const Tensor& table, double divisor, const Tensor& x) {
     const Call called = call("decode_mean", rows);
-    Kernels::decode_mean(called, rows_of(called, rows), table_of(called, table), static_cast<float>(divisor),
-                         span_of<float>(called, {"x", x}));
+    const Rows wires = rows_of(called, rows);
+    const Table blocks = table_of(called, table);
+    Kernels::decode_mean(called, wires, blocks, static_cast<float>(divisor), span_of<float>(called, {"x", x}));
   }
 
   static void decode_mean_encode(const Tensor& rows, const Tensor& table, double divisor, const Tensor& wire) {
     const Call called = call("decode_mean_encode", rows);
     const Rows wires = rows_of(called, rows);
-    Kernels::decode_mean_encode(called, wires, table_of(called, table), static_cast<float>(divisor),
+    const Table blocks = table_of(called, table);
+    Kernels::decode_mean_encode(called, wires, blocks, static_cast<float>(divisor),
                                 span_of<unsigned char>(called, {"wire", wire, wires.row_bytes}));
   }
 
@@ -49,8 +54,10 @@ struct Operations {
                               const Tensor& left_out) {
     const Call called = call("encode_feedback", x);
     const auto values = span_of<const float>(called, {"x", x});
-    Kernels::encode_feedback(called, values, span_of<const float>(called, {"residual", residual, values.size}),
-                             table_of(called, table), span_of<unsigned char>(called, {"wire", wire}),
+    const auto left_before = span_of<const float>(called, {"residual", residual, values.size});
+    const Table blocks = table_of(called, table);
+    const auto bytes = span_of<unsigned char>(called, {"wire", wire});
+    Kernels::encode_feedback(called, values, left_before, blocks, bytes,
                              span_of<float>(called, {"left_out", left_out, values.size}));
   }
 

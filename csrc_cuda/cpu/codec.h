@@ -8,9 +8,6 @@
 
 namespace torchbagua::cpu {
 
-// Chosen when the library is loaded.
-inline const InstructionSet kInstructionSet = choose_instruction_set();
-
 template <typename Codec>
 struct OnCpu {
   using Call = binding::Call;

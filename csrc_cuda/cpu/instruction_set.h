@@ -52,6 +52,9 @@ inline InstructionSet choose_instruction_set() {
   return best;
 }
 
+// Chosen when the library is loaded.
+inline const InstructionSet kInstructionSet = choose_instruction_set();
+
 #if TORCHBAGUA_X86_TARGETS
 // The body is inlined here and so compiled, and vectorised, for the target of the function around it.
 template <typename Body>

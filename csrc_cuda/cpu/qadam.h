@@ -1,21 +1,12 @@
-// QAdam's update on the CPU: loops over element/qadam.h.
+// QAdam on the CPU: loops over element/qadam.h, on several threads.
 #pragma once
 
-#include <cstdint>
+#include <torch/csrc/stable/ops.h>
 
-#include "element/qadam.h"
 #include "instruction_set.h"
+#include "qadam_operations.h"
 
 namespace torchbagua::cpu {
-
-// The four tensors of one parameter, `num_elements` each.
-template <typename Element>
-struct QAdamTensors {
-  Element* weight;
-  const Element* gradient;
-  Element* momentum;
-  const Element* second_moment;
-};
 
 template <typename Element>
 TORCHBAGUA_ELEMENT void qadam_update(const QAdamStep& step, const QAdamTensors<Element>& of, long long begin,
@@ -32,12 +23,57 @@ TORCHBAGUA_ELEMENT void qadam_update(const QAdamStep& step, const QAdamTensors<E
 
 // Gradients to momenta, or averaged momenta to gradients, in place.
 template <bool kToMomenta, typename Element>
-TORCHBAGUA_ELEMENT void change_form(const QAdamForm& form, float* values, const Element* momentum, long long begin,
+TORCHBAGUA_ELEMENT void change_form(const QAdamForm& form, const FormTensors<Element>& of, long long begin,
                                     long long end) {
+  float* const values = of.values;
+  const Element* const momentum = of.momentum;
 #pragma omp simd
   for (long long i = begin; i < end; ++i) {
     values[i] = kToMomenta ? form_momentum(form, values[i], momentum[i]) : form_gradient(form, values[i], momentum[i]);
   }
 }
 
+struct QAdamOnCpu {
+  static constexpr auto kPlace = binding::DeviceType::CPU;
+
+  template <typename PointersOf>
+  static void update(const binding::Operation&, const QAdamStep& step, const binding::Tensors& weights,
+                     const PointersOf& pointers_of) {
+    for (size_t i = 0; i < weights.size(); ++i) {
+      binding::with_element_type(weights[i].scalar_type(), [&](auto element) {
+        const auto tensors = pointers_of(element, i);
+        in_parallel(weights[i].numel(), [=](long long begin, long long end)
+                                            TORCHBAGUA_INLINED { qadam_update(step, tensors, begin, end); });
+      });
+    }
+  }
+
+  template <bool kToMomenta, typename PointersOf>
+  static void change_form(const binding::Operation&, const QAdamForm& form, const binding::Tensors& momenta,
+                          const PointersOf& pointers_of) {
+    for (size_t i = 0; i < momenta.size(); ++i) {
+      binding::with_element_type(momenta[i].scalar_type(), [&](auto element) {
+        const auto tensors = pointers_of(element, i);
+        in_parallel(momenta[i].numel(), [=](long long begin, long long end) TORCHBAGUA_INLINED {
+          cpu::change_form<kToMomenta>(form, tensors, begin, end);
+        });
+      });
+    }
+  }
+
+  // Calls `body(begin, end)` on several threads, each of which takes so many elements at least: fewer are not worth
+  // waking it.
+  template <typename Body>
+  static void in_parallel(int64_t num_elements, const Body& body) {
+    constexpr int64_t kGrain = 1 << 15;
+    torch::stable::parallel_for(0, num_elements, kGrain, [&](int64_t begin, int64_t end) {
+      run_under(kInstructionSet, [&]() TORCHBAGUA_INLINED { body(begin, end); });
+    });
+  }
+};
+
 }  // namespace torchbagua::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(torchbagua, CPU, library) {
+  torchbagua::binding::QAdamOperations<torchbagua::cpu::QAdamOnCpu>::give_to(library);
+}

@@ -1,10 +1,32 @@
-// One element of QAdam after its warm-up; docs/arithmetic.md has the formulas. Freestanding: g++, nvcc and NVRTC compile this header and nothing else, and all give the
-// same bits.
+// One element of QAdam after its warm-up; docs/arithmetic.md has the formulas. Freestanding: g++, nvcc and NVRTC
+// compile this header and nothing else, and all give the same bits.
 #pragma once
 
 #include "casts.h"
 
 namespace torchbagua {
+
+// The four tensors of one parameter.
+template <typename Element>
+struct QAdamTensors {
+  Element* weight;
+  const Element* gradient;
+  Element* momentum;
+  const Element* second_moment;
+
+  TORCHBAGUA_ELEMENT QAdamTensors from(long long element) const {
+    return {weight + element, gradient + element, momentum + element, second_moment + element};
+  }
+};
+
+// What changes its form, and the momentum that goes into it.
+template <typename Element>
+struct FormTensors {
+  float* values;
+  const Element* momentum;
+
+  TORCHBAGUA_ELEMENT FormTensors from(long long element) const { return {values + element, momentum + element}; }
+};
 
 // The numbers of a step that all elements of a tensor share.
 struct QAdamStep {

@@ -9,30 +9,6 @@
 
 namespace torchbagua::cuda {
 
-// The four tensors of one parameter.
-template <typename Element>
-struct QAdamTensors {
-  Element* weight;
-  const Element* gradient;
-  Element* momentum;
-  const Element* second_moment;
-
-  __device__ __forceinline__ QAdamTensors from(long long element) const {
-    return {weight + element, gradient + element, momentum + element, second_moment + element};
-  }
-};
-
-// What changes its form, and the momentum that goes into it.
-template <typename Element>
-struct FormTensors {
-  float* values;
-  const Element* momentum;
-
-  __device__ __forceinline__ FormTensors from(long long element) const {
-    return {values + element, momentum + element};
-  }
-};
-
 // What a kernel may have for arguments.
 static_assert(sizeof(TensorTable<QAdamTensors<float>>) + sizeof(QAdamStep) <= 4096, "fewer rows");
 

@@ -1,4 +1,4 @@
-"""Lists of tensors as the tables that csrc_cuda/kernels/tensor_table.cuh takes: what cuda/tensor_lists.h is in C++."""
+"""Lists of tensors as the tables that csrc_cuda/kernels/tensor_table.cuh takes: what cuda/qadam.h is in C++."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-# As in csrc_cuda/kernels/tensor_table.cuh and cuda/tensor_lists.h.
+# As in csrc_cuda/kernels/tensor_table.cuh and cuda/qadam.h.
 TABLE_THREADS = 256
 TABLE_ROWS = 64
 CHUNK_ELEMENTS = 8192

@@ -1,0 +1,67 @@
+// QAdam on CUDA: lists of tensors become the tables of launches.
+#pragma once
+
+#include "codec.h"
+#include "kernels/qadam.cuh"
+#include "launch.h"
+#include "qadam_operations.h"
+
+namespace torchbagua::cuda {
+
+// As in torchbagua/native/tensor_tables.py.
+constexpr int kChunkElements = 8192;
+
+// Calls `launch(element, table, first)` for tables that hold all of `tensors`, of which one holds the next ones that
+// are alike in type and device; `pointers_of(element, i)` gives the pointers of the tensors that go with `tensors[i]`.
+template <template <typename> class Pointers, typename PointersOf, typename LaunchTable>
+void for_each_table(const std::vector<binding::Tensor>& tensors, const PointersOf& pointers_of,
+                    const LaunchTable& launch) {
+  size_t i = 0;
+  while (i < tensors.size()) {
+    const binding::Tensor& first = tensors[i];
+    binding::with_element_type(first.scalar_type(), [&](auto element) {
+      TensorTable<Pointers<decltype(element)>> table{};
+      table.chunk_elements = kChunkElements;
+      while (i < tensors.size() && table.num_rows < kTableRows && tensors[i].scalar_type() == first.scalar_type() &&
+             tensors[i].device() == first.device()) {
+        const int64_t num_elements = tensors[i].numel();
+        table.rows[table.num_rows++] = {pointers_of(element, i), num_elements, table.num_chunks};
+        table.num_chunks += (num_elements + kChunkElements - 1) / kChunkElements;
+        ++i;
+      }
+      launch(element, table, first);
+    });
+  }
+}
+
+struct QAdamOnCuda {
+  static constexpr auto kPlace = binding::DeviceType::CUDA;
+
+  template <typename PointersOf>
+  static void update(const binding::Operation& operation, const QAdamStep& step, const binding::Tensors& weights,
+                     const PointersOf& pointers_of) {
+    for_each_table<QAdamTensors>(
+        weights, pointers_of, [&](auto element, const auto& table, const binding::Tensor& first) {
+          constexpr auto kKernels = TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_qadam_update);
+          launch({operation, kPlace, first}, table.num_chunks, kTableThreads, kKernels(element), table, step);
+        });
+  }
+
+  template <bool kToMomenta, typename PointersOf>
+  static void change_form(const binding::Operation& operation, const QAdamForm& form, const binding::Tensors& momenta,
+                          const PointersOf& pointers_of) {
+    for_each_table<FormTensors>(
+        momenta, pointers_of, [&](auto element, const auto& table, const binding::Tensor& first) {
+          constexpr auto kTo = TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_qadam_form_momenta);
+          constexpr auto kFrom = TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_qadam_form_gradients);
+          const auto kernel = kToMomenta ? kTo(element) : kFrom(element);
+          launch({operation, kPlace, first}, table.num_chunks, kTableThreads, kernel, table, form);
+        });
+  }
+};
+
+}  // namespace torchbagua::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(torchbagua, CUDA, library) {
+  torchbagua::binding::QAdamOperations<torchbagua::cuda::QAdamOnCuda>::give_to(library);
+}
