@@ -280,7 +280,9 @@ class Nameless:
 
 
 @pytest.mark.parametrize(
-    "function", [lambda rank, size, round: {}, functools.partial(hypercube, 0), Nameless().method], ids=str
+    "function",
+    [lambda rank, size, round: {}, functools.partial(hypercube, 0), Nameless().method],
+    ids=["lambda", "partial", "method"],
 )
 def test_what_has_no_name_to_be_told_by_is_refused(function: Any) -> None:
     with pytest.raises(TypeError, match=r"Graph: function must be a function with a name of its own in a module, .*no"):

@@ -64,10 +64,11 @@ class Hierarchical:
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
+        scattering = self._scatter.begin(x_N)
         # Made before own shards are sent, into which it receives: a rank sends a result only when it has received that
         # shard from everybody.
         gathering = self._gather.begin(x_N)
-        rows_RW = self._scatter.exchange(x_N)
+        rows_RW = scattering.run()
         gathering.expect()
         if self._between_nodes is not None:
             own_L = x_N[self._scatter.own]

@@ -70,42 +70,26 @@ class ReduceScatter:
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
-        rows_RW = self.exchange(x_N)
+        rows_RW = self.begin(x_N).run()
         if out_L.numel():
             with self.rows.span("reduce", "all_to_all", self._communicator.rank):
                 self._compressor.decode_mean(rows_RW, self.rows.own_layout, self._divisor, out_L)
 
-    def exchange(self, x_N: torch.Tensor) -> torch.Tensor:
-        """Do what comes before the sum; return [R, W], the wires of own chunk by the rank that they come from."""
-        communicator, rows = self._communicator, self.rows
-        rank, size = communicator.rank, communicator.size
-        layout, wire_W = rows.layout, rows.wire(x_N)
-        row_bytes = rows.own_layout.num_bytes
-        rows_RW = communicator.scratch("rows", size * row_bytes, x_N.device).view(size, row_bytes)
-        if rows.are_equal:
-            self._encode(x_N, layout, wire_W, slice(0, len(x_N)))
-            self._tell_error(x_N[self.own], wire_W[layout.rows[rank]])
-            rows.all_to_all(rows_RW, wire_W, self._counts)
-            return rows_RW
-        wires = [wire_W[row] for row in layout.rows]
-        exchange = Exchange(communicator, "all_to_all", list(rows_RW), rows.name, counts=self._counts)
-        exchange.expect()
-        if rows.are_coded_at_once:
-            self._encode(x_N, layout, wire_W, slice(0, len(x_N)))
-            rows_RW[rank].copy_(wires[rank])
-        else:
-            self._encode_chunk(x_N, rank, rows_RW[rank])
-        self._tell_error(x_N[self.own], rows_RW[rank])
-        if rows.are_coded_at_once:
-            exchange.run(lambda peer: wires[peer])
-        else:
-            exchange.run(lambda peer: self._encode_chunk(x_N, peer, wires[peer]))
-        return rows_RW
+    def begin(self, x_N: torch.Tensor) -> "Scattering":
+        """Return a scattering of `x_N`, whose receives may be posted already."""
+        return Scattering(self, self._communicator, self._counts, x_N)
 
-    def _encode_chunk(self, x_N: torch.Tensor, peer: int, wire_W: torch.Tensor) -> torch.Tensor:
+    def encode_all(self, x_N: torch.Tensor, wire_W: torch.Tensor) -> None:
+        """Encode all chunks into `wire_W`."""
+        self._encode(x_N, self.rows.layout, wire_W, slice(0, len(x_N)))
+        self._tell_error(x_N[self.own], wire_W[self.rows.layout.rows[self._communicator.rank]])
+
+    def encode_chunk(self, x_N: torch.Tensor, peer: int, wire_W: torch.Tensor) -> torch.Tensor:
         """Encode the chunk that `peer` owns into `wire_W`, and return that."""
         elements = self.rows.layout.elements[peer]
         self._encode(x_N[elements], self.rows.chunks[peer], wire_W, elements, peer)
+        if peer == self._communicator.rank:
+            self._tell_error(x_N[elements], wire_W)
         return wire_W
 
     def _encode(
@@ -121,3 +105,45 @@ class ReduceScatter:
         """Tell observers what encoding own chunk has left out of it."""
         if self._error.is_wanted:
             self._error.tell(x_L, wire_W, None if self._residual is None else self._residual.staged(self.own))
+
+
+class Scattering:
+    """One reduce-scatter under way, up to the sum."""
+
+    def __init__(
+        self, scatter: ReduceScatter, communicator: Communicator, counts: ElementCounts, x_N: torch.Tensor
+    ) -> None:
+        rows = scatter.rows
+        self._scatter = scatter
+        self._rank = communicator.rank
+        self._counts = counts
+        self._x_N = x_N
+        self._wire_W = rows.wire(x_N)
+        size, row_bytes = communicator.size, rows.own_layout.num_bytes
+        self._rows_RW = communicator.scratch("rows", size * row_bytes, x_N.device).view(size, row_bytes)
+        self._exchange: Exchange | None = None
+        if not rows.are_equal:
+            self._exchange = Exchange(communicator, "all_to_all", list(self._rows_RW), rows.name, counts=counts)
+            self._exchange.expect()
+
+    def run(self) -> torch.Tensor:
+        """Encode and send the chunks; return [R, W], the wires of own chunk by the rank that they come from.
+
+        Raises:
+            CommunicationError: a peer is gone or did not take part within the group's timeout.
+        """
+        scatter, rows = self._scatter, self._scatter.rows
+        x_N, wire_W, rows_RW = self._x_N, self._wire_W, self._rows_RW
+        if self._exchange is None:
+            scatter.encode_all(x_N, wire_W)
+            rows.all_to_all(rows_RW, wire_W, self._counts)
+            return rows_RW
+        wires = [wire_W[row] for row in rows.layout.rows]
+        if rows.are_coded_at_once:
+            scatter.encode_all(x_N, wire_W)
+            rows_RW[self._rank].copy_(wires[self._rank])
+            self._exchange.run(lambda peer: wires[peer])
+        else:
+            scatter.encode_chunk(x_N, self._rank, rows_RW[self._rank])
+            self._exchange.run(lambda peer: scatter.encode_chunk(x_N, peer, wires[peer]))
+        return rows_RW

@@ -61,8 +61,9 @@ class TwoPhaseMean:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
         out_N = x_N if out_N is None else out_N
+        scattering = self._scatter.begin(x_N)
         gathering = self._gather.begin(out_N)
-        rows_RW = self._scatter.exchange(x_N)
+        rows_RW = scattering.run()
         gathering.expect()
         if rows_RW.numel():
             with self._scatter.rows.span("reduce", "all_to_all", self._communicator.rank):
