@@ -12,7 +12,7 @@ from torchbagua.events import Details
 from torchbagua.memory_order import flat_length, shape_like
 from torchbagua.operations import Operation, centralized_op, decentralized_op, low_precision_op, python_op
 from torchbagua.topology import Topology
-from torchbagua.tracer import Span
+from torchbagua.tracer import NO_SPAN, Span
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,8 @@ class BaguaBucket:
                     finish()
 
     def _span(self) -> Span:
+        if self.group.tracer.is_idle:
+            return NO_SPAN
         details = Details(bucket=self.name, num_elements=self.flat.numel(), raw_bytes=self.flat.nbytes)
         return self.group.tracer.span("bucket", details)
 

@@ -86,6 +86,7 @@ class AlgorithmImpl:
         self._gradient_buckets = GradientBuckets()
         self._names: Mapping[int, str] = {}
         self._module: torch.nn.Module | None = None
+        self._gpu: torch.device | None = None
         self._told_dtypes: set[torch.dtype] = set()
         self._steps = StepsTaken(self)
 
@@ -301,10 +302,11 @@ class AlgorithmImpl:
             ValueError: it is another GPU than before.
             CommunicationError: NCCL could not connect the ranks there.
         """
-        if device.type == "cuda":
+        if device.type == "cuda" and device != self._gpu:  # it is asked for every bucket
             self.lane.use_gpu(device)
             self.tracer.use_gpu(device)
             self.process_group.connect_nccl(device)
+            self._gpu = device
 
     def gradient_bucket(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor, *, index: int) -> BaguaBucket:
         """Return the bucket that stands for a DDP bucket of these parameters, with `flat` as its flat tensor.

@@ -5,6 +5,7 @@ Shape suffixes in this package: N elements, C chunks, B blocks, L elements of a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -92,7 +93,7 @@ class WireLayout:
     table: torch.Tensor
     chunk_blocks: tuple[int, ...]
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of the whole wire."""
         return max((row.stop for row in self.rows), default=0)
