@@ -127,6 +127,19 @@ def test_a_ddp_that_was_let_go_is_not_in_the_way() -> None:
         gc.enable()
 
 
+def test_a_ddp_that_was_never_finished_is_not_in_the_way() -> None:
+    """As one whose constructor has raised, where somebody keeps the error."""
+    unfinished = DistributedDataParallel.__new__(DistributedDataParallel)
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(module.parameters())
+        tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group)).detach()
+
+    run_ranks(1, body)
+    del unfinished
+
+
 def test_what_a_ddp_around_the_module_ignores_stays_as_it_is() -> None:
     def body(group: dist.ProcessGroup) -> list[float]:
         module = nn.Linear(3, 3)

@@ -36,7 +36,8 @@ def ddps_around(
     """Return those, `besides` apart, that wrap `module`, or what holds it, and that somebody may still call."""
 
     def around() -> list[DistributedDataParallel]:
-        others = (ddp for ddp in living(DistributedDataParallel) if ddp is not besides)
+        # One whose constructor has raised, or that the garbage collector has emptied, wraps nothing.
+        others = (ddp for ddp in living(DistributedDataParallel) if ddp is not besides and "_modules" in vars(ddp))
         return [ddp for ddp in others if any(part is module for part in ddp.modules())]
 
     if not around():
