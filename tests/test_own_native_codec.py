@@ -12,6 +12,7 @@ OWN = Path(__file__).with_name("own_codec")
 
 # Every operation over blocks of several lengths: native and in plain torch, in a process of their own.
 COMPARE = """
+import torch
 from torchbagua import native
 from torchbagua.native.operations import OPERATIONS
 

@@ -21,6 +21,8 @@ from torchbagua.native.tensor_tables import TABLE_THREADS, tables_of
 THREADS = 64
 LARGEST_GRID = 2**31 - 1
 
+# The parameter for a tensor, by the number of its dimensions.
+_LONGS = tuple(ctypes.c_longlong * (1 + num_dims) for num_dims in range(3))
 _TYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -62,17 +64,16 @@ class CudaKernels:
         else:
             self._launch_over_blocks(name, arguments)
 
-    def _launch_over_blocks(self, name: str, arguments: Sequence[Tensor | float]) -> None:
+    def _launch_over_blocks(self, name: str, arguments: Sequence[Any]) -> None:
         """Launches over the rows of the table among the arguments."""
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        (table,) = (tensor for tensor in tensors if tensor.dtype == torch.int64)
-        types = {_TYPE_NAMES[tensor.dtype] for tensor in tensors if tensor.is_floating_point()}
-        kernel = "_".join((name, *types))  # of one type, or of none
-        self._launch(kernel, table, len(table), THREADS, [_parameter(argument) for argument in arguments])
+        names = _names_of_arguments(name)
+        table = arguments[names.index("table")]
+        kernel = f"{name}_{_TYPE_NAMES[arguments[names.index('x')].dtype]}" if "x" in names else name
+        self._launch(kernel, table, table.shape[0], THREADS, [_parameter(argument) for argument in arguments])
 
     def _launch_over_lists(self, name: str, lists: Sequence[list[Tensor]], numbers: dict[str, float]) -> None:
         """Launches over the tensors of `lists`, by kernels for the element types of the momenta."""
-        names = [argument.name for argument in getattr(torch.ops.torchbagua, name).default._schema.arguments]
+        names = _names_of_arguments(name)
         constants = [numbers[one] for one in names[len(lists) :]]
         if name == "qadam_update":
             constants.append(1.0 - numbers["beta1"])  # in float64, as make_qadam_step does
@@ -108,10 +109,17 @@ class CudaKernels:
         return self._images[capability]
 
 
+@functools.cache
+def _names_of_arguments(name: str) -> list[str]:
+    """Of the operation, in their order."""
+    return [argument.name for argument in getattr(torch.ops.torchbagua, name).default._schema.arguments]
+
+
 def _parameter(value: Tensor | float) -> Parameter:
     """As csrc_cuda/element/blocks.h declares it: a tensor's data and the sizes of its dimensions."""
     if isinstance(value, Tensor):
-        return (ctypes.c_longlong * (1 + value.dim()))(value.data_ptr(), *value.shape)
+        shape = value.shape
+        return _LONGS[len(shape)](value.data_ptr(), *shape)
     return ctypes.c_float(value)
 
 

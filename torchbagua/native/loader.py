@@ -7,7 +7,7 @@ adds kernels that take precedence. What is loaded is asked of torch, never remem
 import functools
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -142,42 +142,43 @@ def choose(kernels: DeviceKernels) -> Choice:
     if forced == "reference":
         return Choice("reference", f"{VARIABLE}=reference")
     attempts = {"aot": _built_ahead, "jit": _compiled_at_first_use, "nvrtc": _compiled_by_nvrtc}
-    obstacles = [f"{VARIABLE}={forced}"] if forced else []
+    reasons = [f"{VARIABLE}={forced}"] if forced else []
     for path in [forced] if forced else kernels.paths:
         try:
-            return attempts[path](kernels, obstacles)
+            choice = attempts[path](kernels)
         except Unavailable as why:
-            obstacles.append(str(why))
+            reasons.append(str(why))
+        else:
+            return replace(choice, why="; ".join([", and ".join(reasons), choice.why]) if reasons else choice.why)
     if forced:
-        raise RuntimeError(f"{', but '.join(obstacles)}. {_WAY_OUT}")
-    return Choice("reference", ", and ".join(obstacles))
+        remedy = "`pip install --no-build-isolation` builds it. " if forced == "aot" else ""
+        raise RuntimeError(f"{', but '.join(reasons)}. {remedy}{_WAY_OUT}")
+    return Choice("reference", ", and ".join(reasons))
 
 
-def _built_ahead(kernels: DeviceKernels, obstacles: list[str]) -> Choice:
+def _built_ahead(kernels: DeviceKernels) -> Choice:
     folder = Path(__file__).parent
     library = folder / f"{recipe.stem(kernels.binary, sources())}.abi3.so"
     if library.exists():
         return Choice("aot", "built ahead of time from the sources that are here", library)
-    advice = ": `pip install --no-build-isolation` builds it" if obstacles else ""
     for other in sorted(folder.glob(f"{kernels.binary.prefix}*.so")):
-        raise Unavailable(f"the built library {other.name} is not from the sources in {sources()}{advice}")
-    raise Unavailable(f"no library for {kernels.device} was built ahead of time{advice}")
+        raise Unavailable(f"the built library {other.name} is not from the sources in {sources()}")
+    raise Unavailable(f"no library for {kernels.device} was built ahead of time")
 
 
-def _compiled_at_first_use(kernels: DeviceKernels, obstacles: list[str]) -> Choice:
+def _compiled_at_first_use(kernels: DeviceKernels) -> Choice:
     compilers = find_compiler()
     build = Build(kernels.binary, sources())
     if kernels is CUDA:
         toolkit = cuda_toolkit.usable_toolkit(torch.version.cuda)
-        build = Build(kernels.binary, sources(), toolkit, architectures_of(toolkit))
+        build = replace(build, toolkit=toolkit, architectures=_architectures_for(toolkit))
         compilers += f" and nvcc {toolkit.version}"
-    why = f"{obstacles[0]}; compiled at first use by {compilers}"
-    return Choice("jit", why, build.library_file(), build)
+    return Choice("jit", f"compiled at first use by {compilers}", build.library_file(), build)
 
 
-def _compiled_by_nvrtc(kernels: DeviceKernels, obstacles: list[str]) -> Choice:
+def _compiled_by_nvrtc(kernels: DeviceKernels) -> Choice:
     compiler = nvrtc.find_compiler(torch.version.cuda, sources())
-    return Choice("nvrtc", ", and ".join([*obstacles, f"NVRTC {compiler.version} is here"]), compiler=compiler)
+    return Choice("nvrtc", f"NVRTC {compiler.version} is here", compiler=compiler)
 
 
 def forced_path(kernels: DeviceKernels) -> NativePath | None:
@@ -204,7 +205,7 @@ def capabilities() -> list[int]:
     return [10 * major + minor for major, minor in found]
 
 
-def architectures_of(toolkit: cuda_toolkit.Toolkit) -> tuple[int, ...]:
+def _architectures_for(toolkit: cuda_toolkit.Toolkit) -> tuple[int, ...]:
     """What to compile for with `toolkit`, of what it knows, for the GPUs that are there."""
     # What a GPU that is too old is then told comes from the launch.
     wanted = {max(capability, nvrtc.OLDEST_ARCHITECTURE) for capability in capabilities()}

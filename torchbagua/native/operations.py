@@ -76,31 +76,38 @@ class Call(NamedTuple):
 
     def elements(self, argument: str, tensor: Tensor, num_elements: int | None = None) -> None:
         """[N] or [num_elements], of a type that codecs encode."""
-        self._require(argument, tensor, ELEMENT_TYPES, "N" if num_elements is None else num_elements)
+        self._require(argument, tensor, ELEMENT_TYPES, ("N" if num_elements is None else num_elements,))
 
     def floats(self, argument: str, tensor: Tensor, num_elements: int | None = None) -> None:
         """[N] or [num_elements] float32."""
-        self._require(argument, tensor, (torch.float32,), "N" if num_elements is None else num_elements)
+        self._require(argument, tensor, (torch.float32,), ("N" if num_elements is None else num_elements,))
 
     def wire(self, wire: Tensor, num_bytes: int | None = None) -> None:
         """[W] or [num_bytes] uint8."""
-        self._require("wire", wire, (torch.uint8,), "W" if num_bytes is None else num_bytes)
+        self._require("wire", wire, (torch.uint8,), ("W" if num_bytes is None else num_bytes,))
 
     def rows(self, rows: Tensor) -> None:
         """[R, W] uint8, at least one row."""
-        self._require("rows", rows, (torch.uint8,), "R", "W")
+        self._require("rows", rows, (torch.uint8,), ("R", "W"))
         if not len(rows):
             raise refusal(self.operation, "rows", "of at least one row", describe(rows))
 
     def table(self, table: Tensor) -> None:
         """[B, 4] int64; what it holds is not looked at."""
-        self._require("table", table, (torch.int64,), "B", 4)
+        self._require("table", table, (torch.int64,), ("B", 4))
 
-    def _require(self, argument: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], *shape: int | str) -> None:
-        has_shape = tensor.dim() == len(shape) and all(
-            isinstance(allowed, str) or size == allowed for size, allowed in zip(tensor.shape, shape, strict=True)
-        )
-        if tensor.dtype in dtypes and has_shape and tensor.is_contiguous() and tensor.device == self.device:
+    def _require(
+        self, argument: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | str, ...]
+    ) -> None:
+        """`shape` has the name of a size that may be any; only the last may be given."""
+        last = shape[-1]
+        if (
+            tensor.dtype in dtypes
+            and tensor.ndim == len(shape)
+            and (type(last) is str or tensor.shape[-1] == last)
+            and tensor.is_contiguous()
+            and tensor.device == self.device
+        ):
             return
         allowed = f"contiguous {names_of(dtypes)} [{', '.join(map(str, shape))}] on {self.device}"
         raise refusal(self.operation, argument, allowed, describe(tensor))
