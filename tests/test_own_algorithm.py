@@ -118,15 +118,15 @@ def test_flat_tensor_of_another_length_is_refused() -> None:
 
 def test_python_op_that_raises_fails_the_step() -> None:
     class FailingImpl(SignSGDImpl):
-        def take_signs(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+        def vote(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
             raise ZeroDivisionError("in the user's operation")
 
     class FailingAlgorithm(tb.Algorithm):
         def make_impl(self, process_group: tb.BaguaProcessGroup) -> FailingImpl:
-            return FailingImpl(process_group, 1.0)
+            return FailingImpl(process_group, self)
 
     model = build(Tower)
-    message = "take_signs on gradient bucket 0 failed on rank 0: ZeroDivisionError: in the user's operation"
+    message = "vote on gradient bucket 0 failed on rank 0: ZeroDivisionError: in the user's operation"
     with pytest.raises(RuntimeError, match=message):
         run_ranks(1, lambda group: train(group, model, FailingAlgorithm()))
 
@@ -135,7 +135,7 @@ def test_python_op_that_fails_after_communicating_tells_the_others_at_once() -> 
     """What its frames hold must not keep the connections open until the timeout."""
 
     class FailingImpl(SignSGDImpl):
-        def take_signs(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
+        def vote(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
             private = group.world.process_group
             dist.all_reduce(bucket.flat, group=private)
             if private.rank() == 1:
@@ -144,7 +144,7 @@ def test_python_op_that_fails_after_communicating_tells_the_others_at_once() -> 
 
     class FailingAlgorithm(tb.Algorithm):
         def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
-            return FailingImpl(process_group, 1.0)
+            return FailingImpl(process_group, self)
 
     seconds: dict[int, float] = {}
 
@@ -153,7 +153,7 @@ def test_python_op_that_fails_after_communicating_tells_the_others_at_once() -> 
         ddp = DistributedDataParallel(model, process_group=group)
         ddp.register_comm_hook(FailingAlgorithm().reify(group, timeout=timedelta(seconds=40)), tb.comm_hook)
         start = time.monotonic()
-        with pytest.raises(RuntimeError, match="take_signs on gradient bucket 0 failed"):
+        with pytest.raises(RuntimeError, match="vote on gradient bucket 0 failed"):
             ddp(torch.ones(1, 3)).sum().backward()
         seconds[group.rank()] = time.monotonic() - start
 
@@ -175,7 +175,7 @@ def test_failure_closes_the_group_of_every_operation() -> None:
 
     class TwoGroupsAlgorithm(tb.Algorithm):
         def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
-            impl = TwoGroupsImpl(process_group, 1.0)
+            impl = TwoGroupsImpl(process_group, self)
             impl.other = process_group.duplicate()
             return impl
 

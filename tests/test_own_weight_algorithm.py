@@ -42,8 +42,7 @@ class LocalSGDImpl(tb.AlgorithmImpl):
     """See `LocalSGD`."""
 
     def __init__(self, process_group: tb.BaguaProcessGroup, algorithm: LocalSGD) -> None:
-        super().__init__(process_group)
-        self.algorithm = algorithm
+        super().__init__(process_group, algorithm)
         self.weights = tb.WeightBuckets(process_group, "LocalSGD", bucket_cap_mb=0.01)
         self.step = 0
 
