@@ -11,7 +11,7 @@ from torchbagua.algorithms.averaging import ModelAveragingAlgorithm, Synchronous
 from torchbagua.algorithms.base import check_flags, register
 from torchbagua.algorithms.rank_state import check_rank_state, owner_of
 from torchbagua.bucket import BaguaBucket
-from torchbagua.collectives import BaguaProcessGroup, all_reduce_max, check_topology
+from torchbagua.collectives import BaguaProcessGroup, check_topology
 from torchbagua.compressors import Compressor, Identity, MinMaxUInt8
 from torchbagua.lane import Job
 from torchbagua.topology import Topology, topology_of
@@ -61,12 +61,7 @@ class DecentralizedAlgorithm(ModelAveragingAlgorithm):
 
     def make_impl(self, process_group: BaguaProcessGroup) -> "DecentralizedAlgorithmImpl":
         """Return the impl over `process_group`. Raises ValueError where the topology does not fit its ranks."""
-        try:
-            check_topology(type(self).__name__, self.topology, process_group, hierarchical=self.hierarchical)
-        except ValueError:
-            # So do all ranks, and none before all have opened their groups, which would fail where one closes its own.
-            all_reduce_max(process_group.world, [0], "the topology")
-            raise
+        check_topology(type(self).__name__, self.topology, process_group, hierarchical=self.hierarchical)
         return DecentralizedAlgorithmImpl(process_group, self)
 
 
