@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torchbagua as tb
 from oracle import ordered_sum, quantise
 from ranks import run_ranks
-from torchbagua.collectives import AllGather, ReduceScatter
+from torchbagua.collectives import AllGather, ReduceScatter, WireRows
 from torchbagua.compressors import Compressor, Identity, MinMaxUInt8, TensorSpec
 
 BLOCK = 16
@@ -35,7 +35,7 @@ def test_each_rank_gets_the_mean_of_its_own_row(size: int, compressor: Compresso
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         own = tb.BaguaProcessGroup(group)
-        scatter = ReduceScatter(own.world, compressor, spec, cuts, divisor=3.0)
+        scatter = ReduceScatter(WireRows(own.world, compressor, spec, cuts), divisor=3.0)
         out = torch.full((sum(ROW),), torch.nan)
         for _ in range(2):
             scatter(values[group.rank()].clone(), out)
@@ -57,7 +57,7 @@ def test_all_ranks_get_all_rows(compressor: Compressor) -> None:
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         own = tb.BaguaProcessGroup(group)
         out = torch.full((spec.num_elements,), torch.nan)
-        AllGather(own.world, compressor, spec, cuts)(values[group.rank()], out)
+        AllGather(WireRows(own.world, compressor, spec, cuts))(values[group.rank()], out)
         own.close()
         return out
 

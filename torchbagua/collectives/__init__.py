@@ -13,6 +13,7 @@ from torchbagua.collectives.neighbourhood_mean import NeighbourhoodMean, check_t
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.reduce_scatter import ReduceScatter
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
+from torchbagua.collectives.wire_rows import WireRows
 
 __all__ = [
     "AllGather",
@@ -28,6 +29,7 @@ __all__ = [
     "ResidualPair",
     "TwoPhaseMean",
     "TwoPhaseResiduals",
+    "WireRows",
     "all_reduce_max",
     "broadcast_state",
     "broadcast_tensors",

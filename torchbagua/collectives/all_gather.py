@@ -3,14 +3,10 @@
 Shape suffixes: N elements, W wire bytes, L elements of a chunk.
 """
 
-from collections.abc import Sequence
-
 import torch
 
-from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.exchange import ElementCounts, Exchange
 from torchbagua.collectives.wire_rows import WireRows
-from torchbagua.compressors import Compressor, TensorSpec
 
 
 class AllGather:
@@ -20,36 +16,13 @@ class AllGather:
     way; on a GPU all are decoded at once. Scratch memory, one wire, is the communicator's.
 
     Args:
-        communicator: whose ranks take part.
-        compressor: makes bytes of chunks; it encodes the tensor's dtype.
-        spec: the tensor.
-        cuts: where chunks begin and end, one for each rank, see `TensorSpec.even_cuts`; default: even ones.
-
-    Attributes:
-        rows: how the tensor lies on the wire.
-        own: the elements of this rank's chunk.
-
-    Raises:
-        ValueError: `cuts` are none of this tensor.
+        rows: the tensor's chunks, and how they lie on the wire.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        compressor: Compressor,
-        spec: TensorSpec,
-        cuts: Sequence[int] | None = None,
-        *,
-        rows: WireRows | None = None,
-    ) -> None:
-        self.rows = rows or WireRows(communicator, compressor, spec, cuts)
-        self.own = self.rows.layout.elements[communicator.rank]
-        self._communicator = communicator
-        self._compressor = compressor
-        own_length = self.rows.lengths[communicator.rank]
-        self._counts = ElementCounts(
-            [own_length] * communicator.size, self.rows.lengths, element_bytes=spec.dtype.itemsize
-        )
+    def __init__(self, rows: WireRows) -> None:
+        self.rows = rows
+        own_length = rows.lengths[rows.rank]
+        self._counts = ElementCounts([own_length] * len(rows.lengths), rows.lengths, rows.element_bytes)
 
     def __call__(self, x_L: torch.Tensor, out_N: torch.Tensor) -> None:
         """Write to `out_N` the chunks of all ranks, of which own one is `x_L`.
@@ -58,13 +31,13 @@ class AllGather:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
         gathering = self.begin(out_N)
-        with self.rows.span("encode", "all_gather", self._communicator.rank):
-            self._compressor.encode(x_L, self.rows.own_layout, gathering.own_wire)
+        with self.rows.span("encode", "all_gather", self.rows.rank):
+            self.rows.compressor.encode(x_L, self.rows.own_layout, gathering.own_wire)
         gathering.run()
 
     def begin(self, out_N: torch.Tensor) -> "Gathering":
         """Return a gathering into `out_N`, whose receives may be posted already."""
-        return Gathering(self._communicator, self._compressor, self.rows, self._counts, out_N)
+        return Gathering(self.rows, self._counts, out_N)
 
 
 class Gathering:
@@ -77,25 +50,16 @@ class Gathering:
         own_wire: memory for the wire of own chunk.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        compressor: Compressor,
-        rows: WireRows,
-        counts: ElementCounts,
-        out_N: torch.Tensor,
-    ) -> None:
-        self._rank = communicator.rank
-        self._compressor = compressor
+    def __init__(self, rows: WireRows, counts: ElementCounts, out_N: torch.Tensor) -> None:
         self._rows = rows
         self._counts = counts
         self._out_N = out_N
         self._wire_W = rows.wire(out_N)
-        self.own_wire = self._wire_W[rows.layout.rows[self._rank]]
+        self.own_wire = self._wire_W[rows.layout.rows[rows.rank]]
         self._exchange: Exchange | None = None
         if not rows.are_equal:
             wires = [self._wire_W[row] for row in rows.layout.rows]
-            self._exchange = Exchange(communicator, "all_gather", wires, rows.name, counts=counts)
+            self._exchange = Exchange(rows.communicator, "all_gather", wires, rows.name, counts=counts)
 
     def expect(self) -> None:
         """Let the first sender send; worth a call where the caller computes before it runs."""
@@ -108,19 +72,20 @@ class Gathering:
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
+        rows = self._rows
         if self._exchange is None:
-            self._rows.all_gather(self._wire_W, self.own_wire, self._counts)
-        elif self._rows.are_coded_at_once:
+            rows.all_gather(self._wire_W, self.own_wire, self._counts)
+        elif rows.are_coded_at_once:
             self._exchange.run(lambda peer: self.own_wire)
         else:
             self._exchange.run(lambda peer: self.own_wire, self._decode)
-            self._decode(self._rank)
+            self._decode(rows.rank)
             return
-        with self._rows.span("decode", "all_gather"):
-            self._compressor.decode(self._wire_W, self._rows.layout, self._out_N)
+        with rows.span("decode", "all_gather"):
+            rows.compressor.decode(self._wire_W, rows.layout, self._out_N)
 
     def _decode(self, peer: int) -> None:
         rows = self._rows
         with rows.span("decode", "all_gather", peer):
             wire_W = self._wire_W[rows.layout.rows[peer]]
-            self._compressor.decode(wire_W, rows.chunks[peer], self._out_N[rows.layout.elements[peer]])
+            rows.compressor.decode(wire_W, rows.chunks[peer], self._out_N[rows.layout.elements[peer]])

@@ -10,6 +10,7 @@ from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.exchange import Exchange
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.reduce_scatter import ReduceScatter
+from torchbagua.collectives.wire_rows import WireRows
 from torchbagua.compressors import Compressor, Identity, TensorSpec, by_name, sum_dtype
 
 T = TypeVar("T")
@@ -80,7 +81,9 @@ class GroupOperations(NodeGroups):
         if self.size > 1:
             spec = _spec(every.view(-1), name)
             cuts = [rank * flat.numel() for rank in range(self.size + 1)]
-            gather = self._collective(("all_gather", spec), lambda: AllGather(self.world, Identity(), spec, cuts))
+            gather = self._collective(
+                ("all_gather", spec), lambda: AllGather(WireRows(self.world, Identity(), spec, cuts))
+            )
             gather(every[self.rank], every.view(-1))
         return _like(every, x).view(self.size, *x.shape)
 
@@ -107,11 +110,9 @@ class GroupOperations(NodeGroups):
         own = flat[self.rank * length :][:length].clone()
         if self.size > 1:
             spec = _spec(flat, name)
-            cuts = [rank * length for rank in range(self.size + 1)]
             divisor = float(self.size) if average else 1.0
             scatter = self._collective(
-                ("reduce_scatter", spec, divisor),
-                lambda: ReduceScatter(self.world, Identity(), spec, cuts, divisor=divisor),
+                ("reduce_scatter", spec, divisor), lambda: ReduceScatter(self._equal_rows(spec), divisor=divisor)
             )
             total = own.to(sum_dtype(own.dtype))
             scatter(flat, total)
@@ -155,6 +156,11 @@ class GroupOperations(NodeGroups):
         nothing = next(iter((*sends.values(), *receives.values()))).new_empty(0)
         of_all = {source: receives.get(source, nothing) for _, source in rounds}
         Exchange(self.world, "peer_exchange", of_all, name, rounds).run(lambda target: sends.get(target, nothing))
+
+    def _equal_rows(self, spec: TensorSpec) -> WireRows:
+        """Return the tensor's rows, where each rank has as many of its elements as any other."""
+        length = spec.num_elements // self.size
+        return WireRows(self.world, Identity(), spec, [rank * length for rank in range(self.size + 1)])
 
     def _collective(self, key: object, make: Callable[[], T]) -> T:
         if key not in self._collectives:

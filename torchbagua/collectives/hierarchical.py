@@ -12,6 +12,7 @@ from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.reduce_scatter import ReduceScatter
+from torchbagua.collectives.wire_rows import WireRows
 from torchbagua.compressors import Identity, TensorSpec, sum_dtype
 from torchbagua.compressors.cast import sum_of_rows, typed
 
@@ -47,14 +48,13 @@ class Hierarchical:
         cuts = spec.even_cuts(group.num_shards, block_elements)
         # Ranks of larger nodes that own no shard still send and receive.
         cuts += (spec.num_elements,) * (node.size - group.num_shards)
-        self._node = node
-        self._name = spec.name
         self._dtype = spec.dtype
-        self._scatter = ReduceScatter(node, Identity(), spec, cuts)
-        self._gather = AllGather(node, Identity(), spec, rows=self._scatter.rows)
+        self._rows = WireRows(node, Identity(), spec, cuts)
+        self._scatter = ReduceScatter(self._rows)
+        self._gather = AllGather(self._rows)
         self._between_nodes: BetweenNodes | None = None
         if group.inter_node is not None:
-            shard = self._scatter.own
+            shard = self._rows.own
             shard_spec = spec.part(shard, sum_dtype(spec.dtype))
             self._between_nodes = between_nodes(group.inter_node, shard, shard_spec)
 
@@ -71,8 +71,8 @@ class Hierarchical:
         rows_RW = scattering.run()
         gathering.expect()
         if self._between_nodes is not None:
-            own_L = x_N[self._scatter.own]
-            with self._scatter.rows.span("reduce", "all_to_all", self._node.rank):
+            own_L = x_N[self._rows.own]
+            with self._rows.span("reduce", "all_to_all", self._rows.rank):
                 sum_L = sum_of_rows(typed(rows_RW, self._dtype))
             self._between_nodes(sum_L, *details)
             own_L.copy_(sum_L)

@@ -3,16 +3,13 @@
 Shape suffixes: N elements, W wire bytes, R ranks, L elements of a chunk.
 """
 
-from collections.abc import Sequence
-
 import torch
 
-from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.encoding_error import EncodingError
 from torchbagua.collectives.error_feedback import Residual
 from torchbagua.collectives.exchange import ElementCounts, Exchange
 from torchbagua.collectives.wire_rows import WireRows
-from torchbagua.compressors import Compressor, TensorSpec, WireLayout
+from torchbagua.compressors import WireLayout
 
 
 class ReduceScatter:
@@ -26,43 +23,19 @@ class ReduceScatter:
     once. Scratch memory, one wire and the rows that are received, is the communicator's.
 
     Args:
-        communicator: whose ranks take part.
-        compressor: makes bytes of chunks; it encodes the tensor's dtype.
-        spec: the tensor.
-        cuts: where chunks begin and end, one for each rank, see `TensorSpec.even_cuts`; default: even ones.
+        rows: the tensor's chunks, and how they lie on the wire.
         divisor: of the sum.
         residual: what compression left out before is added to the tensor, float32, and what it leaves out now is
             staged there; it has the tensor's elements.
-
-    Attributes:
-        rows: how the tensor lies on the wire.
-        own: the elements of this rank's chunk.
-
-    Raises:
-        ValueError: `cuts` are none of this tensor.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        compressor: Compressor,
-        spec: TensorSpec,
-        cuts: Sequence[int] | None = None,
-        *,
-        divisor: float = 1.0,
-        residual: Residual | None = None,
-    ) -> None:
-        self.rows = WireRows(communicator, compressor, spec, cuts)
-        self.own = self.rows.layout.elements[communicator.rank]
-        self._communicator = communicator
-        self._compressor = compressor
+    def __init__(self, rows: WireRows, *, divisor: float = 1.0, residual: Residual | None = None) -> None:
+        self.rows = rows
         self._divisor = divisor
         self._residual = residual
-        own_length = self.rows.lengths[communicator.rank]
-        self._counts = ElementCounts(
-            self.rows.lengths, [own_length] * communicator.size, element_bytes=spec.dtype.itemsize
-        )
-        self._error = EncodingError(communicator.tracer, compressor, self.rows.own_layout, spec.name)
+        own_length = rows.lengths[rows.rank]
+        self._counts = ElementCounts(rows.lengths, [own_length] * len(rows.lengths), rows.element_bytes)
+        self._error = EncodingError(rows.communicator.tracer, rows.compressor, rows.own_layout, rows.name)
 
     def __call__(self, x_N: torch.Tensor, out_L: torch.Tensor) -> None:
         """Write the mean of own chunk to `out_L`, in the dtype that sums are formed in. What `x_N` holds then is open.
@@ -72,23 +45,23 @@ class ReduceScatter:
         """
         rows_RW = self.begin(x_N).run()
         if out_L.numel():
-            with self.rows.span("reduce", "all_to_all", self._communicator.rank):
-                self._compressor.decode_mean(rows_RW, self.rows.own_layout, self._divisor, out_L)
+            with self.rows.span("reduce", "all_to_all", self.rows.rank):
+                self.rows.compressor.decode_mean(rows_RW, self.rows.own_layout, self._divisor, out_L)
 
     def begin(self, x_N: torch.Tensor) -> "Scattering":
         """Return a scattering of `x_N`, whose receives may be posted already."""
-        return Scattering(self, self._communicator, self._counts, x_N)
+        return Scattering(self, self._counts, x_N)
 
     def encode_all(self, x_N: torch.Tensor, wire_W: torch.Tensor) -> None:
         """Encode all chunks into `wire_W`."""
         self._encode(x_N, self.rows.layout, wire_W, slice(0, len(x_N)))
-        self._tell_error(x_N[self.own], wire_W[self.rows.layout.rows[self._communicator.rank]])
+        self._tell_error(x_N[self.rows.own], wire_W[self.rows.layout.rows[self.rows.rank]])
 
     def encode_chunk(self, x_N: torch.Tensor, peer: int, wire_W: torch.Tensor) -> torch.Tensor:
         """Encode the chunk that `peer` owns into `wire_W`, and return that."""
         elements = self.rows.layout.elements[peer]
         self._encode(x_N[elements], self.rows.chunks[peer], wire_W, elements, peer)
-        if peer == self._communicator.rank:
+        if peer == self.rows.rank:
             self._tell_error(x_N[elements], wire_W)
         return wire_W
 
@@ -97,33 +70,30 @@ class ReduceScatter:
     ) -> None:
         with self.rows.span("encode", "all_to_all", peer):
             if self._residual is None:
-                self._compressor.encode(x_L, layout, wire_W)
+                self.rows.compressor.encode(x_L, layout, wire_W)
             else:
-                self._residual.encode(x_L, self._compressor, layout, wire_W, elements)
+                self._residual.encode(x_L, self.rows.compressor, layout, wire_W, elements)
 
     def _tell_error(self, x_L: torch.Tensor, wire_W: torch.Tensor) -> None:
         """Tell observers what encoding own chunk has left out of it."""
         if self._error.is_wanted:
-            self._error.tell(x_L, wire_W, None if self._residual is None else self._residual.staged(self.own))
+            self._error.tell(x_L, wire_W, None if self._residual is None else self._residual.staged(self.rows.own))
 
 
 class Scattering:
     """One reduce-scatter under way, up to the sum."""
 
-    def __init__(
-        self, scatter: ReduceScatter, communicator: Communicator, counts: ElementCounts, x_N: torch.Tensor
-    ) -> None:
+    def __init__(self, scatter: ReduceScatter, counts: ElementCounts, x_N: torch.Tensor) -> None:
         rows = scatter.rows
         self._scatter = scatter
-        self._rank = communicator.rank
         self._counts = counts
         self._x_N = x_N
         self._wire_W = rows.wire(x_N)
-        size, row_bytes = communicator.size, rows.own_layout.num_bytes
-        self._rows_RW = communicator.scratch("rows", size * row_bytes, x_N.device).view(size, row_bytes)
+        self._rows_RW = rows.received(x_N.device)
         self._exchange: Exchange | None = None
         if not rows.are_equal:
-            self._exchange = Exchange(communicator, "all_to_all", list(self._rows_RW), rows.name, counts=counts)
+            received = list(self._rows_RW)
+            self._exchange = Exchange(rows.communicator, "all_to_all", received, rows.name, counts=counts)
             self._exchange.expect()
 
     def run(self) -> torch.Tensor:
@@ -141,9 +111,9 @@ class Scattering:
         wires = [wire_W[row] for row in rows.layout.rows]
         if rows.are_coded_at_once:
             scatter.encode_all(x_N, wire_W)
-            rows_RW[self._rank].copy_(wires[self._rank])
+            rows_RW[rows.rank].copy_(wires[rows.rank])
             self._exchange.run(lambda peer: wires[peer])
         else:
-            scatter.encode_chunk(x_N, self._rank, rows_RW[self._rank])
+            scatter.encode_chunk(x_N, rows.rank, rows_RW[rows.rank])
             self._exchange.run(lambda peer: scatter.encode_chunk(x_N, peer, wires[peer]))
         return rows_RW

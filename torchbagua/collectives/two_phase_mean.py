@@ -9,6 +9,7 @@ from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals, tell_residuals
 from torchbagua.collectives.reduce_scatter import ReduceScatter
+from torchbagua.collectives.wire_rows import WireRows
 from torchbagua.compressors import Compressor, TensorSpec
 
 
@@ -39,9 +40,6 @@ class TwoPhaseMean:
         residuals: TwoPhaseResiduals | None = None,
         start: int = 0,
     ) -> None:
-        self._communicator = communicator
-        self._compressor = compressor
-        self._name = spec.name
         self._divisor = divisor
         self._residuals = residuals
         cuts = spec.even_cuts(communicator.size, compressor.block_elements)
@@ -51,8 +49,9 @@ class TwoPhaseMean:
                 sent=slice(start, start + spec.num_elements), mean=slice(start + own.start, start + own.stop)
             )
         sent = None if residuals is None else residuals.sent
-        self._scatter = ReduceScatter(communicator, compressor, spec, cuts, divisor=divisor, residual=sent)
-        self._gather = AllGather(communicator, compressor, spec, rows=self._scatter.rows)
+        self._rows = WireRows(communicator, compressor, spec, cuts)
+        self._scatter = ReduceScatter(self._rows, divisor=divisor, residual=sent)
+        self._gather = AllGather(self._rows)
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
         """Write the mean of `x_N` over the ranks to `out_N`, another tensor like it; by default in place.
@@ -66,17 +65,18 @@ class TwoPhaseMean:
         rows_RW = scattering.run()
         gathering.expect()
         if rows_RW.numel():
-            with self._scatter.rows.span("reduce", "all_to_all", self._communicator.rank):
-                self._form_mean(rows_RW, out_N[self._scatter.own], gathering.own_wire)
+            with self._rows.span("reduce", "all_to_all", self._rows.rank):
+                self._form_mean(rows_RW, out_N[self._rows.own], gathering.own_wire)
         gathering.run()
-        if self._residuals is not None and self._communicator.tracer.samples:
-            tell_residuals(self._communicator.tracer, self._name, self._residuals)
+        tracer = self._rows.communicator.tracer
+        if self._residuals is not None and tracer.samples:
+            tell_residuals(tracer, self._rows.name, self._residuals)
 
     def _form_mean(self, rows_RW: torch.Tensor, mean_L: torch.Tensor, mean_W: torch.Tensor) -> None:
         """Write the encoded mean of own chunk's copies to `mean_W`; `mean_L` is memory for it."""
-        layout = self._scatter.rows.own_layout
+        layout = self._rows.own_layout
         if self._residuals is None:
-            self._compressor.decode_mean_encode(rows_RW, layout, self._divisor, mean_W)
+            self._rows.compressor.decode_mean_encode(rows_RW, layout, self._divisor, mean_W)
             return
-        self._compressor.decode_mean(rows_RW, layout, self._divisor, mean_L)
-        self._residuals.mean.encode(mean_L, self._compressor, layout, mean_W, slice(0, len(mean_L)))
+        self._rows.compressor.decode_mean(rows_RW, layout, self._divisor, mean_L)
+        self._residuals.mean.encode(mean_L, self._rows.compressor, layout, mean_W, slice(0, len(mean_L)))

@@ -23,46 +23,59 @@ class WireRows:
 
     Args:
         communicator: whose ranks own the chunks.
-        compressor: makes bytes of them.
+        compressor: makes bytes of them; it encodes the tensor's dtype.
         spec: the tensor.
-        cuts: where chunks begin and end; default: even ones.
+        cuts: where chunks begin and end, one for each rank, see `TensorSpec.even_cuts`; default: even ones.
 
     Attributes:
-        name: the tensor's.
+        communicator, compressor: the same.
+        name, element_bytes: the tensor's.
+        rank: own place in the communicator.
         layout: of all chunks.
-        own_layout: of this rank's chunk, in a tensor and a wire of its own.
+        own: the elements of this rank's chunk.
+        own_layout: of that chunk, in a tensor and a wire of its own.
         lengths: elements of each chunk.
         are_equal: whether rows are of equal length, and NCCL moves all of them with one call of its own.
         are_coded_at_once: whether one launch encodes or decodes all chunks, as on a GPU; else it is done chunk by
             chunk, while others are under way.
+
+    Raises:
+        ValueError: `cuts` are none of this tensor.
     """
 
     def __init__(
         self, communicator: Communicator, compressor: Compressor, spec: TensorSpec, cuts: Sequence[int] | None = None
     ) -> None:
+        self.communicator = communicator
+        self.compressor = compressor
         self.name = spec.name
-        self._communicator = communicator
-        self._element_bytes = spec.dtype.itemsize
-        self._is_in_place = compressor.in_place
+        self.element_bytes = spec.dtype.itemsize
+        self.rank = communicator.rank
         is_on_nccl = communicator.is_on_nccl(torch.empty(0, dtype=spec.dtype, device=spec.device))
         self.are_equal = is_on_nccl and not compressor.in_place
         self.are_coded_at_once = is_on_nccl or spec.device.type == "cuda"
         if cuts is None:
             cuts = spec.even_cuts(communicator.size, compressor.block_elements)
         self.layout = compressor.layout(spec, cuts, equal_rows=self.are_equal)
-        self.own_layout = self.layout.chunk(communicator.rank)
+        self.own = self.layout.elements[self.rank]
+        self.own_layout = self.layout.chunk(self.rank)
         self.lengths = [elements.stop - elements.start for elements in self.layout.elements]
 
     @cached_property
     def chunks(self) -> list[WireLayout]:
         """The layout of each chunk, in a tensor and a wire of its own."""
-        return [self.layout.chunk(rank) for rank in range(self._communicator.size)]
+        return [self.layout.chunk(rank) for rank in range(self.communicator.size)]
 
     def wire(self, x_N: torch.Tensor) -> torch.Tensor:
         """Return memory for the wire of `x_N`: its own, or the communicator's scratch."""
-        if self._is_in_place:
+        if self.compressor.in_place:
             return x_N.view(torch.uint8)
-        return self._communicator.scratch("wire", self.layout.num_bytes, x_N.device)
+        return self.communicator.scratch("wire", self.layout.num_bytes, x_N.device)
+
+    def received(self, device: torch.device) -> torch.Tensor:
+        """Return memory for own row from each rank, [R, W]: the communicator's scratch."""
+        size, row_bytes = self.communicator.size, self.own_layout.num_bytes
+        return self.communicator.scratch("rows", size * row_bytes, device).view(size, row_bytes)
 
     def all_to_all(self, rows_RW: torch.Tensor, wire_W: torch.Tensor, counts: ElementCounts) -> None:
         """Send the rows of `wire_W` to their ranks and receive own row from all, over NCCL, where rows are equal."""
@@ -76,15 +89,15 @@ class WireRows:
 
     def span(self, phase: Phase, operation: str, peer: int | None = None) -> Span:
         """Return a phase of the work on the chunk that `peer` owns, or on all chunks."""
-        if self._communicator.tracer.is_idle:
+        if self.communicator.tracer.is_idle:
             return NO_SPAN
         num_elements = sum(self.lengths) if peer is None else self.lengths[peer]
         row = slice(0, self.layout.num_bytes) if peer is None else self.layout.rows[peer]
         details = self._details(operation, num_elements, row.stop - row.start)
-        return self._communicator.span(phase, details)
+        return self.communicator.span(phase, details)
 
     def _launched(self, operation: str, counts: ElementCounts) -> AbstractContextManager[dist.ProcessGroup]:
-        communicator = self._communicator
+        communicator = self.communicator
         row_bytes = self.own_layout.num_bytes
 
         def messages() -> list[Span]:
@@ -105,6 +118,6 @@ class WireRows:
             operation,
             self.name,
             num_elements=num_elements,
-            raw_bytes=num_elements * self._element_bytes,
+            raw_bytes=num_elements * self.element_bytes,
             wire_bytes=wire_bytes,
         )
