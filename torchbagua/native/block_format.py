@@ -165,9 +165,10 @@ CODECS: dict[str, BlockFormat] = {}
 
 def register_codec(codec: BlockFormat) -> None:
     """Make a codec's operations `torchbagua::<name>_encode` and so on: the last line of its file."""
-    CODECS[codec.name] = codec
-    register(f"{codec.name}_encode", codec._check_encode, codec.encode, ("wire",))
-    register(f"{codec.name}_decode", codec._check_decode, codec.decode, ("x",))
-    register(f"{codec.name}_decode_mean", codec._check_decode_mean, codec.decode_mean, ("x",))
-    register(f"{codec.name}_decode_mean_encode", codec._check_decode_mean_encode, codec.decode_mean_encode, ("wire",))
-    register(f"{codec.name}_encode_feedback", codec._check_encode_feedback, codec.encode_feedback, ("wire", "left_out"))
+    name = codec.name
+    CODECS[name] = codec
+    register(name, "encode", codec._check_encode, codec.encode, ("wire",))
+    register(name, "decode", codec._check_decode, codec.decode, ("x",))
+    register(name, "decode_mean", codec._check_decode_mean, codec.decode_mean, ("x",))
+    register(name, "decode_mean_encode", codec._check_decode_mean_encode, codec.decode_mean_encode, ("wire",))
+    register(name, "encode_feedback", codec._check_encode_feedback, codec.encode_feedback, ("wire", "left_out"))

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchbagua.native.block_format import CODECS
 from torchbagua.native.cuda_driver import Driver, LoadedKernels, Parameter
 from torchbagua.native.nvrtc import OLDEST_ARCHITECTURE, Compiler
 from torchbagua.native.operations import OPERATIONS
@@ -51,9 +50,8 @@ class CudaKernels:
 
         A codec that has none among the sources keeps its plain torch.
         """
-        without = tuple(f"{codec}_" for codec in CODECS if not self._compiler.has_source(f"kernels/{codec}.cuh"))
-        for name in OPERATIONS:
-            if not name.startswith(without):
+        for name, operation in OPERATIONS.items():
+            if self._compiler.has_source(f"kernels/{operation.family}.cuh"):
                 torch.library.impl(f"torchbagua::{name}", "cuda", functools.partial(self.call, name))
 
     def call(self, name: str, *arguments: Any, **numbers: float) -> None:

@@ -23,11 +23,13 @@ class Operation:
     """One operation; called, it checks its arguments and computes in plain torch.
 
     Attributes:
-        name: `torchbagua::<name>`.
+        family: what it belongs to, a codec's name or "qadam"; the file of its CUDA kernels is called so.
+        name: `torchbagua::<name>`, the family and what is done.
         check: raises ValueError for arguments that no kernel may be given.
         compute: does it, for any device.
     """
 
+    family: str
     name: str
     check: Callable[..., None]
     compute: Callable[..., None]
@@ -41,9 +43,12 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {}
 
 
-def register(name: str, check: Callable[..., None], compute: Callable[..., None], writes: tuple[str, ...]) -> None:
-    """Add an operation to the table and give it to torch; `writes` names the arguments that it writes."""
-    operation = OPERATIONS[name] = Operation(name, check, compute)
+def register(
+    family: str, suffix: str, check: Callable[..., None], compute: Callable[..., None], writes: tuple[str, ...]
+) -> None:
+    """Add the operation `<family>_<suffix>` to the table, and give it to torch; `writes` names what it writes."""
+    name = f"{family}_{suffix}"
+    operation = OPERATIONS[name] = Operation(family, name, check, compute)
     torch.library.define(f"torchbagua::{name}", torch.library.infer_schema(compute, mutates_args=writes))
     torch.library.impl(f"torchbagua::{name}", "default", operation.__call__)
     # Without it the plain torch would run on tensors that have no values.

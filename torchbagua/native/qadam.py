@@ -95,6 +95,6 @@ def _check_length(operation: str, name: str, tensors: list[Tensor], length: int)
         raise refusal(operation, name, f"a list of {length} tensors", f"a list of {len(tensors)}")
 
 
-register("qadam_update", _check_update, qadam_update, ("weights", "momenta"))
-register("qadam_form_momenta", _check_form_momenta, qadam_form_momenta, ("gradients",))
-register("qadam_form_gradients", _check_form_gradients, qadam_form_gradients, ("averages",))
+register("qadam", "update", _check_update, qadam_update, ("weights", "momenta"))
+register("qadam", "form_momenta", _check_form_momenta, qadam_form_momenta, ("gradients",))
+register("qadam", "form_gradients", _check_form_gradients, qadam_form_gradients, ("averages",))
