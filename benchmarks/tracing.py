@@ -34,13 +34,15 @@ from table import table
 from timing import alternated
 
 STEP_MS = 50.0
-STEPS_PER_TURN = 10
+# Long enough that what a trace writes on its own thread, twice a second, is written in its own turn.
+STEPS_PER_TURN = 40
+STEPS_PER_POINT = 10
 WIDTH, NUM_LAYERS, BUCKET_CAP_MB = 512, 24, 8  # 6.3 M parameters
 
 
 def contestants(folder: Path) -> dict[str, list[tb.Observer]]:
     """What listens to each copy of the model."""
-    traces = [tb.traces.TensorBoardTrace(folder, STEPS_PER_TURN), tb.traces.PerfettoTrace(folder)]
+    traces = [tb.traces.TensorBoardTrace(folder, STEPS_PER_POINT), tb.traces.PerfettoTrace(folder)]
     return {
         "no observer": [],
         "no observer, again": [],  # what this differs by is noise
