@@ -71,7 +71,7 @@ def test_wire_bytes_is_what_layout_uses(compressor: Compressor, num_elements: in
     for chunk, (first, last) in enumerate(itertools.pairwise(cuts)):
         num_blocks = bounds.index(last) - bounds.index(first)
         promised = compressor.wire_bytes(last - first, num_blocks, torch.float32)
-        row = layout.rows[chunk]
+        row = layout.byte_slices[chunk]
         assert row.stop - row.start == promised
         if not compressor.in_place:
             assert row.start % 32 == 0
@@ -80,7 +80,7 @@ def test_wire_bytes_is_what_layout_uses(compressor: Compressor, num_elements: in
         assert torch.all((header >= row.start) & (payload + payload_bytes <= row.stop))
         assert torch.all(payload[1:] == (payload + payload_bytes)[:-1])
         assert torch.all((start >= layout.elements[chunk].start) & (start + length_ <= layout.elements[chunk].stop))
-    assert layout.num_bytes == sum(row.stop - row.start for row in layout.rows)
+    assert layout.num_bytes == sum(row.stop - row.start for row in layout.byte_slices)
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
@@ -155,7 +155,7 @@ def test_what_a_wire_decodes_to_does_not_depend_on_how_blocks_are_dealt(
         decoded.append(torch.empty_like(x))
         for chunk in range(chunks):
             alone = layout.chunk(chunk)
-            compressor.decode(wire[layout.rows[chunk]], alone, decoded[-1][layout.elements[chunk]])
+            compressor.decode(wire[layout.byte_slices[chunk]], alone, decoded[-1][layout.elements[chunk]])
     assert torch.equal(decoded[0].view(torch.int32), decoded[1].view(torch.int32))
     assert decoded[0][: min(16, segments[0])].isnan().all()
     assert decoded[0][16:].isfinite().all()

@@ -16,7 +16,7 @@ from torchbagua import side_stream
 from torchbagua.collectives import TwoPhaseResiduals, centralized_mean, staging
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.wire_rows import WireRows
+from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.compressors import Cast, Identity, MinMaxUInt8, Sign1Bit, TensorSpec
 from torchbagua.lane import Lane
 from torchbagua.side_stream import StreamHandoff
@@ -106,13 +106,13 @@ def test_what_is_coded_at_once_and_sent_by_gloo_has_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, compressor: Any, nodes: list[int]
 ) -> None:
     expected = mean_of_ranks(compressor, nodes)
-    make = WireRows.__init__
+    make = RankChunks.__init__
 
-    def of_a_gpu(rows: WireRows, *arguments: Any, **options: Any) -> None:
+    def of_a_gpu(rows: RankChunks, *arguments: Any, **options: Any) -> None:
         make(rows, *arguments, **options)
         rows.are_coded_at_once = True
 
-    monkeypatch.setattr(WireRows, "__init__", of_a_gpu)
+    monkeypatch.setattr(RankChunks, "__init__", of_a_gpu)
     found = mean_of_ranks(compressor, nodes)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 

@@ -169,7 +169,7 @@ def test_nccl_moves_what_an_exchange_and_a_mean_send(group: dist.ProcessGroup, g
     x = torch.arange(1000, dtype=torch.float32, device=gpu)
     for is_private in (False, True):
         if is_private:
-            own.use_private_nccl()
+            own.open_private_nccl()
             own.connect_nccl(gpu)
         received = torch.zeros_like(x)
         exchange = Exchange(own.world, "all_to_all", [received], "bucket 0", [(0, 0)])
@@ -181,6 +181,6 @@ def test_nccl_moves_what_an_exchange_and_a_mean_send(group: dist.ProcessGroup, g
         assert torch.equal(mean, x / 2)
         assert (own.world.nccl is group) != is_private
     own.wait_for_gpu(gpu, "the end")
-    assert not own.watch()
+    assert not own.poll_nccl()
     own.shut_down_nccl()
     own.close()

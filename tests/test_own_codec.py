@@ -76,7 +76,7 @@ def test_its_rows_are_as_long_as_it_says() -> None:
     spec = TensorSpec(SEGMENTS, torch.float32, torch.device("cpu"), "x")
     layout = codec.layout(spec, spec.even_cuts(3, codec.block_elements))
     bounds = spec.block_bounds(64).tolist()
-    for row, (first, last) in zip(layout.rows, itertools.pairwise(spec.even_cuts(3, 64)), strict=True):
+    for row, (first, last) in zip(layout.byte_slices, itertools.pairwise(spec.even_cuts(3, 64)), strict=True):
         assert row.stop - row.start == codec.wire_bytes(
             last - first, bounds.index(last) - bounds.index(first), spec.dtype
         )

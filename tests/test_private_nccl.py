@@ -229,8 +229,8 @@ def test_a_rank_that_does_not_come_to_connect_is_an_error_within_the_timeout(ncc
 def watched_lane(group: dist.ProcessGroup) -> tuple[tb.BaguaProcessGroup, Lane]:
     """The group and the lane of a weight algorithm."""
     own = tb.BaguaProcessGroup(group, timeout=SHORT)
-    own.use_private_nccl()
-    return own, Lane("watched", on_failure=own.close, watch=own.watch)
+    own.open_private_nccl()
+    return own, Lane("watched", on_failure=own.close, poll=own.poll_nccl)
 
 
 OVERDUE = (

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torchbagua as tb
 from oracle import ordered_sum, quantise
 from ranks import run_ranks
-from torchbagua.collectives import AllGather, ReduceScatter, WireRows
+from torchbagua.collectives import AllGather, RankChunks, ReduceScatter
 from torchbagua.compressors import Compressor, Identity, MinMaxUInt8, TensorSpec
 
 BLOCK = 16
@@ -35,7 +35,7 @@ def test_each_rank_gets_the_mean_of_its_own_row(size: int, compressor: Compresso
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         own = tb.BaguaProcessGroup(group)
-        scatter = ReduceScatter(WireRows(own.world, compressor, spec, cuts), divisor=3.0)
+        scatter = ReduceScatter(RankChunks(own.world, compressor, spec, cuts), divisor=3.0)
         out = torch.full((sum(ROW),), torch.nan)
         for _ in range(2):
             scatter(values[group.rank()].clone(), out)
@@ -57,7 +57,7 @@ def test_all_ranks_get_all_rows(compressor: Compressor) -> None:
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         own = tb.BaguaProcessGroup(group)
         out = torch.full((spec.num_elements,), torch.nan)
-        AllGather(WireRows(own.world, compressor, spec, cuts))(values[group.rank()], out)
+        AllGather(RankChunks(own.world, compressor, spec, cuts))(values[group.rank()], out)
         own.close()
         return out
 
@@ -82,10 +82,10 @@ def test_cuts_that_are_none(cuts: list[int], message: str) -> None:
 
 def test_rows_can_be_of_equal_length() -> None:
     spec = TensorSpec((100, 10), torch.float32, torch.device("cpu"), "x")
-    layout = MinMaxUInt8(BLOCK).layout(spec, [0, 96, 110], equal_rows=True)
+    layout = MinMaxUInt8(BLOCK).layout(spec, [0, 96, 110], equal_bytes=True)
     alone = MinMaxUInt8(BLOCK).layout(spec, [0, 96, 110])
-    assert [row.stop - row.start for row in alone.rows] == [160, 32]
-    assert [row.stop - row.start for row in layout.rows] == [160, 160]
+    assert [row.stop - row.start for row in alone.byte_slices] == [160, 32]
+    assert [row.stop - row.start for row in layout.byte_slices] == [160, 160]
     x, decoded = torch.arange(110.0), torch.empty(110)
     for one in (layout, alone):
         wire = torch.zeros(one.num_bytes, dtype=torch.uint8)

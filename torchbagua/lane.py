@@ -1,4 +1,4 @@
-"""The lane: what runs an algorithm's communication in one order, beside the training thread."""
+"""The lane: what runs an algorithm's communication in one order, beside training."""
 
 import atexit
 import queue
@@ -17,14 +17,15 @@ from torchbagua.torch_private import future_of
 
 T = TypeVar("T")
 
-_WATCH_EVERY_S = 0.05
+_POLL_EVERY_S = 0.05
 
 
 class Lane:
-    """Runs jobs one after the other on a daemon thread, which starts with the first job and ends with `close`.
+    """Runs jobs in one order: `submit` on a thread of its own, `launch` at once on the caller's.
 
-    All ranks submit the same jobs in the same order, so whatever the jobs send is matched. A job that raises ends the
-    lane, since the jobs behind it would pair with different jobs of other ranks: they all fail with the same error.
+    All ranks submit, or launch, the same jobs in the same order, so whatever these send is matched. A job that raises
+    ends the lane, since the jobs behind it would pair with different jobs of other ranks: they all fail with the same
+    error. The thread is a daemon, which starts with the first job that is submitted and ends with `close`.
 
     Once tensors of a GPU are known to be worked on (`use_gpu`), all is done on one stream of it: after what the
     submitting thread's stream has done by then, and before what the stream of a thread does that waits for the job.
@@ -33,7 +34,7 @@ class Lane:
         name: of the thread.
         on_failure: called on the lane's thread when a job has raised, before anybody hears of it.
         waiting: entered while another thread waits for a job that is not done.
-        watch: asked on the lane's thread, between jobs, whether a GPU is still at what they have launched; then again
+        poll: asked on the lane's thread, between jobs, whether a GPU is still at what they have launched; then again
             until it is not. What it raises ends the lane, and every job raises it from then on.
     """
 
@@ -42,9 +43,9 @@ class Lane:
         name: str,
         on_failure: Callable[[], None],
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-        watch: Callable[[], bool] = lambda: False,
+        poll: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._worker = _Worker(on_failure, waiting, watch)
+        self._worker = _Worker(on_failure, waiting, poll)
         self._side: SideStream | None = None
         self._name = name
         self._lock = threading.Lock()  # nothing is queued behind the stop
@@ -68,6 +69,8 @@ class Lane:
 
     def launch(self, run: Callable[[], torch.Tensor]) -> "torch.futures.Future[torch.Tensor]":
         """Run `run` at once, on this thread and the lane's stream: it only launches kernels and NCCL's collectives.
+
+        Where it raises it has closed its groups itself, as a bucket does.
 
         Returns:
             A future of what it returns, whose waiter's stream waits for the lane's.
@@ -154,12 +157,12 @@ class Job(Generic[T]):
         self,
         run: Callable[[], T],
         waiting: Callable[[], AbstractContextManager[None]],
-        later_failure: Callable[[], BaseException | None],
+        late_failure: Callable[[], BaseException | None],
         side: SideStream | None,
     ) -> None:
         self._run = run
         self._waiting = waiting
-        self._later_failure = later_failure
+        self._late_failure = late_failure
         self._side = side
         self._ready = None if side is None else side.mark()
         self._failure: BaseException | None = None
@@ -174,10 +177,14 @@ class Job(Generic[T]):
         return self._done.done()
 
     def result(self) -> T:
-        """Wait until it is done, and return what it returned or raise what it raised."""
+        """Wait until it is done, and return what it returned or raise what it raised.
+
+        With a GPU, done means that all is launched: this thread's stream waits for the rest. What fails there later is
+        found by `poll`, and raised here from then on.
+        """
         with nullcontext() if self._done.done() else self._waiting():
             self._done.wait()  # this thread's stream too, where there is one
-        if (failure := self._later_failure()) is not None:
+        if (failure := self._late_failure()) is not None:
             raise failure
         return self._outcome()
 
@@ -216,18 +223,18 @@ class _Worker:
         self,
         on_failure: Callable[[], None],
         waiting: Callable[[], AbstractContextManager[None]],
-        watch: Callable[[], bool],
+        poll: Callable[[], bool],
     ) -> None:
         self._on_failure = on_failure
         self._waiting = waiting
-        self._watch = watch
-        self._launch_failure: BaseException | None = None  # of what jobs had launched and returned
+        self._poll = poll
+        self._late_failure: BaseException | None = None  # of what jobs had launched and returned
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # between a job that is queued and the failure after which none runs
         self.failure: BaseException | None = None
 
     def submit(self, run: Callable[[], T], side: SideStream | None) -> Job[T]:
-        job = Job(run, self._waiting, lambda: self._launch_failure, side)
+        job = Job(run, self._waiting, lambda: self._late_failure, side)
         with self._lock:
             if self.failure is None:
                 self._jobs.put(job)
@@ -254,7 +261,7 @@ class _Worker:
                 self.failure = error
             try:
                 if self._is_under_way():
-                    self._launch_failure = error
+                    self._late_failure = error
                 _clear_frames(error)
                 self._on_failure()
             finally:
@@ -267,14 +274,14 @@ class _Worker:
         return job is not None
 
     def _next_job(self) -> "Job[Any] | None":
-        """Wait for a job, and meanwhile watch what others have launched."""
-        while self._watch():
+        """Wait for a job, and meanwhile poll what the last ones have launched."""
+        while self._poll():
             with suppress(queue.Empty):
-                return self._jobs.get(timeout=_WATCH_EVERY_S)
+                return self._jobs.get(timeout=_POLL_EVERY_S)
         return self._jobs.get()
 
     def _is_under_way(self) -> bool:
         try:
-            return self._watch()
+            return self._poll()
         except BaseException:  # too long by now
             return True

@@ -147,9 +147,9 @@ class Algorithm:
         own |= {f"{type(self).__name__}'s argument {name}": value for name, value in self.arguments().items()}
         own.update(facts or {})
         if isinstance(process_group, BaguaProcessGroup):
-            group = process_group.duplicate(timeout=timeout, observers=observers, same_settings=own)
+            group = process_group.duplicate(timeout=timeout, observers=observers, must_agree=own)
         else:
-            group = BaguaProcessGroup(process_group, timeout=timeout, observers=observers, same_settings=own)
+            group = BaguaProcessGroup(process_group, timeout=timeout, observers=observers, must_agree=own)
         try:
             impl = self.make_impl(group)
             if not isinstance(impl, AlgorithmImpl):

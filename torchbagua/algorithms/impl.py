@@ -67,13 +67,13 @@ class AlgorithmImpl:
         self.process_group = process_group
         self.algorithm = algorithm
         if self.owns_buckets:
-            process_group.use_private_nccl()
+            process_group.open_private_nccl()
         self.tracer = process_group.tracer
         self.lane = Lane(
             f"torchbagua lane of {cls.__name__}",
             on_failure=process_group.close,
             waiting=partial(process_group.tracer.span, "wait"),
-            watch=process_group.watch,
+            poll=process_group.poll_nccl,
         )
         self.buckets: list[BaguaBucket] = []
         self.ignored_names: frozenset[str] = frozenset()

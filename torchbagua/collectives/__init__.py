@@ -11,9 +11,9 @@ from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.low_precision_ring import LowPrecisionRing, Replicas, low_precision_ring
 from torchbagua.collectives.neighbourhood_mean import NeighbourhoodMean, check_topology, neighbourhood_mean
 from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
-from torchbagua.collectives.wire_rows import WireRows
 
 __all__ = [
     "AllGather",
@@ -24,12 +24,12 @@ __all__ = [
     "LowPrecisionRing",
     "Mean",
     "NeighbourhoodMean",
+    "RankChunks",
     "ReduceScatter",
     "Replicas",
     "ResidualPair",
     "TwoPhaseMean",
     "TwoPhaseResiduals",
-    "WireRows",
     "all_reduce_max",
     "broadcast_state",
     "broadcast_tensors",

@@ -57,7 +57,7 @@ def centralized_mean(
         mean = TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals)
     if residuals is None:
         return mean
-    return MeanWithFeedback(mean, residuals, group.intra_node if is_of_nodes else None, group.world, spec)
+    return RedistributingMean(mean, residuals, group.intra_node if is_of_nodes else None, group.world, spec)
 
 
 def _copy(x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
@@ -87,7 +87,7 @@ class MeanOfNodes:
         self._over_nodes(x_N if out_N is None else out_N)
 
 
-class MeanWithFeedback:
+class RedistributingMean:
     """A mean before which ranks give each other the residuals of a bucket that takes the place of others.
 
     Args:

@@ -104,7 +104,7 @@ class Communicator:
         """
         return self._open_group("an operation")
 
-    def use_private_nccl(self, nccl: PrivateNccl) -> None:
+    def set_private_nccl(self, nccl: PrivateNccl) -> None:
         """Have NCCL move tensors of GPUs over this group."""
         self.nccl, self.private_nccl = nccl.group, nccl
 

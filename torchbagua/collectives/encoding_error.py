@@ -11,7 +11,7 @@ from torchbagua.tracer import Tracer
 SAMPLED_ELEMENTS = 1 << 16
 
 
-class EncodingError:
+class EncodingErrorProbe:
     """Tells the norms of what a compressor has encoded and of what that left out; their ratio is the relative error.
 
     Args:

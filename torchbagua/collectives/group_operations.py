@@ -9,8 +9,8 @@ from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.exchange import Exchange
 from torchbagua.collectives.nodes import NodeGroups
+from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
-from torchbagua.collectives.wire_rows import WireRows
 from torchbagua.compressors import Compressor, Identity, TensorSpec, by_name, sum_dtype
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class GroupOperations(NodeGroups):
             spec = _spec(every.view(-1), name)
             cuts = [rank * flat.numel() for rank in range(self.size + 1)]
             gather = self._collective(
-                ("all_gather", spec), lambda: AllGather(WireRows(self.world, Identity(), spec, cuts))
+                ("all_gather", spec), lambda: AllGather(RankChunks(self.world, Identity(), spec, cuts))
             )
             gather(every[self.rank], every.view(-1))
         return _like(every, x).view(self.size, *x.shape)
@@ -112,7 +112,7 @@ class GroupOperations(NodeGroups):
             spec = _spec(flat, name)
             divisor = float(self.size) if average else 1.0
             scatter = self._collective(
-                ("reduce_scatter", spec, divisor), lambda: ReduceScatter(self._equal_rows(spec), divisor=divisor)
+                ("reduce_scatter", spec, divisor), lambda: ReduceScatter(self._equal_chunks(spec), divisor=divisor)
             )
             total = own.to(sum_dtype(own.dtype))
             scatter(flat, total)
@@ -157,10 +157,10 @@ class GroupOperations(NodeGroups):
         of_all = {source: receives.get(source, nothing) for _, source in rounds}
         Exchange(self.world, "peer_exchange", of_all, name, rounds).run(lambda target: sends.get(target, nothing))
 
-    def _equal_rows(self, spec: TensorSpec) -> WireRows:
-        """Return the tensor's rows, where each rank has as many of its elements as any other."""
+    def _equal_chunks(self, spec: TensorSpec) -> RankChunks:
+        """Return the tensor in chunks, where each rank has as many of its elements as any other."""
         length = spec.num_elements // self.size
-        return WireRows(self.world, Identity(), spec, [rank * length for rank in range(self.size + 1)])
+        return RankChunks(self.world, Identity(), spec, [rank * length for rank in range(self.size + 1)])
 
     def _collective(self, key: object, make: Callable[[], T]) -> T:
         if key not in self._collectives:

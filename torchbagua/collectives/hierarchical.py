@@ -11,8 +11,8 @@ import torch
 from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.nodes import NodeGroups
+from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
-from torchbagua.collectives.wire_rows import WireRows
 from torchbagua.compressors import Identity, TensorSpec, sum_dtype
 from torchbagua.compressors.cast import sum_of_rows, typed
 
@@ -49,13 +49,13 @@ class Hierarchical:
         # Ranks of larger nodes that own no shard still send and receive.
         cuts += (spec.num_elements,) * (node.size - group.num_shards)
         self._dtype = spec.dtype
-        self._rows = WireRows(node, Identity(), spec, cuts)
-        self._scatter = ReduceScatter(self._rows)
-        self._gather = AllGather(self._rows)
+        self._chunks = RankChunks(node, Identity(), spec, cuts)
+        self._scatter = ReduceScatter(self._chunks)
+        self._gather = AllGather(self._chunks)
         self._between_nodes: BetweenNodes | None = None
         if group.inter_node is not None:
-            shard = self._rows.own
-            shard_spec = spec.part(shard, sum_dtype(spec.dtype))
+            shard = self._chunks.own
+            shard_spec = spec.restricted_to(shard, sum_dtype(spec.dtype))
             self._between_nodes = between_nodes(group.inter_node, shard, shard_spec)
 
     def __call__(self, x_N: torch.Tensor, *details: Any) -> None:
@@ -68,12 +68,12 @@ class Hierarchical:
         # Made before own shards are sent, into which it receives: a rank sends a result only when it has received that
         # shard from everybody.
         gathering = self._gather.begin(x_N)
-        rows_RW = scattering.run()
+        received_RW = scattering.run()
         gathering.expect()
         if self._between_nodes is not None:
-            own_L = x_N[self._rows.own]
-            with self._rows.span("reduce", "all_to_all", self._rows.rank):
-                sum_L = sum_of_rows(typed(rows_RW, self._dtype))
+            own_L = x_N[self._chunks.own]
+            with self._chunks.span("reduce", "all_to_all", self._chunks.rank):
+                sum_L = sum_of_rows(typed(received_RW, self._dtype))
             self._between_nodes(sum_L, *details)
             own_L.copy_(sum_L)
         gathering.run()

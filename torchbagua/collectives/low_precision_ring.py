@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.encoding_error import EncodingError
+from torchbagua.collectives.encoding_error import EncodingErrorProbe
 from torchbagua.collectives.exchange import ElementCounts, Exchange
 from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
@@ -77,9 +77,9 @@ class LowPrecisionRing:
         num_chunks = max(1, len(replicas.weight) // _CHUNK_ELEMENTS) if device.type == "cpu" else 1
         spec = replace(spec, dtype=dtype)
         layout = compressor.layout(spec, spec.even_cuts(num_chunks, compressor.block_elements))
-        self._elements, self._rows = layout.elements, layout.rows
+        self._elements, self._rows = layout.elements, layout.byte_slices
         self._chunks = [layout.chunk(index) for index in range(num_chunks)]
-        self._error = EncodingError(communicator.tracer, compressor, self._chunks[0], spec.name)
+        self._error = EncodingErrorProbe(communicator.tracer, compressor, self._chunks[0], spec.name)
         self._wire_W = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
         of_all = [len(replicas.weight)] * communicator.size
         self._contents = ElementCounts(sent=of_all, received=of_all, element_bytes=replicas.weight.element_size())

@@ -38,7 +38,7 @@ class BaguaProcessGroup(GroupOperations):
             the store. Give it where host names mislead: containers and network namespaces share or invent them.
         timeout: bound on every wait, in construction and after; default: that of `process_group`.
         observers: hear of every phase of communication over the private groups.
-        same_settings: further values that all ranks must have in common, by what an error calls them.
+        must_agree: further values that all ranks must have in common, by what an error calls them.
 
     Attributes:
         id: the same on all ranks, and that of no other group.
@@ -53,7 +53,7 @@ class BaguaProcessGroup(GroupOperations):
 
     Raises:
         TypeError, ValueError: unusable arguments; ranks that disagree in `nodes`, the package's version or
-            `same_settings`.
+            `must_agree`.
         TimeoutError: ranks that did not construct it in time.
     """
 
@@ -64,13 +64,8 @@ class BaguaProcessGroup(GroupOperations):
         nodes: Sequence[str | int] | None = None,
         timeout: timedelta | None = None,
         observers: Sequence[Observer] = (),
-        same_settings: Settings | None = None,
+        must_agree: Settings | None = None,
     ) -> None:
-        if not isinstance(process_group, dist.ProcessGroup):
-            raise TypeError(
-                f"BaguaProcessGroup: process_group must be a torch.distributed.ProcessGroup, got {process_group!r}"
-                f"{'; was init_process_group called?' if process_group is None else ''}"
-            )
         super().__init__()
         if not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(
@@ -89,7 +84,7 @@ class BaguaProcessGroup(GroupOperations):
         self.tracer = Tracer(observers)
         self.clock_offsets: list[ClockOffset] = []
         given_nodes = None if nodes is None else number_given_nodes(nodes, self.size)
-        every = self._gather_settings({**(same_settings or {}), "nodes": given_nodes}, same_settings or {})
+        every = self._gather_settings({**(must_agree or {}), "nodes": given_nodes}, must_agree or {})
         self.id = str(every[0]["id"])
         # Where one rank asks for it all have to take part.
         self.compares_clocks = any(settings["compares clocks"] for settings in every)
@@ -168,11 +163,11 @@ class BaguaProcessGroup(GroupOperations):
         except RuntimeError as error:
             raise self.world.failure("opening private groups on all ranks", cause_of(error)) from error
 
-    def use_private_nccl(self) -> None:
-        """Have NCCL, where it is there, move tensors over a private group, for a lane that has a thread of its own.
+    def open_private_nccl(self) -> None:
+        """Have NCCL, where it is there, move tensors over a private group of all ranks, for a lane's own thread.
 
-        On `process_group` it would come between what the training thread does, in another place on each rank. That
-        thread calls `watch` for this group, and those in and between nodes, from now on.
+        The training thread launches gradients on the user's group, `process_group`. What another thread launches there
+        would lie between them, in another place on each rank. From now on the lane's thread calls `poll_nccl`.
         """
         if self.has_nccl:
             warn_of_launch_order()
@@ -183,7 +178,7 @@ class BaguaProcessGroup(GroupOperations):
     def _open_nccl(self, communicator: Communicator, key: str) -> None:
         if self.has_nccl:
             store = dist.PrefixStore(f"{key}/nccl", self._store)
-            communicator.use_private_nccl(PrivateNccl(store, communicator.rank, communicator.size, self.timeout))
+            communicator.set_private_nccl(PrivateNccl(store, communicator.rank, communicator.size, self.timeout))
 
     def connect_nccl(self, device: torch.device) -> None:
         """Connect the private NCCL groups on this GPU, where they are not connected. Collective.
@@ -212,7 +207,7 @@ class BaguaProcessGroup(GroupOperations):
         *,
         timeout: timedelta | None = None,
         observers: Sequence[Observer] = (),
-        same_settings: Settings | None = None,
+        must_agree: Settings | None = None,
     ) -> "BaguaProcessGroup":
         """Return the same ranks, nodes and observers, and further ones, with new private groups. Collective."""
         return BaguaProcessGroup(
@@ -220,10 +215,10 @@ class BaguaProcessGroup(GroupOperations):
             nodes=self.nodes,
             timeout=timeout or self.timeout,
             observers=[*self._observers, *observers],
-            same_settings=same_settings,
+            must_agree=must_agree,
         )
 
-    def watch(self) -> bool:
+    def poll_nccl(self) -> bool:
         """Return whether NCCL is not done with what was launched over private groups.
 
         Raises:
@@ -255,9 +250,9 @@ class BaguaProcessGroup(GroupOperations):
         try:
             wait_on_host(torch.cuda.current_stream(device).record_event(), self.timeout.total_seconds())
         except TimeoutError as error:
-            self.watch()
+            self.poll_nccl()
             raise self.world.failure(purpose, cause_of(error)) from error
-        self.watch()  # which forgets what is done
+        self.poll_nccl()  # which forgets what is done
 
     def shut_down_nccl(self) -> None:
         """Let private NCCL groups finish what is under way, and close them, if all ranks do so; collective.
@@ -267,7 +262,7 @@ class BaguaProcessGroup(GroupOperations):
         if not self._private_nccl:
             return
         with suppress(CommunicationError):
-            all_reduce_max(self.world, [0], "closing the NCCL groups")
+            all_reduce_max(self.world, [0], "closing the NCCL groups")  # a barrier that raises where a rank is gone
             try:
                 for _, nccl in self._private_nccl:
                     nccl.shut_down()

@@ -8,8 +8,8 @@ import torch
 from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals, tell_residuals
+from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
-from torchbagua.collectives.wire_rows import WireRows
 from torchbagua.compressors import Compressor, TensorSpec
 
 
@@ -49,9 +49,9 @@ class TwoPhaseMean:
                 sent=slice(start, start + spec.num_elements), mean=slice(start + own.start, start + own.stop)
             )
         sent = None if residuals is None else residuals.sent
-        self._rows = WireRows(communicator, compressor, spec, cuts)
-        self._scatter = ReduceScatter(self._rows, divisor=divisor, residual=sent)
-        self._gather = AllGather(self._rows)
+        self._chunks = RankChunks(communicator, compressor, spec, cuts)
+        self._scatter = ReduceScatter(self._chunks, divisor=divisor, residual=sent)
+        self._gather = AllGather(self._chunks)
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
         """Write the mean of `x_N` over the ranks to `out_N`, another tensor like it; by default in place.
@@ -62,21 +62,21 @@ class TwoPhaseMean:
         out_N = x_N if out_N is None else out_N
         scattering = self._scatter.begin(x_N)
         gathering = self._gather.begin(out_N)
-        rows_RW = scattering.run()
+        received_RW = scattering.run()
         gathering.expect()
-        if rows_RW.numel():
-            with self._rows.span("reduce", "all_to_all", self._rows.rank):
-                self._form_mean(rows_RW, out_N[self._rows.own], gathering.own_wire)
+        if received_RW.numel():
+            with self._chunks.span("reduce", "all_to_all", self._chunks.rank):
+                self._form_mean(received_RW, out_N[self._chunks.own], gathering.own_wire)
         gathering.run()
-        tracer = self._rows.communicator.tracer
+        tracer = self._chunks.communicator.tracer
         if self._residuals is not None and tracer.samples:
-            tell_residuals(tracer, self._rows.name, self._residuals)
+            tell_residuals(tracer, self._chunks.name, self._residuals)
 
-    def _form_mean(self, rows_RW: torch.Tensor, mean_L: torch.Tensor, mean_W: torch.Tensor) -> None:
+    def _form_mean(self, received_RW: torch.Tensor, mean_L: torch.Tensor, mean_W: torch.Tensor) -> None:
         """Write the encoded mean of own chunk's copies to `mean_W`; `mean_L` is memory for it."""
-        layout = self._rows.own_layout
+        layout = self._chunks.own_layout
         if self._residuals is None:
-            self._rows.compressor.decode_mean_encode(rows_RW, layout, self._divisor, mean_W)
+            self._chunks.compressor.decode_mean_encode(received_RW, layout, self._divisor, mean_W)
             return
-        self._rows.compressor.decode_mean(rows_RW, layout, self._divisor, mean_L)
-        self._residuals.mean.encode(mean_L, self._rows.compressor, layout, mean_W, slice(0, len(mean_L)))
+        self._chunks.compressor.decode_mean(received_RW, layout, self._divisor, mean_L)
+        self._residuals.mean.encode(mean_L, self._chunks.compressor, layout, mean_W, slice(0, len(mean_L)))

@@ -47,13 +47,13 @@ class Compressor(ABC):
     def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
         """Return the bytes of the wire of one chunk, whatever its values: a multiple of 32 unless it is in place."""
 
-    def layout(self, spec: TensorSpec, cuts: Sequence[int], *, equal_rows: bool = False) -> WireLayout:
-        """Lay out the chunks between `cuts`, elements of the tensor: one row of `wire_bytes` each.
+    def layout(self, spec: TensorSpec, cuts: Sequence[int], *, equal_bytes: bool = False) -> WireLayout:
+        """Lay out the chunks between `cuts`, elements of the tensor: `wire_bytes` for each.
 
         Args:
             spec: the tensor.
             cuts: see `TensorSpec.even_cuts`.
-            equal_rows: make all rows as long as the longest.
+            equal_bytes: give each as many bytes as the longest.
 
         Raises:
             ValueError: `cuts` do not lie between blocks.
@@ -61,28 +61,28 @@ class Compressor(ABC):
         bounds_B = spec.block_bounds(self.block_elements)
         chunk_blocks = blocks_of_chunks(bounds_B, cuts, spec.name, are_whole=self.codes_blocks)
         elements = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
-        row_bytes = [
+        num_bytes = [
             self.wire_bytes(chunk.stop - chunk.start, last - first, spec.dtype)
             for chunk, (first, last) in zip(elements, itertools.pairwise(chunk_blocks), strict=True)
         ]
-        if equal_rows:
-            row_bytes = [max(row_bytes)] * len(row_bytes)
-        ends = list(itertools.accumulate(row_bytes, initial=0))
-        rows = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
+        if equal_bytes:
+            num_bytes = [max(num_bytes)] * len(num_bytes)
+        ends = list(itertools.accumulate(num_bytes, initial=0))
+        byte_slices = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
         tables = [
-            self.block_table(bounds_B[first : last + 1], row.start)
-            for row, (first, last) in zip(rows, itertools.pairwise(chunk_blocks), strict=True)
+            self.block_table(bounds_B[first : last + 1], chunk_bytes.start)
+            for chunk_bytes, (first, last) in zip(byte_slices, itertools.pairwise(chunk_blocks), strict=True)
         ]
         return WireLayout(
             dtype=spec.dtype,
             elements=tuple(elements),
-            rows=tuple(rows),
+            byte_slices=tuple(byte_slices),
             table=torch.cat(tables).to(spec.device),
             chunk_blocks=tuple(itertools.accumulate(map(len, tables), initial=0)),
         )
 
-    def block_table(self, bounds_B: torch.Tensor, row_start: int) -> torch.Tensor:
-        """Return the part of `WireLayout.table` for a chunk with these blocks, whose row begins at byte `row_start`."""
+    def block_table(self, bounds_B: torch.Tensor, first_byte: int) -> torch.Tensor:
+        """Return the part of `WireLayout.table` for a chunk with these blocks, whose bytes begin at `first_byte`."""
         return torch.zeros(0, 4, dtype=torch.int64)
 
     @abstractmethod

@@ -9,7 +9,7 @@ import torch
 
 from torchbagua import native
 from torchbagua.compressors.base import DEFAULT_BLOCK, Compressor
-from torchbagua.compressors.blocks import WireLayout, pad_row
+from torchbagua.compressors.blocks import WireLayout, pad_bytes
 from torchbagua.native.block_format import CODECS
 
 _LARGEST_BLOCK = 2**30
@@ -44,7 +44,7 @@ class BlockBytes(Protocol):
 
 @dataclass(frozen=True)
 class BlockCodec(Compressor):
-    """A compressor with a header and a payload for each block: in each row the headers, then the payloads.
+    """A compressor with a header and a payload for each block: in each chunk the headers, then the payloads.
 
     A subclass says how many bytes they take, and implements `encode` and `decode`, which find them by `layout.table`.
 
@@ -72,15 +72,15 @@ class BlockCodec(Compressor):
     def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
         """Return the bytes of one chunk: what headers and payloads take at most."""
         num_headers = num_blocks if self.block else min(num_blocks, 1)
-        return pad_row(self.block_format.most_bytes(num_elements, num_headers))
+        return pad_bytes(self.block_format.most_bytes(num_elements, num_headers))
 
-    def block_table(self, bounds_B: torch.Tensor, row_start: int) -> torch.Tensor:
+    def block_table(self, bounds_B: torch.Tensor, first_byte: int) -> torch.Tensor:
         bounds = bounds_B if self.block else bounds_B[[0, -1]].unique()
         starts, lengths = bounds[:-1], bounds.diff()
         header_bytes = self.block_format.header_bytes
-        headers = row_start + header_bytes * torch.arange(len(starts))
+        headers = first_byte + header_bytes * torch.arange(len(starts))
         payload_bytes = self.block_format.payload_bytes(lengths)
-        payloads = row_start + header_bytes * len(starts) + payload_bytes.cumsum(0) - payload_bytes
+        payloads = first_byte + header_bytes * len(starts) + payload_bytes.cumsum(0) - payload_bytes
         return torch.stack([starts, lengths, headers, payloads], dim=1)
 
 

@@ -1,5 +1,8 @@
 """What is communicated, how it is cut into blocks and chunks, and where the chunks lie in the bytes that are sent.
 
+A *segment* is one parameter's elements in a flat tensor. A *block* is a piece of a segment that a codec codes as a
+whole. A *chunk* is several blocks, which one rank owns; a *shard* is a chunk within a node.
+
 Shape suffixes in this package: N elements, C chunks, B blocks, L elements of a chunk, W wire bytes, R ranks.
 """
 
@@ -9,12 +12,12 @@ from functools import cached_property
 
 import torch
 
-ROW_ALIGNMENT_BYTES = 32
+ALIGNMENT_BYTES = 32
 
 
-def pad_row(num_bytes: int) -> int:
-    """Return the size of a row that holds `num_bytes`: a multiple of 32, so that every row of a wire is aligned."""
-    return -(-num_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+def pad_bytes(num_bytes: int) -> int:
+    """Return the next multiple of 32, so that every chunk of a wire is aligned."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class TensorSpec:
         cuts: list[int] = bounds_B[torch.searchsorted(bounds_B, targets)].tolist()
         return (*cuts, self.num_elements)
 
-    def part(self, elements: slice, dtype: torch.dtype | None = None) -> "TensorSpec":
+    def restricted_to(self, elements: slice, dtype: torch.dtype | None = None) -> "TensorSpec":
         """Return the description of some of its elements, in another dtype perhaps, as a tensor of their own."""
         lengths = []
         start = 0
@@ -81,7 +84,7 @@ class WireLayout:
     Attributes:
         dtype: of the tensor.
         elements: of each chunk, its slice of the tensor.
-        rows: of each chunk, its slice of the wire, in bytes.
+        byte_slices: of each chunk, its slice of the wire.
         table: int64 [B, 4] for block-wise compressors, else [0, 4]: of each block its start and length in the tensor
             and the offsets of header and payload in the wire.
         chunk_blocks: C + 1 row indices into `table`.
@@ -89,24 +92,24 @@ class WireLayout:
 
     dtype: torch.dtype
     elements: tuple[slice, ...]
-    rows: tuple[slice, ...]
+    byte_slices: tuple[slice, ...]
     table: torch.Tensor
     chunk_blocks: tuple[int, ...]
 
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of the whole wire."""
-        return max((row.stop for row in self.rows), default=0)
+        return max((one.stop for one in self.byte_slices), default=0)
 
     def chunk(self, index: int) -> "WireLayout":
         """Return the layout of one chunk alone, in a tensor and a wire of its own."""
-        elements, row = self.elements[index], self.rows[index]
+        elements, own_bytes = self.elements[index], self.byte_slices[index]
         first, last = self.chunk_blocks[index], self.chunk_blocks[index + 1]
-        shift = torch.tensor([elements.start, 0, row.start, row.start], device=self.table.device)
+        shift = torch.tensor([elements.start, 0, own_bytes.start, own_bytes.start], device=self.table.device)
         return WireLayout(
             dtype=self.dtype,
             elements=(slice(0, elements.stop - elements.start),),
-            rows=(slice(0, row.stop - row.start),),
+            byte_slices=(slice(0, own_bytes.stop - own_bytes.start),),
             table=self.table[first:last] - shift,
             chunk_blocks=(0, last - first),
         )

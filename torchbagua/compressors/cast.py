@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from torchbagua.compressors.base import Compressor, divide, register_compressor, sum_dtype
-from torchbagua.compressors.blocks import WireLayout, pad_row
+from torchbagua.compressors.blocks import WireLayout, pad_bytes
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -80,17 +80,17 @@ class Cast(Compressor):
         return False
 
     def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
-        return pad_row(2 * num_elements)
+        return pad_bytes(2 * num_elements)
 
     def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        for elements, row in zip(layout.elements, layout.rows, strict=True):
+        for elements, own_bytes in zip(layout.elements, layout.byte_slices, strict=True):
             chunk_L = x_N[elements]
-            typed(wire_W[row], _DTYPES[self.dtype])[: len(chunk_L)].copy_(chunk_L)
+            typed(wire_W[own_bytes], _DTYPES[self.dtype])[: len(chunk_L)].copy_(chunk_L)
 
     def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
-        for elements, row in zip(layout.elements, layout.rows, strict=True):
+        for elements, own_bytes in zip(layout.elements, layout.byte_slices, strict=True):
             chunk_L = x_N[elements]
-            chunk_L.copy_(typed(wire_W[row], _DTYPES[self.dtype])[: len(chunk_L)])
+            chunk_L.copy_(typed(wire_W[own_bytes], _DTYPES[self.dtype])[: len(chunk_L)])
 
     def decode_mean(self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
         divide(sum_of_rows(typed(rows_RW, _DTYPES[self.dtype])[:, : x_N.numel()]), divisor, x_N)

@@ -1,4 +1,4 @@
-"""One row of a wire for each rank: what reduce-scatter and all-gather send, and how NCCL moves it.
+"""A flat tensor cut into one chunk for each rank: what reduce-scatter and all-gather send, and how NCCL moves it.
 
 Shape suffixes: N elements, W wire bytes, R ranks.
 """
@@ -18,8 +18,8 @@ from torchbagua.events import Details, Phase
 from torchbagua.tracer import NO_SPAN, Span
 
 
-class WireRows:
-    """How a flat tensor lies on the wire, with one chunk, and so one row, for each rank.
+class RankChunks:
+    """A flat tensor cut into one chunk for each rank, which owns it, and where the chunks lie in the tensor's wire.
 
     Args:
         communicator: whose ranks own the chunks.
@@ -35,7 +35,8 @@ class WireRows:
         own: the elements of this rank's chunk.
         own_layout: of that chunk, in a tensor and a wire of its own.
         lengths: elements of each chunk.
-        are_equal: whether rows are of equal length, and NCCL moves all of them with one call of its own.
+        move_in_one_call: whether NCCL moves all chunks with one call of its own, for which they are padded to equal
+            length.
         are_coded_at_once: whether one launch encodes or decodes all chunks, as on a GPU; else it is done chunk by
             chunk, while others are under way.
 
@@ -52,17 +53,17 @@ class WireRows:
         self.element_bytes = spec.dtype.itemsize
         self.rank = communicator.rank
         is_on_nccl = communicator.is_on_nccl(torch.empty(0, dtype=spec.dtype, device=spec.device))
-        self.are_equal = is_on_nccl and not compressor.in_place
+        self.move_in_one_call = is_on_nccl and not compressor.in_place
         self.are_coded_at_once = is_on_nccl or spec.device.type == "cuda"
         if cuts is None:
             cuts = spec.even_cuts(communicator.size, compressor.block_elements)
-        self.layout = compressor.layout(spec, cuts, equal_rows=self.are_equal)
+        self.layout = compressor.layout(spec, cuts, equal_bytes=self.move_in_one_call)
         self.own = self.layout.elements[self.rank]
         self.own_layout = self.layout.chunk(self.rank)
         self.lengths = [elements.stop - elements.start for elements in self.layout.elements]
 
     @cached_property
-    def chunks(self) -> list[WireLayout]:
+    def layouts(self) -> list[WireLayout]:
         """The layout of each chunk, in a tensor and a wire of its own."""
         return [self.layout.chunk(rank) for rank in range(self.communicator.size)]
 
@@ -73,17 +74,17 @@ class WireRows:
         return self.communicator.scratch("wire", self.layout.num_bytes, x_N.device)
 
     def received(self, device: torch.device) -> torch.Tensor:
-        """Return memory for own row from each rank, [R, W]: the communicator's scratch."""
-        size, row_bytes = self.communicator.size, self.own_layout.num_bytes
-        return self.communicator.scratch("rows", size * row_bytes, device).view(size, row_bytes)
+        """Return memory for own chunk's wire from each rank, [R, W]: the communicator's scratch."""
+        size, num_bytes = self.communicator.size, self.own_layout.num_bytes
+        return self.communicator.scratch("received", size * num_bytes, device).view(size, num_bytes)
 
-    def all_to_all(self, rows_RW: torch.Tensor, wire_W: torch.Tensor, counts: ElementCounts) -> None:
-        """Send the rows of `wire_W` to their ranks and receive own row from all, over NCCL, where rows are equal."""
+    def all_to_all(self, received_RW: torch.Tensor, wire_W: torch.Tensor, counts: ElementCounts) -> None:
+        """Send each rank its chunk's part of `wire_W` and receive own chunk from all, where they `move_in_one_call`."""
         with self._launched("all_to_all", counts) as nccl:
-            all_to_all_rows(nccl, rows_RW.view(-1), wire_W)
+            all_to_all_rows(nccl, received_RW.view(-1), wire_W)
 
     def all_gather(self, wire_W: torch.Tensor, own_wire: torch.Tensor, counts: ElementCounts) -> None:
-        """Send `own_wire`, a row of `wire_W`, to all ranks and receive their rows, over NCCL, where rows are equal."""
+        """Send `own_wire`, own part of `wire_W`, to all ranks and receive theirs, where they `move_in_one_call`."""
         with self._launched("all_gather", counts) as nccl:
             all_gather_rows(nccl, wire_W, own_wire)
 
@@ -92,22 +93,22 @@ class WireRows:
         if self.communicator.tracer.is_idle:
             return NO_SPAN
         num_elements = sum(self.lengths) if peer is None else self.lengths[peer]
-        row = slice(0, self.layout.num_bytes) if peer is None else self.layout.rows[peer]
-        details = self._details(operation, num_elements, row.stop - row.start)
+        byte_slice = slice(0, self.layout.num_bytes) if peer is None else self.layout.byte_slices[peer]
+        details = self._details(operation, num_elements, byte_slice.stop - byte_slice.start)
         return self.communicator.span(phase, details)
 
     def _launched(self, operation: str, counts: ElementCounts) -> AbstractContextManager[dist.ProcessGroup]:
         communicator = self.communicator
-        row_bytes = self.own_layout.num_bytes
+        own_bytes = self.own_layout.num_bytes
 
         def messages() -> list[Span]:
             peers = [peer for peer in range(communicator.size) if peer != communicator.rank]
             spans = []
             for peer in peers:
-                details = self._details(operation, counts.sent[peer], row_bytes)
+                details = self._details(operation, counts.sent[peer], own_bytes)
                 spans.append(communicator.message_span("send", peer, details, on_nccl=True))
             for peer in peers:
-                details = self._details(operation, counts.received[peer], row_bytes)
+                details = self._details(operation, counts.received[peer], own_bytes)
                 spans.append(communicator.message_span("receive", peer, details, on_nccl=True))
             return spans
 
