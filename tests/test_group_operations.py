@@ -83,6 +83,27 @@ def test_numbers_that_are_no_floats_are_gathered(device: torch.device) -> None:
         assert flags.tolist() == [False, True, False]
 
 
+def test_what_is_exchanged_may_be_of_any_dtype(device: torch.device) -> None:
+    recorder = tb.traces.Recorder()
+    dtypes = [*DTYPES, torch.int16, torch.bool]
+
+    def with_group(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        own = tb.BaguaProcessGroup(group, observers=[recorder] if group.rank() == 0 else [])
+        given = [torch.arange(6, device=device).view(2, 3).to(dtype) for dtype in dtypes]
+        received = [torch.zeros_like(one) for one in given]
+        for index, (mine, theirs) in enumerate(zip(given, received, strict=True)):
+            if own.rank != 2:
+                own.exchange({1 - own.rank: mine}, {1 - own.rank: theirs}, name=f"message {index}")
+        own.close()
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(given, received, strict=True) if own.rank != 2)
+        return given
+
+    given = run_ranks(SIZE, with_group, device=device)[0]
+    sent = [(event.bucket, event.num_elements, event.raw_bytes, event.wire_bytes) for event in recorder.events]
+    for index, one in enumerate(given):
+        assert sent.count((f"message {index}", 6, one.nbytes, one.nbytes)) == 2, "sent and received"
+
+
 @pytest.mark.parametrize("num_elements", [4, 100_000])
 def test_exchange_on_any_graph(device: torch.device, num_elements: int) -> None:
     """A star, in which what comes in does not come from whom it goes to, and a ring of one direction."""

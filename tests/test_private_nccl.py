@@ -312,7 +312,7 @@ def test_waits_of_the_host_for_the_gpu_are_bounded(nccl: Nccl) -> None:
 
 def test_messages_that_the_gpu_does_not_come_to_are_an_error(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over gloo the host waits for the GPU before it sends."""
-    monkeypatch.setattr(Communicator, "is_staged", lambda communicator, tensor: True)
+    monkeypatch.setattr(Communicator, "is_staged", lambda communicator, device: True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))

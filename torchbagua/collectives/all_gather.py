@@ -5,7 +5,7 @@ Shape suffixes: N elements, W wire bytes, L elements of a chunk.
 
 import torch
 
-from torchbagua.collectives.exchange import ElementCounts, Exchange
+from torchbagua.collectives.exchange import Exchange
 from torchbagua.collectives.rank_chunks import RankChunks
 
 
@@ -21,8 +21,6 @@ class AllGather:
 
     def __init__(self, chunks: RankChunks) -> None:
         self.chunks = chunks
-        own_length = chunks.lengths[chunks.rank]
-        self._counts = ElementCounts([own_length] * len(chunks.lengths), chunks.lengths, chunks.element_bytes)
 
     def __call__(self, x_L: torch.Tensor, out_N: torch.Tensor) -> None:
         """Write to `out_N` the chunks of all ranks, of which own one is `x_L`.
@@ -37,7 +35,7 @@ class AllGather:
 
     def begin(self, out_N: torch.Tensor) -> "Gathering":
         """Return a gathering into `out_N`, whose receives may be posted already."""
-        return Gathering(self.chunks, self._counts, out_N)
+        return Gathering(self.chunks, out_N)
 
 
 class Gathering:
@@ -50,21 +48,20 @@ class Gathering:
         own_wire: memory for the wire of own chunk.
     """
 
-    def __init__(self, chunks: RankChunks, counts: ElementCounts, out_N: torch.Tensor) -> None:
+    def __init__(self, chunks: RankChunks, out_N: torch.Tensor) -> None:
         self._chunks = chunks
-        self._counts = counts
         self._out_N = out_N
         self._wire_W = chunks.wire(out_N)
         self.own_wire = self._wire_W[chunks.layout.byte_slices[chunks.rank]]
         self._exchange: Exchange | None = None
         if not chunks.move_in_one_call:
             wires = [self._wire_W[row] for row in chunks.layout.byte_slices]
-            self._exchange = Exchange(chunks.communicator, "all_gather", wires, chunks.name, counts=counts)
+            self._exchange = Exchange(chunks.communicator, "all_gather", wires, chunks.name, counts=chunks.gathered)
 
-    def expect(self) -> None:
+    def post_first_receive(self) -> None:
         """Let the first sender send; worth a call where the caller computes before it runs."""
         if self._exchange is not None:
-            self._exchange.expect()
+            self._exchange.post_first_receive()
 
     def run(self) -> None:
         """Send own chunk's wire, receive the others', and decode all.
@@ -74,7 +71,7 @@ class Gathering:
         """
         chunks = self._chunks
         if self._exchange is None:
-            chunks.all_gather(self._wire_W, self.own_wire, self._counts)
+            chunks.all_gather(self._wire_W, self.own_wire)
         elif chunks.are_coded_at_once:
             self._exchange.run(lambda peer: self.own_wire)
         else:

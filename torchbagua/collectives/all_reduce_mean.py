@@ -3,7 +3,6 @@
 import torch
 
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.exchange import launched
 from torchbagua.collectives.private_groups import all_reduce
 from torchbagua.compressors import TensorSpec
 from torchbagua.events import Details
@@ -52,7 +51,7 @@ class AllReduceMean:
                 communicator.message_span("receive", communicator.rank_before(1), details, on_nccl=True),
             ]
 
-        with launched(communicator, f"all_reduce of {self._name}", messages) as nccl:
+        with communicator.launching(f"all_reduce of {self._name}", messages) as nccl:
             all_reduce(nccl, out_N)
         if self._divisor is not None and not self._divides_first:
             out_N.div_(self._divisor)

@@ -88,7 +88,7 @@ class MeanOfNodes:
 
 
 class RedistributingMean:
-    """A mean before which ranks give each other the residuals of a bucket that takes the place of others.
+    """A mean, before the first of which ranks redistribute the residuals of a bucket that takes the place of others.
 
     Args:
         mean: what is formed.

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal, NamedTuple, NoReturn
@@ -109,19 +109,30 @@ class Communicator:
         self.nccl, self.private_nccl = nccl.group, nccl
 
     @contextmanager
-    def launching(self, purpose: str) -> Iterator[dist.ProcessGroup]:
+    def launching(
+        self, purpose: str, messages: Callable[[], Sequence[Span]] = lambda: ()
+    ) -> Iterator[dist.ProcessGroup]:
         """Give NCCL's group for an operation on the current stream, which is launched within this context.
 
+        Args:
+            purpose: what for, in errors.
+            messages: returns the messages of the operation, of which observers are told; called where somebody listens.
+
         Raises:
-            CommunicationError: NCCL refuses, or the group is closed. What fails later is found by who watches a private
+            CommunicationError: NCCL refuses, or the group is closed. What fails later is found by who polls a private
                 group, and by NCCL's own watchdog.
         """
         if self.nccl is None:
             raise self.failure(purpose, "the group is closed")
+        spans = () if self.tracer.is_idle else messages()
+        for span in spans:
+            span.begin()
         try:
             yield self.nccl
         except RuntimeError as error:
             raise self.failure(purpose, cause_of(error)) from error
+        for span in spans:
+            span.end()
         if self.private_nccl is not None:
             self.private_nccl.note(purpose)
 
@@ -143,13 +154,13 @@ class Communicator:
             memory = self._scratch[role] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         return memory[:num_bytes]
 
-    def is_on_nccl(self, tensor: torch.Tensor) -> bool:
-        """Return whether NCCL moves tensors like this."""
-        return self.nccl is not None and tensor.is_cuda
+    def is_on_nccl(self, device: torch.device) -> bool:
+        """Return whether NCCL moves tensors on `device`."""
+        return self.nccl is not None and device.type == "cuda"
 
-    def is_staged(self, tensor: torch.Tensor) -> bool:
-        """Return whether tensors like this pass through the host's memory."""
-        return tensor.is_cuda
+    def is_staged(self, device: torch.device) -> bool:
+        """Return whether tensors on `device` pass through the host's memory, where gloo moves them."""
+        return device.type == "cuda"
 
     def post(self, direction: Direction, peer: int, tensor: torch.Tensor, *, tag: int, purpose: str) -> None:
         """Start to send `tensor` to `peer`, or to receive it from there; nothing where it is empty.
@@ -172,7 +183,7 @@ class Communicator:
         key = (tag, direction, peer)
         assert key not in self._pending
         on_host = tensor
-        if self.is_staged(tensor):
+        if self.is_staged(tensor.device):
             get_host_memory = (
                 self._staging.receive_buffer if direction == "receiving from" else self._staging.copy_to_host
             )
@@ -208,7 +219,7 @@ class Communicator:
                 if pending.tensor.nbytes > SMALL_MESSAGE_BYTES:
                     rate = pending.tensor.nbytes / (time.perf_counter() - pending.posted_s)
                     self.link_bytes_per_s[peer] = max(self.link_bytes_per_s[peer], rate)
-                if self.is_staged(pending.tensor):
+                if self.is_staged(pending.tensor.device):
                     self._staging.copy_to_device((tag, direction, peer), pending.tensor)
             return
         del pending

@@ -19,23 +19,23 @@ class Residual:
     trace. Memory: 8 bytes an element of the slice, and 4 more where what was encoded is encoded again before a commit.
 
     Attributes:
-        elements: the slice.
+        bucket_slice: the slice.
         values: [L], the residual.
     """
 
-    def __init__(self, elements: slice, device: torch.device) -> None:
-        self.elements = elements
-        self.values = torch.zeros(elements.stop - elements.start, device=device)
+    def __init__(self, bucket_slice: slice, device: torch.device) -> None:
+        self.bucket_slice = bucket_slice
+        self.values = torch.zeros(bucket_slice.stop - bucket_slice.start, device=device)
         self._staged = torch.zeros_like(self.values)
         self._is_staged = False
         self._continued: torch.Tensor | None = None
 
     def encode(
-        self, x_L: torch.Tensor, compressor: Compressor, layout: WireLayout, wire_W: torch.Tensor, elements: slice
+        self, x_L: torch.Tensor, compressor: Compressor, layout: WireLayout, wire_W: torch.Tensor, within: slice
     ) -> None:
-        """Encode `x_L` with the residual of `elements` added, and stage what the wire leaves out of it."""
+        """Encode `x_L` with the residual `within` the slice added, and stage what the wire leaves out of it."""
         added = self.values if self._continued is None else self._continued
-        compressor.encode_feedback(x_L, added[elements], layout, wire_W, self._staged[elements])
+        compressor.encode_feedback(x_L, added[within], layout, wire_W, self._staged[within])
         self._is_staged = True
 
     def continue_from_staged(self, parts: Sequence[slice]) -> None:
@@ -47,12 +47,12 @@ class Residual:
         if self._is_staged and parts:
             self._continued = self.values.clone()
             for part in parts:
-                own = _overlap(part, self.elements)
+                own = _overlap(part, self.bucket_slice)
                 self._continued[own] = self._staged[own]
 
-    def staged(self, elements: slice) -> torch.Tensor:
-        """Return what is staged of `elements`."""
-        return self._staged[elements]
+    def staged(self, within: slice) -> torch.Tensor:
+        """Return what is staged `within` the slice."""
+        return self._staged[within]
 
     def commit(self, parts: Sequence[slice] | None = None) -> None:
         """Take what is staged of these slices of the bucket for the residual, by default of all."""
@@ -60,7 +60,7 @@ class Residual:
             return
         if parts is not None:  # the rest may be committed later
             for part in parts:
-                own = _overlap(part, self.elements)
+                own = _overlap(part, self.bucket_slice)
                 self.values[own] = self._staged[own]
             return
         self.values, self._staged = self._staged, self.values
@@ -70,7 +70,7 @@ class Residual:
     def expand(self, part: slice) -> torch.Tensor:
         """Return what this rank holds of `part` of the bucket, with zeros where it holds nothing."""
         values = self.values.new_zeros(part.stop - part.start)
-        values[_overlap(self.elements, part)] = self.values[_overlap(part, self.elements)]
+        values[_overlap(self.bucket_slice, part)] = self.values[_overlap(part, self.bucket_slice)]
         return values
 
 
@@ -105,14 +105,15 @@ class TwoPhaseResiduals:
 
     def assign_slices(self, sent: slice, mean: slice) -> None:
         """Say which slices of the bucket this rank sends, and forms the means of."""
-        if (self.sent.elements, self.mean.elements) != (sent, mean):
+        # The same where operations are built again: what is kept stays then.
+        if (self.sent.bucket_slice, self.mean.bucket_slice) != (sent, mean):
             device = self.sent.values.device
             self.sent, self.mean = Residual(sent, device), Residual(mean, device)
 
     def load_whole(self, whole: ResidualPair) -> None:
         """Start from the residuals of the whole bucket, of which the own slices are taken."""
-        self.sent.values.copy_(whole.sent[self.sent.elements])
-        self.mean.values.copy_(whole.mean[self.mean.elements])
+        self.sent.values.copy_(whole.sent[self.sent.bucket_slice])
+        self.mean.values.copy_(whole.mean[self.mean.bucket_slice])
         for tensor in self.held or ():
             if tensor.is_cuda:  # made on the training thread's stream, and read until now on this one
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))

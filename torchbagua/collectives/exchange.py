@@ -1,11 +1,9 @@
 """An exchange: every rank of a group sends one tensor to each of its peers, and receives one from each."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, Communicator
 from torchbagua.collectives.private_groups import all_to_all
@@ -20,20 +18,20 @@ _FAST_LINK_BYTES_PER_S = 0.625e9
 
 
 class ElementCounts(NamedTuple):
-    """What the messages of an exchange hold, for events: elements by rank, where their tensors are encoded."""
+    """What the messages of an exchange hold, for events: elements by rank.
 
-    sent: Sequence[int]
-    received: Sequence[int]
-    element_bytes: int
+    Attributes:
+        sent, received: elements.
+        element_bytes: what an element takes before it is encoded; None where messages are not encoded.
+    """
 
-    def of(self, phase: Literal["send", "receive"], peer: int) -> tuple[int, int]:
-        """Return the elements of one message and the bytes that they take uncompressed."""
-        num_elements = (self.sent if phase == "send" else self.received)[peer]
-        return num_elements, num_elements * self.element_bytes
+    sent: Sequence[int] | Mapping[int, int]
+    received: Sequence[int] | Mapping[int, int]
+    element_bytes: int | None = None
 
 
 class Exchange:
-    """Receives that are posted ahead, and sends that `run` makes.
+    """Receives, which are posted when this is made unless ranks take turns, and sends, which `run` makes.
 
     In each round a rank sends to one peer and receives from one; by default, in round d, it sends to the rank d places
     after it and receives from the one d places before it. Where messages are long and not every link is known to be
@@ -78,16 +76,16 @@ class Exchange:
             rounds = [(communicator.rank_after(distance), communicator.rank_before(distance)) for distance in distances]
         self._rounds = rounds
         sources = [source for _, source in rounds]
-        self._is_on_nccl = any(communicator.is_on_nccl(receives[source]) for source in sources)
+        self._is_on_nccl = any(communicator.is_on_nccl(receives[source].device) for source in sources)
         self._takes_turns = (
             max((receives[source].nbytes for source in sources), default=0) > SMALL_MESSAGE_BYTES
             and min(communicator.link_bytes_per_s[source] for source in sources) < _FAST_LINK_BYTES_PER_S
         )
-        self._num_posted = len(rounds) if self._is_on_nccl else 0
+        self._num_posted = 0
         if not self._takes_turns:
             self._post_receives(len(rounds))
 
-    def expect(self) -> None:
+    def post_first_receive(self) -> None:
         """Let the first sender send; `run` does so too. Worth a call where the caller computes before it runs."""
         self._post_receives(1)
 
@@ -133,11 +131,11 @@ class Exchange:
         nothing = next(iter(sends.values())).new_empty(0)
         everybody = range(self._communicator.size)
 
-        def spans() -> list[Span]:
+        def messages() -> list[Span]:
             sent = [self._span("send", target, tensor) for target, tensor in sends.items()]
             return sent + [self._span("receive", source, tensor) for source, tensor in receives.items()]
 
-        with launched(self._communicator, self._purpose, spans) as nccl:
+        with self._communicator.launching(self._purpose, messages) as nccl:
             all_to_all(
                 nccl,
                 [receives.get(rank, nothing) for rank in everybody],
@@ -155,7 +153,9 @@ class Exchange:
         return f"{self._operation} of {self._bucket}"
 
     def _post_receives(self, num_rounds: int) -> None:
-        """Post the receives of the first rounds, where that is still to be done."""
+        """Post the receives of the first rounds, where that is still to be done; NCCL needs none."""
+        if self._is_on_nccl:
+            return
         while self._num_posted < min(num_rounds, len(self._rounds)):
             _, source = self._rounds[self._num_posted]
             self._num_posted += 1
@@ -178,28 +178,10 @@ class Exchange:
             num_elements = tensor.numel() if tensor.is_floating_point() else 0  # integers are what is agreed on
             raw_bytes = tensor.nbytes
         else:
-            num_elements, raw_bytes = self._counts.of(phase, peer)
+            num_elements = (self._counts.sent if phase == "send" else self._counts.received)[peer]
+            element_bytes = self._counts.element_bytes
+            raw_bytes = tensor.nbytes if element_bytes is None else num_elements * element_bytes
         details = Details(
             self._operation, self._bucket, num_elements=num_elements, raw_bytes=raw_bytes, wire_bytes=tensor.nbytes
         )
         return self._communicator.message_span(phase, peer, details, on_nccl=self._is_on_nccl)
-
-
-@contextmanager
-def launched(
-    communicator: Communicator, purpose: str, spans: Callable[[], Sequence[Span]]
-) -> Iterator[dist.ProcessGroup]:
-    """Give NCCL's group for an operation that is launched within this context, and tell observers of its messages.
-
-    Args:
-        communicator: whose group.
-        purpose: what for, in errors.
-        spans: returns the messages; called where somebody listens.
-    """
-    messages = () if communicator.tracer.is_idle else spans()
-    with communicator.launching(purpose) as nccl:
-        for message in messages:
-            message.begin()
-        yield nccl
-        for message in messages:
-            message.end()

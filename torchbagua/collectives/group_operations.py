@@ -1,5 +1,6 @@
 """What an algorithm of one's own sends: operations of a group that work over gloo and NCCL, on CPUs and GPUs."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -7,13 +8,15 @@ import torch
 
 from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.centralized_mean import centralized_mean
-from torchbagua.collectives.exchange import Exchange
+from torchbagua.collectives.exchange import ElementCounts, Exchange
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
 from torchbagua.compressors import Compressor, Identity, TensorSpec, by_name, sum_dtype
 
 T = TypeVar("T")
+
+_MOST_KEPT = 64
 
 
 class GroupOperations(NodeGroups):
@@ -27,8 +30,8 @@ class GroupOperations(NodeGroups):
     """
 
     def __init__(self) -> None:
-        # One for each kind of tensor: what it takes to lay one out costs more than to send a short one.
-        self._collectives: dict[object, object] = {}
+        # One for each kind of tensor: to lay one out costs more than to send a short one.
+        self._collectives: OrderedDict[object, object] = OrderedDict()
 
     def all_reduce(
         self,
@@ -139,13 +142,15 @@ class GroupOperations(NodeGroups):
             ValueError: a tensor is not contiguous, or a rank is none of the others.
         """
         for what, tensors in (("sends", sends), ("receives", receives)):
-            for peer, tensor in tensors.items():
+            for peer in tensors:
                 if peer not in range(self.size) or peer == self.rank:
                     raise ValueError(
                         f"BaguaProcessGroup.exchange: {what} must be by another rank of {self.size}, got {peer!r} on "
                         f"rank {self.rank}"
                     )
-                _flat("exchange", f"{what}[{peer}]", tensor)
+        # As bytes: NCCL moves tensors of one dtype at a time, and gloo does not know all.
+        outgoing = {peer: _bytes_of(f"sends[{peer}]", tensor) for peer, tensor in sends.items()}
+        incoming = {peer: _bytes_of(f"receives[{peer}]", tensor) for peer, tensor in receives.items()}
         rounds = []
         for distance in range(1, self.size):
             target, source = self.world.rank_after(distance), self.world.rank_before(distance)
@@ -153,9 +158,14 @@ class GroupOperations(NodeGroups):
                 rounds.append((target, source))
         if not rounds:
             return
-        nothing = next(iter((*sends.values(), *receives.values()))).new_empty(0)
-        of_all = {source: receives.get(source, nothing) for _, source in rounds}
-        Exchange(self.world, "peer_exchange", of_all, name, rounds).run(lambda target: sends.get(target, nothing))
+        nothing = next(iter((*outgoing.values(), *incoming.values()))).new_empty(0)
+        of_all = {source: incoming.get(source, nothing) for _, source in rounds}
+        counts = ElementCounts(
+            sent={peer: tensor.numel() for peer, tensor in sends.items()},
+            received={peer: tensor.numel() for peer, tensor in receives.items()},
+        )
+        exchange = Exchange(self.world, "peer_exchange", of_all, name, rounds, counts)
+        exchange.run(lambda target: outgoing.get(target, nothing))
 
     def _equal_chunks(self, spec: TensorSpec) -> RankChunks:
         """Return the tensor in chunks, where each rank has as many of its elements as any other."""
@@ -163,8 +173,12 @@ class GroupOperations(NodeGroups):
         return RankChunks(self.world, Identity(), spec, [rank * length for rank in range(self.size + 1)])
 
     def _collective(self, key: object, make: Callable[[], T]) -> T:
+        """Return what `make` returned for this key before, of the keys that were used last."""
         if key not in self._collectives:
             self._collectives[key] = make()
+            if len(self._collectives) > _MOST_KEPT:
+                self._collectives.popitem(last=False)
+        self._collectives.move_to_end(key)
         found: T = self._collectives[key]  # type: ignore[assignment]
         return found
 
@@ -177,6 +191,10 @@ def _flat(operation: str, argument: str, tensor: torch.Tensor, *, sums: bool = F
     if sums and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"{subject} floating-point or complex, got {tensor.dtype}")
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
+
+
+def _bytes_of(argument: str, tensor: torch.Tensor) -> torch.Tensor:
+    return _flat("exchange", argument, tensor).view(torch.uint8)
 
 
 def _like(flat: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

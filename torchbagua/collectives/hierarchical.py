@@ -69,7 +69,7 @@ class Hierarchical:
         # shard from everybody.
         gathering = self._gather.begin(x_N)
         received_RW = scattering.run()
-        gathering.expect()
+        gathering.post_first_receive()
         if self._between_nodes is not None:
             own_L = x_N[self._chunks.own]
             with self._chunks.span("reduce", "all_to_all", self._chunks.rank):

@@ -6,7 +6,9 @@ from torchbagua.collectives.communicator import Communicator
 
 
 class NodeGroups:
-    """Communicators over all ranks, within nodes and between them.
+    """Communicators over all ranks, within nodes and between them: what collectives need of a `BaguaProcessGroup`.
+
+    Apart from it, since that has operations which are made of collectives.
 
     Attributes:
         rank, size: own place among all ranks.

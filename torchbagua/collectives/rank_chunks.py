@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.exchange import ElementCounts, launched
+from torchbagua.collectives.exchange import ElementCounts
 from torchbagua.collectives.private_groups import all_gather_rows, all_to_all_rows
 from torchbagua.compressors import Compressor, TensorSpec, WireLayout
 from torchbagua.events import Details, Phase
@@ -35,6 +35,7 @@ class RankChunks:
         own: the elements of this rank's chunk.
         own_layout: of that chunk, in a tensor and a wire of its own.
         lengths: elements of each chunk.
+        scattered, gathered: elements of the messages when chunks go to their owners, and when owners send them to all.
         move_in_one_call: whether NCCL moves all chunks with one call of its own, for which they are padded to equal
             length.
         are_coded_at_once: whether one launch encodes or decodes all chunks, as on a GPU; else it is done chunk by
@@ -52,7 +53,7 @@ class RankChunks:
         self.name = spec.name
         self.element_bytes = spec.dtype.itemsize
         self.rank = communicator.rank
-        is_on_nccl = communicator.is_on_nccl(torch.empty(0, dtype=spec.dtype, device=spec.device))
+        is_on_nccl = communicator.is_on_nccl(spec.device)
         self.move_in_one_call = is_on_nccl and not compressor.in_place
         self.are_coded_at_once = is_on_nccl or spec.device.type == "cuda"
         if cuts is None:
@@ -61,6 +62,9 @@ class RankChunks:
         self.own = self.layout.elements[self.rank]
         self.own_layout = self.layout.chunk(self.rank)
         self.lengths = [elements.stop - elements.start for elements in self.layout.elements]
+        own_length = [self.lengths[self.rank]] * communicator.size
+        self.scattered = ElementCounts(self.lengths, own_length, self.element_bytes)
+        self.gathered = ElementCounts(own_length, self.lengths, self.element_bytes)
 
     @cached_property
     def layouts(self) -> list[WireLayout]:
@@ -78,14 +82,14 @@ class RankChunks:
         size, num_bytes = self.communicator.size, self.own_layout.num_bytes
         return self.communicator.scratch("received", size * num_bytes, device).view(size, num_bytes)
 
-    def all_to_all(self, received_RW: torch.Tensor, wire_W: torch.Tensor, counts: ElementCounts) -> None:
+    def all_to_all(self, received_RW: torch.Tensor, wire_W: torch.Tensor) -> None:
         """Send each rank its chunk's part of `wire_W` and receive own chunk from all, where they `move_in_one_call`."""
-        with self._launched("all_to_all", counts) as nccl:
+        with self._launching("all_to_all", self.scattered) as nccl:
             all_to_all_rows(nccl, received_RW.view(-1), wire_W)
 
-    def all_gather(self, wire_W: torch.Tensor, own_wire: torch.Tensor, counts: ElementCounts) -> None:
+    def all_gather(self, wire_W: torch.Tensor, own_wire: torch.Tensor) -> None:
         """Send `own_wire`, own part of `wire_W`, to all ranks and receive theirs, where they `move_in_one_call`."""
-        with self._launched("all_gather", counts) as nccl:
+        with self._launching("all_gather", self.gathered) as nccl:
             all_gather_rows(nccl, wire_W, own_wire)
 
     def span(self, phase: Phase, operation: str, peer: int | None = None) -> Span:
@@ -97,7 +101,7 @@ class RankChunks:
         details = self._details(operation, num_elements, byte_slice.stop - byte_slice.start)
         return self.communicator.span(phase, details)
 
-    def _launched(self, operation: str, counts: ElementCounts) -> AbstractContextManager[dist.ProcessGroup]:
+    def _launching(self, operation: str, counts: ElementCounts) -> AbstractContextManager[dist.ProcessGroup]:
         communicator = self.communicator
         own_bytes = self.own_layout.num_bytes
 
@@ -112,7 +116,7 @@ class RankChunks:
                 spans.append(communicator.message_span("receive", peer, details, on_nccl=True))
             return spans
 
-        return launched(communicator, f"{operation} of {self.name}", messages)
+        return communicator.launching(f"{operation} of {self.name}", messages)
 
     def _details(self, operation: str, num_elements: int, wire_bytes: int) -> Details:
         return Details(

@@ -7,7 +7,7 @@ import torch
 
 from torchbagua.collectives.encoding_error import EncodingErrorProbe
 from torchbagua.collectives.error_feedback import Residual
-from torchbagua.collectives.exchange import ElementCounts, Exchange
+from torchbagua.collectives.exchange import Exchange
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.compressors import WireLayout
 
@@ -33,8 +33,6 @@ class ReduceScatter:
         self.chunks = chunks
         self._divisor = divisor
         self._residual = residual
-        own_length = chunks.lengths[chunks.rank]
-        self._counts = ElementCounts(chunks.lengths, [own_length] * len(chunks.lengths), chunks.element_bytes)
         self._error = EncodingErrorProbe(chunks.communicator.tracer, chunks.compressor, chunks.own_layout, chunks.name)
 
     def __call__(self, x_N: torch.Tensor, out_L: torch.Tensor) -> None:
@@ -50,7 +48,7 @@ class ReduceScatter:
 
     def begin(self, x_N: torch.Tensor) -> "Scattering":
         """Return a scattering of `x_N`, whose receives may be posted already."""
-        return Scattering(self, self._counts, x_N)
+        return Scattering(self, x_N)
 
     def encode_all(self, x_N: torch.Tensor, wire_W: torch.Tensor) -> None:
         """Encode all chunks into `wire_W`."""
@@ -83,18 +81,17 @@ class ReduceScatter:
 class Scattering:
     """One reduce-scatter under way, up to the sum."""
 
-    def __init__(self, scatter: ReduceScatter, counts: ElementCounts, x_N: torch.Tensor) -> None:
+    def __init__(self, scatter: ReduceScatter, x_N: torch.Tensor) -> None:
         chunks = scatter.chunks
         self._scatter = scatter
-        self._counts = counts
         self._x_N = x_N
         self._wire_W = chunks.wire(x_N)
         self._received_RW = chunks.received(x_N.device)
         self._exchange: Exchange | None = None
         if not chunks.move_in_one_call:
             received = list(self._received_RW)
-            self._exchange = Exchange(chunks.communicator, "all_to_all", received, chunks.name, counts=counts)
-            self._exchange.expect()
+            self._exchange = Exchange(chunks.communicator, "all_to_all", received, chunks.name, counts=chunks.scattered)
+            self._exchange.post_first_receive()
 
     def run(self) -> torch.Tensor:
         """Encode and send the chunks; return [R, W], the wires of own chunk by the rank that they come from.
@@ -106,7 +103,7 @@ class Scattering:
         x_N, wire_W, received_RW = self._x_N, self._wire_W, self._received_RW
         if self._exchange is None:
             scatter.encode_all(x_N, wire_W)
-            chunks.all_to_all(received_RW, wire_W, self._counts)
+            chunks.all_to_all(received_RW, wire_W)
             return received_RW
         wires = [wire_W[row] for row in chunks.layout.byte_slices]
         if chunks.are_coded_at_once:

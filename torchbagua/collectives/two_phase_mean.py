@@ -26,7 +26,7 @@ class TwoPhaseMean:
         spec: the tensor.
         divisor: of the sum.
         residuals: what compression left out before is added in both phases, and what it leaves out now is staged; for
-            a float32 tensor that is averaged in place.
+            a float32 tensor that is averaged in place. They are assigned the slices that this rank sends and owns.
         start: the element of the residuals' bucket at which the tensor begins.
     """
 
@@ -61,9 +61,10 @@ class TwoPhaseMean:
         """
         out_N = x_N if out_N is None else out_N
         scattering = self._scatter.begin(x_N)
+        # Before own chunks are sent, so that receives are posted early; `Gathering` says why it may share their wire.
         gathering = self._gather.begin(out_N)
         received_RW = scattering.run()
-        gathering.expect()
+        gathering.post_first_receive()
         if received_RW.numel():
             with self._chunks.span("reduce", "all_to_all", self._chunks.rank):
                 self._form_mean(received_RW, out_N[self._chunks.own], gathering.own_wire)
