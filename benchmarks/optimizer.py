@@ -64,7 +64,7 @@ def main() -> None:
     }
     for adam in adams.values():
         if isinstance(adam, QAdamOptimizer):
-            adam.serve(server)
+            adam.attach_averager(server)
         adam.step()
         adam.step()
     steps = {"copy": partial(target.copy_, source)} | {name: adam.step for name, adam in adams.items()}

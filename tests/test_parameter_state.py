@@ -59,7 +59,7 @@ class LowRankImpl(tb.AlgorithmImpl):
 
     def init_operations(self, module: nn.Module | None, bucket: tb.BaguaBucket) -> None:
         state = self.parameter_state.of_bucket(bucket)
-        bucket.append_python_op(self.parameter_state.begin)
+        bucket.append_python_op(self.parameter_state.resolve_last_backward)
 
         def average(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
             for number, (tensor, part) in enumerate(bucket.parts(bucket.flat)):

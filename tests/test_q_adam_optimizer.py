@@ -77,7 +77,7 @@ def test_steps_after_the_warm_up_equal_the_oracle(decoupled: bool, channels_last
         model.parameters(), warmup_steps=num_warm, decoupled_weight_decay=decoupled, **settings
     )
     server = Server()
-    optimizer.serve(server)
+    optimizer.attach_averager(server)
     data = torch.Generator().manual_seed(3)
     for step in range(8):
         optimizer.zero_grad()
@@ -107,7 +107,7 @@ def test_an_element_without_gradient_in_the_warm_up_is_not_moved_after_it() -> N
     weight = nn.Parameter(torch.ones(4))
     optimizer = tb.QAdamOptimizer([weight], warmup_steps=1)
     server = Server()
-    optimizer.serve(server)
+    optimizer.attach_averager(server)
     for gradient in ([1.0, 1, 1, 0], [1.0, 1, 1, 1]):
         weight.grad = torch.tensor(gradient)
         optimizer.step()
@@ -124,7 +124,7 @@ def test_past_the_warm_up_it_wants_an_algorithm() -> None:
     ):
         train(model, optimizer, 1)
     server = Server()
-    optimizer.serve(server)
+    optimizer.attach_averager(server)
     train(model, optimizer, 1)
     del server
     with pytest.raises(RuntimeError, match="after the warm-up of 2 steps"):
@@ -144,7 +144,7 @@ def test_state_goes_to_adam_and_comes_from_it() -> None:
     train(second, mine, 3, seed=2)
     assert_equal_models(first, second)
     server = Server()
-    mine.serve(server)
+    mine.attach_averager(server)
     train(second, mine, 4, seed=3)
     # The second moment is of 8 steps, so Adam has to correct the bias of 8.
     assert {float(state["step"]) for state in mine.state.values()} == {8.0}
@@ -155,7 +155,7 @@ def test_state_goes_to_adam_and_comes_from_it() -> None:
     fourth = copy.deepcopy(second)
     resumed = tb.QAdamOptimizer(fourth.parameters(), warmup_steps=8, decoupled_weight_decay=True)
     resumed.load_state_dict(copy.deepcopy(mine.state_dict()))
-    resumed.serve(server)
+    resumed.attach_averager(server)
     train(second, mine, 3, seed=5)
     train(fourth, resumed, 3, seed=5)
     assert_equal_models(second, fourth)
@@ -222,7 +222,7 @@ def test_a_group_added_later_has_a_warm_up_of_its_own() -> None:
     model = small_model()
     optimizer = tb.QAdamOptimizer(model[0].parameters(), warmup_steps=2)
     server = Server()
-    optimizer.serve(server)
+    optimizer.attach_averager(server)
     train(model, optimizer, 3)
     optimizer.add_param_group({"params": model[2].parameters(), "warmup_steps": 3})
     assert [optimizer.is_past_warmup(parameter) for parameter in model.parameters()] == [True, True, False, False]
@@ -253,7 +253,7 @@ def test_no_graph_and_no_growth() -> None:
     model = small_model()
     optimizer = tb.QAdamOptimizer(model.parameters(), warmup_steps=1, weight_decay=0.1)
     server = Server()
-    optimizer.serve(server)
+    optimizer.attach_averager(server)
     train(model, optimizer, 5)
     tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     assert all(tensor.grad_fn is None and not tensor.requires_grad for tensor in tensors)
@@ -264,7 +264,7 @@ def test_betas_are_frozen_with_the_second_moment() -> None:
     model = small_model()
     optimizer = tb.QAdamOptimizer(model.parameters(), warmup_steps=2)
     server = Server()
-    optimizer.serve(server)
+    optimizer.attach_averager(server)
     optimizer.param_groups[0]["betas"] = (0.8, 0.999)  # in the warm-up, as Adam
     train(model, optimizer, 3)
     optimizer.param_groups[0]["betas"] = (0.7, 0.999)
@@ -307,7 +307,7 @@ def test_an_element_with_next_to_no_second_moment_moves_no_farther_than_under_ad
     weight = nn.Parameter(torch.zeros(4))
     optimizer = tb.QAdamOptimizer([weight], lr=0.01, warmup_steps=1, betas=(0.9, 0.999))
     server = Server()
-    optimizer.serve(server)
+    optimizer.attach_averager(server)
     weight.grad = torch.tensor([1.0, 1e-6, 0.0, torch.nan])
     optimizer.step()
     before = weight.detach().clone()
@@ -339,7 +339,7 @@ def test_a_group_that_the_wrapped_optimizer_gets_later_has_a_warm_up() -> None:
     adam = torch.optim.Adam([first])
     optimizer = tb.QAdamOptimizer.wrap(adam, warmup_steps=2)
     server = Server()
-    optimizer.serve(server)
+    optimizer.attach_averager(server)
     adam.add_param_group({"params": [second]})
     for _ in range(3):
         first.grad, second.grad = torch.ones(2), torch.ones(3)

@@ -30,7 +30,7 @@ def test_refusals() -> None:
             pytest.raises(ValueError, match="q_adam_optimizer is attached already; detach it first"),
         ):
             tb.QAdamAlgorithm(trainer.optimizer).reify(group)
-        assert not trainer.optimizer.is_served
+        assert not trainer.optimizer.has_averager
         with pytest.raises(ValueError, match=r"needs exactly one QAdamOptimizer, got \['SGD'\]"):
             tb.attach(trainer.ddp, torch.optim.SGD(trainer.ddp.parameters()), "qadam")
         with tb.attach(trainer.ddp, trainer.optimizer, "qadam") as attachment:
@@ -114,13 +114,13 @@ def test_nothing_keeps_the_impl_of_a_forgotten_hook() -> None:
         optimizer = tb.QAdamOptimizer(ddp.parameters(), warmup_steps=1)
         ddp.register_comm_hook(tb.QAdamAlgorithm(optimizer).reify(group), tb.comm_hook)
         ddp(torch.ones(2, 10), 0).sum().backward()
-        assert optimizer.is_served
+        assert optimizer.has_averager
         del ddp
         deadline_s = time.monotonic() + 20
-        while optimizer.is_served and time.monotonic() < deadline_s:  # the lane's thread lets go of the last job
+        while optimizer.has_averager and time.monotonic() < deadline_s:  # the lane's thread lets go of the last job
             DistributedDataParallel._active_ddp_module = None  # of all ranks: they are threads here (torch 2.13)
             gc.collect()
             time.sleep(0.01)
-        return optimizer.is_served
+        return optimizer.has_averager
 
     assert run_ranks(2, body) == [False, False]

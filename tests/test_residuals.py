@@ -259,7 +259,7 @@ def test_one_rank_alone_cannot_load() -> None:
         trainer = Trainer(group, build(Tower))
         impl = tb.QAdamAlgorithm(trainer.optimizer, **ONE_BIT).reify(group, timeout=timedelta(seconds=2))
         if group.rank() == 0:
-            with pytest.raises(tb.CommunicationError, match="loading the residuals"):
+            with pytest.raises(tb.CommunicationError, match="loading the state"):
                 impl.load_state_dict(impl.state_dict())
         impl.close()
 

@@ -69,10 +69,14 @@ def test_ddp(group: dist.ProcessGroup) -> None:
 def test_autograd() -> None:
     called: list[str] = []
     x = torch.ones(2, requires_grad=True)
+    within: list[bool] = []
     x.register_hook(lambda gradient: torch_private.queue_callback(lambda: called.append("end")))
+    x.register_hook(lambda gradient: within.append(torch_private.is_in_backward()))
     x.register_post_accumulate_grad_hook(lambda x: called.append("gradient"))
     x.sum().backward()
     assert called == ["gradient", "end"]
+    assert within == [True]
+    assert not torch_private.is_in_backward()
     with pytest.raises(RuntimeError, match="during backward"):
         torch_private.queue_callback(lambda: None)
 

@@ -1,4 +1,17 @@
-"""attach: put an algorithm to work on a module and its optimizer, and take it off again."""
+"""attach: put an algorithm to work on a module and its optimizer, and take it off again.
+
+The whole order:
+
+1. `attach` checks what can fail on one rank alone.
+2. `Algorithm.reify` checks the rest of it, and opens private groups over which ranks compare what must agree.
+3. `Algorithm.make_impl` binds the algorithm to them; the impl watches the optimizers' steps.
+4. `Attachment` gives ranks the same weights where no DDP has, and `AlgorithmImpl.set_module` makes buckets.
+5. It installs the hooks: step hooks (step_hooks.py), then DDP's one hook (comm_hook.py), or DDP's silence.
+6. A step of a gradient algorithm: DDP hands a bucket to the hook, the lane runs it, backward waits for all, the
+   optimizer steps and commits what the algorithm keeps, the `StepClock` ends the step. A weight algorithm
+   communicates at that end, in buckets of its own.
+7. `detach` finishes what is in flight, and undoes 5, 4 and 3 in reverse.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -27,10 +40,10 @@ from torchbagua.collectives import BaguaProcessGroup, broadcast_state, broadcast
 from torchbagua.comm_hook import comm_hook
 from torchbagua.ddp import ddp_sync_disabled, hooked, named_tensors
 from torchbagua.events import Observer, check_observers
-from torchbagua.loop import Loop, ddps_of
 from torchbagua.optimizers import unwrap
 from torchbagua.step_hooks import install_step_hooks
 from torchbagua.traces import Summary
+from torchbagua.training_setup import TrainingSetup, ddps_of
 
 
 def attach(
@@ -60,8 +73,9 @@ def attach(
         algorithm: an Algorithm, or a registered name.
         process_group: the ranks and their nodes, where nodes are given explicitly; default: the module's group, or the
             world where there is no DDP, with nodes told by host names.
-        grad_scaler: the loop's GradScaler. Where an algorithm averages weights, all ranks then skip a step together;
-            QAdam, and error feedback, learn from it in which unit gradients are.
+        grad_scaler: the loop's GradScaler. With the decentralized algorithms all ranks then skip a step together; with
+            asynchronous averaging ranks skip alone. QAdam, and error feedback, learn from it in which unit gradients
+            are.
         observers: hear of every phase of communication, and of the training step; see `torchbagua.traces`.
         timeout: bound on every wait of the algorithm for another rank, except where asynchronous averaging ends, which
             waits for the ranks that are still training; default: that of the group, which bounds what DDP itself sends,
@@ -77,6 +91,7 @@ def attach(
         CommunicationError: a private group could not be opened.
         RuntimeError: the native library is there and does not load.
     """
+    # Whatever can fail on one rank alone comes before reify, the first collective: the others would wait for this rank.
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"attach: module must be a torch.nn.Module, got {type(module).__name__}")
     optimizers = [unwrap(one) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
@@ -96,22 +111,27 @@ def attach(
         check_same_ranks(module.process_group, process_group.process_group)
     check_detached(module)
     ddps = ddps_of(module, averages_weights=algorithm.averages_weights)
-    loop = Loop(module, ddps, optimizers, grad_scaler, strict)
-    if algorithm.averages_weights is not None:
-        check_kind(algorithm, loop, averages_weights=algorithm.averages_weights)
+    setup = TrainingSetup(module, ddps, optimizers, grad_scaler)
+    if algorithm.averages_weights is not None:  # None: an own algorithm, asked again once the impl is there
+        check_kind(algorithm, setup, averages_weights=algorithm.averages_weights)
     warn_of_closures(optimizers)
-    check_observers("attach", observers)
-    is_observed = bool(observers) or (process_group is not None and process_group.tracer.is_on)
-    summary = next((one for one in observers if isinstance(one, Summary)), Summary() if is_observed else None)
+    check_observers("attach", observers)  # reify checks again, for those who call it alone: optimizers too
+    summary = _summary_among(observers, process_group)
     impl = algorithm.reify(
-        process_group or loop.process_group(),
+        process_group or setup.process_group(),
         optimizer=optimizers,
         observers=[*observers, *([] if summary is None else [summary])],  # the same one twice hears once
         timeout=timeout,
-        facts=loop.facts(),
-        settings=loop.settings(),
+        must_agree={**setup.must_agree(), "attach's argument strict": strict},
+        run_settings=setup.run_settings(),
     )
-    return Attachment(loop, algorithm, impl, summary)
+    return Attachment(setup, algorithm, impl, summary, strict=strict)
+
+
+def _summary_among(observers: Sequence[Observer], process_group: BaguaProcessGroup | None) -> Summary | None:
+    """Return what `Attachment.summary` returns: the user's, or one of our own where anything is observed, or None."""
+    is_observed = bool(observers) or (process_group is not None and process_group.tracer.is_on)
+    return next((one for one in observers if isinstance(one, Summary)), Summary() if is_observed else None)
 
 
 class Attachment:
@@ -122,31 +142,40 @@ class Attachment:
         impl: the running algorithm.
     """
 
-    def __init__(self, loop: Loop, algorithm: Algorithm, impl: AlgorithmImpl, summary: Summary | None) -> None:
+    def __init__(
+        self,
+        setup: TrainingSetup,
+        algorithm: Algorithm,
+        impl: AlgorithmImpl,
+        summary: Summary | None,
+        *,
+        strict: bool,
+    ) -> None:
         self.algorithm = algorithm
         self.impl = impl
         self._summary = summary
-        self._loop = loop
+        self._setup = setup
         self._is_detached = False
-        with ExitStack() as undo:  # closed here only where one of these steps raises
+        # Undone in reverse, by detach or where one of these steps raises: DDP's hook first, impl.close last.
+        with ExitStack() as undo:
             undo.callback(impl.close)
-            undo.callback(mark_attached(loop.inner, type(impl).__name__).close)
-            check_kind(algorithm, loop, averages_weights=impl.owns_buckets)
-            impl.tell_uncompressed(loop.trained(), strict=loop.strict)
-            ignored = loop.ignored_names()
-            if loop.ddp is None:
-                own = [tensor for name, tensor in named_tensors(loop.module) if name not in ignored]
+            undo.callback(mark_attached(setup.inner, type(impl).__name__).close)
+            check_kind(algorithm, setup, averages_weights=impl.averages_weights)
+            impl.tell_uncompressed(setup.trained(), strict=strict)
+            ignored = setup.ignored_names()
+            if setup.ddp is None:
+                own = [tensor for name, tensor in named_tensors(setup.module) if name not in ignored]
                 broadcast_tensors(impl.process_group.world, own, "the module")
                 self._broadcast_state()
-            impl.grad_scaler = loop.grad_scaler
-            impl.set_module(loop.inner, ignored)
-            undo.enter_context(install_step_hooks(loop, impl, after_first_step=partial(check_first_step, impl, loop)))
-            if impl.owns_buckets:
-                for ddp in loop.ddps:
+            impl.grad_scaler = setup.grad_scaler
+            impl.set_module(setup.inner, ignored)
+            undo.enter_context(install_step_hooks(setup, impl, after_first_step=partial(check_first_step, impl, setup)))
+            if impl.averages_weights:
+                for ddp in setup.ddps:
                     undo.enter_context(ddp_sync_disabled(ddp))
             else:
-                assert loop.ddp is not None
-                undo.enter_context(hooked(loop.ddp, partial(comm_hook, impl)))
+                assert setup.ddp is not None
+                undo.enter_context(hooked(setup.ddp, partial(comm_hook, impl)))
             self._undo = undo.pop_all()
 
     def detach(self) -> None:
@@ -175,14 +204,14 @@ class Attachment:
 
     def _broadcast_state(self) -> None:
         world = self.impl.process_group.world
-        for optimizer in self._loop.optimizers:
+        for optimizer in self._setup.optimizers:
             # Not its groups: learning rates belong to the loop, and to its schedulers.
             own = optimizer.state_dict()
             without_groups = {key: value for key, value in own.items() if key != "param_groups"}
             state = broadcast_state(world, without_groups, f"the state of {type(optimizer).__name__}")
             if world.rank != 0:
                 optimizer.load_state_dict({**own, **state})
-        scaler = self._loop.grad_scaler
+        scaler = self._setup.grad_scaler
         if scaler is not None and scaler.is_enabled():
             scaler.load_state_dict(broadcast_state(world, scaler.state_dict(), "the state of the GradScaler"))
 

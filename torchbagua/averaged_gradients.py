@@ -32,8 +32,8 @@ def _which_are_not_zero(numbers: Mapping[torch.Tensor, torch.Tensor]) -> set[tor
     }
 
 
-class Accumulation:
-    """Watches a parameter's gradient from one synchronised backward pass to the next.
+class SentAverage:
+    """What becomes of the average that DDP has put into a parameter's gradient, until the next synchronised backward.
 
     It looks when autograd is about to add something: after that, a gradient that had been cleared looks like any other.
     """
@@ -42,7 +42,7 @@ class Accumulation:
         self._parameter = weakref.ref(parameter)
         self._hook: RemovableHandle | None = None
         self._is_watched = False
-        self._is_kept = True
+        self._is_uncleared = True
         self._num_additions = 0
 
     def begin(self) -> None:
@@ -50,7 +50,7 @@ class Accumulation:
         parameter = self._parameter()
         if self._hook is None and parameter is not None and parameter.requires_grad:
             self._hook = parameter.register_hook(self._before_addition)
-        self._is_watched, self._is_kept, self._num_additions = True, True, 0
+        self._is_watched, self._is_uncleared, self._num_additions = True, True, 0
 
     def end(self) -> None:
         """Watch no more."""
@@ -62,24 +62,24 @@ class Accumulation:
             self._hook.remove()
 
     @property
-    def is_over(self) -> bool:
+    def is_used_or_cleared(self) -> bool:
         """Whether the average is known to be used, or gone: it was cleared before something was added."""
-        return not (self._is_watched and self._is_kept)
+        return not (self._is_watched and self._is_uncleared)
 
     @property
-    def is_kept(self) -> bool:
-        """Whether the average is still in the gradient."""
-        return not self.is_over and (self._num_additions > 0 or self._holds_something())
+    def is_still_in_gradient(self) -> bool:
+        """Whether the average is still in the gradient, beside what has been added to it since."""
+        return not self.is_used_or_cleared and (self._num_additions > 0 or self._holds_something())
 
     @property
-    def is_alone(self) -> bool:
-        """Whether it is, and nothing has been added to it."""
-        return self.is_kept and self._num_additions == 0
+    def is_untouched_in_gradient(self) -> bool:
+        """Whether it is still in the gradient, and nothing has been added to it."""
+        return self.is_still_in_gradient and self._num_additions == 0
 
     def _before_addition(self, _: torch.Tensor) -> None:
         if self._is_watched:
             self._num_additions += 1
-            self._is_kept = self._is_kept and self._holds_something()
+            self._is_uncleared = self._is_uncleared and self._holds_something()
 
     def _holds_something(self) -> bool:
         parameter = self._parameter()

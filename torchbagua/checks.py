@@ -13,9 +13,9 @@ from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import check_elements
 from torchbagua.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, ddps_around, named_tensors
 from torchbagua.grad_scaler import is_stepped_by_scaler
-from torchbagua.loop import Loop
 from torchbagua.optimizers import check_optimizer, parameters_of
 from torchbagua.torch_private import has_delayed_all_reduce, is_joining
+from torchbagua.training_setup import TrainingSetup
 from torchbagua.user_warning import warn_user
 
 # On a module with an algorithm attached, inside of its wrapper: its id, which a copy has not, and the impl's name.
@@ -92,19 +92,19 @@ def _refusal_of_foreign(optimizer: torch.optim.Optimizer, foreign: Sequence[torc
     )
 
 
-def check_kind(algorithm: Algorithm, loop: Loop, *, averages_weights: bool) -> None:
-    """Raise TypeError or ValueError where the algorithm, which averages weights or gradients, does not fit the loop."""
+def check_kind(algorithm: Algorithm, setup: TrainingSetup, *, averages_weights: bool) -> None:
+    """Raise TypeError or ValueError where the algorithm, which averages weights or gradients, does not fit."""
     if not averages_weights:
-        if loop.ddp is None:
+        if setup.ddp is None:
             raise TypeError(
                 "attach: module must be a torch.nn.parallel.DistributedDataParallel, got "
-                f"{type(loop.module).__name__}: {type(algorithm).__name__} averages gradients. Hugging Face's Trainer "
+                f"{type(setup.module).__name__}: {type(algorithm).__name__} averages gradients. Hugging Face's Trainer "
                 "keeps it as trainer.model_wrapped, accelerate's prepare returns it, Lightning keeps it as "
                 "trainer.strategy.model"
             )
         return
-    for optimizer in loop.optimizers:
-        if foreign := _foreign_parameters(optimizer, loop.module):  # which would never be averaged
+    for optimizer in setup.optimizers:
+        if foreign := _foreign_parameters(optimizer, setup.module):  # which would never be averaged
             raise ValueError(_refusal_of_foreign(optimizer, foreign))
         # By name: to import torch.distributed.optim means dozens of warnings of torch.jit (torch 2.13).
         if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
@@ -112,9 +112,9 @@ def check_kind(algorithm: Algorithm, loop: Loop, *, averages_weights: bool) -> N
                 "attach: an algorithm that averages weights needs an optimizer that steps all weights on every rank, "
                 "got ZeroRedundancyOptimizer, in which a rank steps its own share and sends it to the others"
             )
-    for ddp in loop.ddps:
-        if ddp is not loop.module:
-            check_around(loop.module, ddp)
+    for ddp in setup.ddps:
+        if ddp is not setup.module:
+            check_around(setup.module, ddp)
         if is_joining(ddp):
             raise ValueError(f"attach: {JOIN_REFUSAL}. The module has been handed to it: wrap the model again")
 
@@ -130,25 +130,25 @@ def warn_of_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             )
 
 
-def check_first_step(impl: AlgorithmImpl, loop: Loop) -> None:
+def check_first_step(impl: AlgorithmImpl, setup: TrainingSetup) -> None:
     """Say, within the loop's first step, what of it an attached algorithm should have been told.
 
     Raises:
         RuntimeError: a DDP that nobody knew of has averaged gradients meanwhile.
     """
-    if loop.grad_scaler is None and impl.needs_grad_scaler and any(map(is_stepped_by_scaler, loop.optimizers)):
+    if setup.grad_scaler is None and impl.needs_grad_scaler and any(map(is_stepped_by_scaler, setup.optimizers)):
         what = (
             "ranks would skip different steps"
-            if impl.owns_buckets
+            if impl.averages_weights
             else "what it keeps from step to step would not be in the unit of gradients"
         )
         warn_user(
-            f"torchbagua: a GradScaler steps {type(loop.optimizers[0]).__name__}, and {type(impl).__name__} does not "
+            f"torchbagua: a GradScaler steps {type(setup.optimizers[0]).__name__}, and {type(impl).__name__} does not "
             f"know it: {what}; attach(..., grad_scaler=scaler)",
         )
-    if loop.ddp is None and any(ddp not in loop.ddps for ddp in ddps_around(loop.module)):
+    if setup.ddp is None and any(ddp not in setup.ddps for ddp in ddps_around(setup.module)):
         raise RuntimeError(
-            f"torchbagua: {type(loop.module).__name__} was wrapped in DistributedDataParallel after attach, which "
+            f"torchbagua: {type(setup.module).__name__} was wrapped in DistributedDataParallel after attach, which "
             "averages gradients beside the algorithm: wrap it before attach"
         )
 

@@ -1,15 +1,16 @@
-"""The DDP communication hook that runs a gradient algorithm."""
+"""The DDP communication hook that runs a gradient algorithm.
 
-from collections.abc import Callable
+`attach` has DDP call it. *The plain hook* is this one as a user registers it with `ddp.register_comm_hook`, without
+`attach`: the impl then knows no module, no names of parameters and no optimizer, unless `reify` was given one.
+"""
 
 import torch
 import torch.distributed as dist
 
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.bucket import BaguaBucket, check_elements
-from torchbagua.clocks import Timestamp
-from torchbagua.torch_private import queue_callback
-from torchbagua.tracer import Tracer
+from torchbagua.bucket import check_elements
+from torchbagua.torch_private import is_in_backward
+from torchbagua.wait_timer import WaitTimer
 
 
 def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -39,7 +40,7 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
         ValueError: the gradients are of another dtype than float64, float32, bfloat16, float16 or their complex ones,
             sparse, or neither on the CPU nor on a GPU.
     """
-    if not isinstance(state, AlgorithmImpl) or state.owns_buckets:
+    if not isinstance(state, AlgorithmImpl) or state.averages_weights:
         raise TypeError(
             f"comm_hook: state must be what a gradient algorithm's reify returned, got {type(state).__name__}"
         )
@@ -52,11 +53,11 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
         )
     if bucket.index() == 0:
         # Under Join DDP calls its hook on a rank that has run out of data too, outside of a backward.
-        state.has_joined = not _queue(lambda: None)
+        state.begin_backward(has_joined=not is_in_backward())
     own_bucket = state.gradient_bucket(bucket.parameters(), flat, index=bucket.index())
     run = own_bucket.run
     if bucket.is_last() and state.tracer.is_on:
-        run = _ending_step(own_bucket, state.tracer) if state.has_joined else _report_wait(own_bucket, state.tracer)
+        run = WaitTimer(own_bucket, state.tracer, is_in_backward=not state.has_joined).run
     # On this thread too, since the profiler does not follow the lane's unless it is told to.
     with state.tracer.range(own_bucket.name):
         state.use_device(flat.device)
@@ -66,51 +67,3 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
     if bucket.is_last() and state.has_joined:
         future.wait()  # DDP waits for it now, but hears of no error there
     return future
-
-
-def _queue(callback: Callable[[], None]) -> bool:
-    """Have `callback` called when all gradients are computed; return False, and do nothing, outside of a backward."""
-    try:
-        queue_callback(callback)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _ending_step(last: BaguaBucket, tracer: Tracer) -> Callable[[], torch.Tensor]:
-    """Return what runs the last bucket where neither backward nor optimizer tells that a step ends."""
-
-    def run() -> torch.Tensor:
-        flat = last.run()
-        tracer.end_step()
-        return flat
-
-    return run
-
-
-def _report_wait(last: BaguaBucket, tracer: Tracer) -> Callable[[], torch.Tensor]:
-    """Return what runs the last bucket of a backward, and tell observers how long backward waits for it."""
-    begun: Timestamp = 0
-    done: Timestamp = 0
-
-    def run() -> torch.Tensor:
-        nonlocal done
-        flat = last.run()
-        done = tracer.now()
-        return flat
-
-    def begin() -> None:
-        nonlocal begun
-        begun = tracer.now()
-        _queue(end)
-
-    def end() -> None:
-        # Not until now: after its wait DDP copies the averages into the gradients, with communication or without.
-        tracer.tell("wait", begun, done)
-        if not tracer.has_optimizer:
-            tracer.end_step()
-
-    # Called when all gradients are computed. DDP waits in a callback that it queues when this hook has returned, so
-    # what this one queues is called after that.
-    _queue(begin)
-    return run

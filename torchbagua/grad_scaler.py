@@ -27,7 +27,7 @@ def is_stepped_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-def agree_on_overflow(
+def install_overflow_agreement(
     scaler: torch.amp.GradScaler, optimizers: Sequence[torch.optim.Optimizer], impl: AlgorithmImpl, clock: StepClock
 ) -> ExitStack:
     """Let `impl` decide what `scaler` takes for an overflow of `optimizers`, until what is returned is closed.

@@ -1,4 +1,8 @@
-"""Torch's optimizers: those that frameworks wrap, and which calls of `step` are steps that were taken."""
+"""Torch's optimizers: those that frameworks wrap, and which calls of `step` are steps that were taken.
+
+`StepWatch`: one optimizer's steps. `StepsTaken`: what commits state by parameter. `StepClock` (step_clock.py): the end
+of the training step. The last two listen to the same watches.
+"""
 
 import sys
 import weakref
@@ -7,6 +11,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from torchbagua.torch_private import has_overflown, has_step_hooks, is_told_to_skip
 from torchbagua.user_warning import warn_user
@@ -44,37 +49,51 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+StepEnd = Callable[[torch.optim.Optimizer, bool], None]
+
+
 class StepWatch:
-    """Hears of every step of an optimizer once, when it ends.
+    """Tells its listeners of every step of an optimizer once, when it ends.
+
+    They are called in the order in which they came, with the optimizer, and whether the step was taken: a fused
+    optimizer is called after an overflow too, is told of it by GradScaler, and skips by itself.
 
     A step that calls its parent class's calls torch's hooks twice, one call within the other; a step that raises calls
     the first of them alone.
 
     Args:
-        optimizer: whose hooks are used, until `close`.
-        on_end: called with the optimizer, and whether the step was taken: a fused optimizer is called after an overflow
-            too, is told of it by GradScaler, and skips by itself.
+        optimizer: whose hooks are used while there is a listener.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, on_end: Callable[[torch.optim.Optimizer, bool], None]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self._on_end = on_end
+        self._listeners: list[StepEnd] = []
         self._outermost: FrameType | None = None
         self._skips = False
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-        ]
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def is_in_step(self) -> bool:
         """Whether a step has begun and not ended; the last one may have raised."""
         return self._outermost is not None
 
-    def close(self) -> None:
-        """Hear no more."""
-        for hook in self._hooks:
-            hook.remove()
+    def add(self, listener: StepEnd) -> None:
+        """Tell `listener` of each step from now on."""
+        if not self._hooks:
+            self._hooks = [
+                self.optimizer.register_step_pre_hook(self._before),
+                self.optimizer.register_step_post_hook(self._after),
+            ]
+        self._listeners.append(listener)
+
+    def remove(self, listener: StepEnd) -> None:
+        """Tell `listener` no more; may be called again."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+        if not self._listeners:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not _is_running(self._outermost):
@@ -86,7 +105,9 @@ class StepWatch:
         if self._outermost is sys._getframe(1):
             self._outermost = None
             scaler = kwargs.get("grad_scaler")  # of which a class of an older form finds out within its step
-            self._on_end(optimizer, not (self._skips or (scaler is not None and has_overflown(scaler, optimizer))))
+            is_taken = not (self._skips or (scaler is not None and has_overflown(scaler, optimizer)))
+            for listener in tuple(self._listeners):  # one may end the attachment
+                listener(optimizer, is_taken)
 
 
 def _is_running(call: FrameType | None) -> bool:
@@ -118,11 +139,13 @@ class StepsTaken:
         self._is_told = False
         self._num_backwards = 0  # since the last step
         # Optimizers outlive an object that is forgotten behind a hook of DDP.
-        weakref.finalize(listener, _close, self._watches).atexit = False
+        weakref.finalize(listener, self.close).atexit = False
 
-    def watch(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def listen_to(self, watches: Sequence[StepWatch]) -> None:
         """Hear of the steps of these optimizers, until `close`."""
-        self._watches += [StepWatch(optimizer, self._after_step) for optimizer in dict.fromkeys(optimizers)]
+        self._watches += watches
+        for watch in watches:
+            watch.add(self._after_step)
 
     def tell(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take a loop's word for a step; RuntimeError where its optimizers are watched."""
@@ -156,7 +179,8 @@ class StepsTaken:
 
     def close(self) -> None:
         """Hear no more."""
-        _close(self._watches)
+        for watch in self._watches:
+            watch.remove(self._after_step)
 
     @property
     def _names(self) -> str:
@@ -170,8 +194,3 @@ class StepsTaken:
         self._num_backwards = 0
         if (listener := self._listener()) is not None:
             listener.on_step_taken([parameter for parameter in parameters if parameter.grad is not None])
-
-
-def _close(watches: Iterable[StepWatch]) -> None:
-    for watch in watches:
-        watch.close()

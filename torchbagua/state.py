@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from torchbagua.averaged_gradients import Accumulation, with_average
+from torchbagua.averaged_gradients import SentAverage, with_average
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup, ResidualPair, TwoPhaseResiduals
 from torchbagua.memory_order import flat_length, flatten_like, shape_like
@@ -34,7 +34,10 @@ class BucketState(Protocol):
         ...
 
     def expand(self, part: slice) -> Sequence[torch.Tensor]:
-        """Return what this rank holds of one parameter, flat, zeros where that is another rank's."""
+        """Return what this rank holds of one parameter, flat, with zeros elsewhere.
+
+        Where ranks have shared it out, the state that goes on from it sums it over them, as `TwoPhaseResiduals` does.
+        """
         ...
 
 
@@ -45,8 +48,9 @@ ShapeOf = Callable[[torch.Tensor], Sequence[int]]
 class ParameterState(Generic[S]):
     """What an algorithm keeps of each parameter, in tensors that it names: residuals, or a factor of low rank.
 
-    An impl sets one as its `parameter_state`, gets the state of a bucket from `of_bucket`, and appends `begin` to the
-    bucket's operations before those that stage something. Steps that are taken commit it, and `state_dict` has it.
+    An impl sets one as its `parameter_state`, gets the state of a bucket from `of_bucket`, and appends
+    `resolve_last_backward` to the bucket's operations before those that stage something. Steps that are taken commit
+    it, and `state_dict` has it.
 
     Of a gradient that was sent, and neither used by a step nor cleared before the next backward pass is synchronised,
     what was staged is in what is sent again: the bucket's state then goes on from there, see `BucketState`.
@@ -72,9 +76,9 @@ class ParameterState(Generic[S]):
         # All by the parameter's id. What is loaded is kept until the parameter is seen in a bucket.
         self._places: dict[int, tuple[S, slice]] = {}
         self._loaded: dict[int, Sequence[torch.Tensor]] = {}
-        self._accumulations: dict[int, Accumulation] = {}
+        self._sent: dict[int, SentAverage] = {}
         # Also where the impl is forgotten behind a hook of DDP.
-        self._let_go = weakref.finalize(self, _close, self._accumulations)
+        self._let_go = weakref.finalize(self, _close, self._sent)
         self._let_go.atexit = False
 
     @property
@@ -94,11 +98,11 @@ class ParameterState(Generic[S]):
         places = [self._places.get(id(parameter)) for parameter in parameters]
         if places[0] is not None and places == [(places[0][0], part) for part in slices]:
             return places[0][0]  # a bucket of the same parameters
-        kept = [tensor.name for tensor in bucket.tensors if self._is_kept(tensor.parameter)]
-        if kept:
+        unresolved = [tensor.name for tensor in bucket.tensors if self._is_still_in_gradient(tensor.parameter)]
+        if unresolved:
             raise RuntimeError(
                 f"{self._owner}: DDP has formed its buckets anew between two synchronised backward passes of one "
-                f"step, as it does once after its first, and what was left out of {kept[0]} in the first of them is "
+                f"step, as it does once after its first, and what was kept of {unresolved[0]} in the first of them is "
                 "not known in the other bucket; accumulate gradients under ddp.no_sync()"
             )
         is_new = not any(id(parameter) in known for parameter in parameters for known in (self._places, self._loaded))
@@ -106,35 +110,35 @@ class ParameterState(Generic[S]):
         for parameter, part in zip(parameters, slices, strict=True):
             self._places[id(parameter)] = (state, part)
             self._loaded.pop(id(parameter), None)
-            if id(parameter) not in self._accumulations:
-                self._accumulations[id(parameter)] = Accumulation(parameter)
+            if id(parameter) not in self._sent:
+                self._sent[id(parameter)] = SentAverage(parameter)
         return state
 
-    def begin(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+    def resolve_last_backward(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
         """Find out which gradients of a bucket have in them what was sent of them before; a python op, before sending.
 
         Raises:
             RuntimeError: one of them has got nothing since, so that it is not known whether DDP will write to it.
         """
-        kept: list[slice] = []
+        still_there: list[slice] = []
         for tensor in bucket.tensors:
-            accumulation = self._accumulations[id(tensor.parameter)]
-            if accumulation.is_alone:
+            sent = self._sent[id(tensor.parameter)]
+            if sent.is_untouched_in_gradient:
                 raise RuntimeError(
                     f"{self._owner}: {tensor.name} must have a gradient in every synchronised backward pass of a step "
                     "or in none, got one and then none; accumulate gradients under ddp.no_sync()"
                 )
-            if accumulation.is_kept:
-                kept.append(self._places[id(tensor.parameter)][1])
-            accumulation.begin()
-        self._places[id(bucket.tensors[0].parameter)][0].continue_from_staged(kept)
+            if sent.is_still_in_gradient:
+                still_there.append(self._places[id(tensor.parameter)][1])
+            sent.begin()
+        self._places[id(bucket.tensors[0].parameter)][0].continue_from_staged(still_there)
 
     def commit(self, parameters: Iterable[torch.Tensor]) -> None:
         """Commit what is staged of those of the parameters of a step, just taken, whose gradient holds an average.
 
         Of the others nothing that was sent has been used. What is staged of them stays: another optimizer may step.
         """
-        sent = [one for one in parameters if id(one) in self._places and not self._accumulations[id(one)].is_over]
+        sent = [one for one in parameters if id(one) in self._places and not self._sent[id(one)].is_used_or_cleared]
         used_ids = {id(parameter) for parameter in with_average(sent)}
         by_state: dict[int, tuple[S, list[slice], list[slice]]] = {}
         for parameter_id, (state, part) in self._places.items():
@@ -145,15 +149,15 @@ class ParameterState(Generic[S]):
             if taken:
                 state.commit(_merged(taken) if left else None)
         for parameter_id in used_ids:
-            self._accumulations[parameter_id].end()
+            self._sent[parameter_id].end()
 
-    def follow(self, bucket: BaguaBucket) -> None:
+    def commit_without_step(self, bucket: BaguaBucket) -> None:
         """Commit what is staged of a bucket on a rank that takes no steps, as other ranks' steps do with theirs.
 
         These skip the step where the average is not finite.
         """
         for tensor in bucket.tensors:
-            self._accumulations[id(tensor.parameter)].end()
+            self._sent[id(tensor.parameter)].end()
         if bool(bucket.flat.isfinite().all()):
             self._places[id(bucket.tensors[0].parameter)][0].commit()
 
@@ -173,7 +177,7 @@ class ParameterState(Generic[S]):
         }
 
     def load_state_dict(self, owner: str, state: Mapping[str, Any], named: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state_dict` returned.
+        """Take over what `state_dict` returned. The impl resets next, so that buckets ask for their state again.
 
         Raises:
             ValueError: it holds other names or shapes than those of parameters; names `owner`.
@@ -187,12 +191,11 @@ class ParameterState(Generic[S]):
         if wrong or any(one != names[0] for one in names):
             raise ValueError(
                 f"{owner}.load_state_dict: {' and '.join(self._shapes)} must hold tensors of the same names, which are "
-                "parameters of the optimizer, in their shapes, got others"
-                + (f", {list(wrong)[:5]}" if any(wrong) else "")
+                "those of its parameters, in their shapes, got others" + (f", {list(wrong)[:5]}" if any(wrong) else "")
             )
         self._places = {}
-        for accumulation in self._accumulations.values():
-            accumulation.end()
+        for one in self._sent.values():
+            one.end()
         self._loaded = {
             id(named[name]): [
                 _flat(named[name], state[kind][name], shape_of) for kind, shape_of in self._shapes.items()
@@ -200,8 +203,8 @@ class ParameterState(Generic[S]):
             for name in names[0]
         }
 
-    def _is_kept(self, parameter: torch.Tensor) -> bool:
-        return id(parameter) in self._accumulations and self._accumulations[id(parameter)].is_kept
+    def _is_still_in_gradient(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._sent and self._sent[id(parameter)].is_still_in_gradient
 
     def _held(self, parameter: torch.Tensor) -> Sequence[torch.Tensor]:
         if id(parameter) in self._places:
@@ -213,7 +216,7 @@ class ParameterState(Generic[S]):
         return [torch.zeros(math.prod(shape), device=parameter.device) for shape in shapes]
 
 
-def error_feedback(owner: str) -> ParameterState[TwoPhaseResiduals]:
+def residual_state(owner: str) -> ParameterState[TwoPhaseResiduals]:
     """Return the residuals of a compressed mean, see `TwoPhaseResiduals`; `owner` is the algorithm's name."""
 
     def make(bucket: BaguaBucket, held: Sequence[Sequence[torch.Tensor]] | None) -> TwoPhaseResiduals:
@@ -223,9 +226,9 @@ def error_feedback(owner: str) -> ParameterState[TwoPhaseResiduals]:
     return ParameterState(f"{owner} with error_feedback", make, dict.fromkeys(ResidualPair._fields))
 
 
-def _close(accumulations: dict[int, Accumulation]) -> None:
-    for accumulation in accumulations.values():
-        accumulation.close()
+def _close(sent: dict[int, SentAverage]) -> None:
+    for one in sent.values():
+        one.close()
 
 
 def _consecutive_slices(parameters: Iterable[torch.Tensor]) -> list[slice]:

@@ -24,28 +24,30 @@ class StepClock:
     all of them skip is part of the next.
 
     Args:
-        optimizers: whose steps make a training step; heard of until `close`.
+        watches: of the optimizers whose steps make a training step; listened to until `close`.
         on_end: called with the optimizer whose step ended it.
-        needs_steps: whether nothing is averaged where an optimizer does not step, which is then an error.
+        raises_if_never_stepped: whether nothing is averaged where an optimizer does not step, which is then an error.
     """
 
     def __init__(
         self,
-        optimizers: Sequence[torch.optim.Optimizer],
+        watches: Sequence[StepWatch],
         on_end: Callable[[torch.optim.Optimizer], None],
         *,
-        needs_steps: bool,
+        raises_if_never_stepped: bool,
     ) -> None:
         self._on_end = on_end
-        self._progress = {id(optimizer): _Progress(optimizer) for optimizer in optimizers}
-        self._watches = [StepWatch(one.optimizer, self._after_step) for one in self._progress.values()]
-        self._needs_steps = needs_steps
+        self._progress = {id(watch.optimizer): _Progress(watch.optimizer) for watch in watches}
+        self._watches = watches
+        for watch in watches:
+            watch.add(self._after_step)
+        self._raises_if_never_stepped = raises_if_never_stepped
         self._has_warned = False
 
     def close(self) -> None:
         """Hear of no more steps."""
         for watch in self._watches:
-            watch.close()
+            watch.remove(self._after_step)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
         progress = self._progress[id(optimizer)]
@@ -55,7 +57,7 @@ class StepClock:
         progress.is_done = True
         progress.num_steps += 1
         self._end_if_done(optimizer)
-        if self._needs_steps and progress.num_steps >= _MOST_STEPS_ALONE and not self._has_warned:
+        if self._raises_if_never_stepped and progress.num_steps >= _MOST_STEPS_ALONE and not self._has_warned:
             self._has_warned = True
             idle = [type(other.optimizer).__name__ for other in self._progress.values() if not other.is_done]
             warn_user(
@@ -97,7 +99,7 @@ class StepClock:
     @property
     def _counts_gradients(self) -> bool:
         """Whether it matters what becomes of gradients; a closure may clear them often within one step (L-BFGS)."""
-        return self._needs_steps and not any(watch.is_in_step for watch in self._watches)
+        return self._raises_if_never_stepped and not any(watch.is_in_step for watch in self._watches)
 
     def _end_if_done(self, optimizer: torch.optim.Optimizer) -> None:
         every = list(self._progress.values())

@@ -10,22 +10,23 @@ import torch
 
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.clocks import Timestamp
-from torchbagua.grad_scaler import agree_on_overflow
-from torchbagua.loop import Loop
+from torchbagua.grad_scaler import install_overflow_agreement
 from torchbagua.step_clock import StepClock
 from torchbagua.torch_private import leaves, queue_callback
 from torchbagua.tracer import Tracer
+from torchbagua.training_setup import TrainingSetup
 
 
-def install_step_hooks(loop: Loop, impl: AlgorithmImpl, *, after_first_step: Callable[[], None]) -> ExitStack:
+def install_step_hooks(setup: TrainingSetup, impl: AlgorithmImpl, *, after_first_step: Callable[[], None]) -> ExitStack:
     """Install the hooks that `impl` asks for; closing what is returned removes them.
 
     Args:
-        loop: whose forward, gradients and optimizers are heard of; their steps are the clock.
-        impl: asked for its hooks. Where it averages weights, the skips of the loop's GradScaler are agreed on.
-        after_first_step: called within the step.
+        setup: whose forward, gradients and optimizers are heard of; their steps are the clock.
+        impl: asked for its hooks. Where it averages weights, it is also asked which steps the GradScaler skips: with
+            the decentralized algorithms all ranks skip together, with asynchronous averaging each rank alone.
+        after_first_step: called within the optimizer's call of `step`: it looks in the call stack for a GradScaler.
     """
-    wrapper, module, optimizers = loop.module, loop.inner, loop.optimizers
+    wrapper, module = setup.module, setup.inner
     on_forward = impl.init_forward_pre_hook(module)
     on_gradient = impl.init_backward_hook(module)
     on_backward_end = impl.init_post_backward_hook(module)
@@ -44,21 +45,21 @@ def install_step_hooks(loop: Loop, impl: AlgorithmImpl, *, after_first_step: Cal
             is_first = False
             after_first_step()
         impl.tracer.end_step()  # what an algorithm does now, beside the next step, is part of that one
-        if impl.owns_buckets and impl.need_reset():
+        if impl.averages_weights and impl.need_reset():
             impl.reset()
         if on_step is not None:
             on_step(optimizer)
 
-    averages_weights = impl.owns_buckets and on_step is not None
-    hears_steps = on_step is not None or impl.owns_buckets or impl.needs_grad_scaler or impl.tracer.is_on
-    clock = StepClock(optimizers if hears_steps else [], end_step, needs_steps=averages_weights)
+    must_step = impl.averages_weights and on_step is not None  # it averages when a step ends, or never
+    hears_steps = on_step is not None or impl.averages_weights or impl.needs_grad_scaler or impl.tracer.is_on
+    clock = StepClock(impl.step_watches if hears_steps else [], end_step, raises_if_never_stepped=must_step)
     impl.tracer.has_optimizer = True
     with ExitStack() as handles:  # closed here only where an installation raises
         handles.callback(clock.close)
         if on_forward is not None:
             handles.callback(wrapper.register_forward_pre_hook(before_forward).remove)
-        if on_backward_end is not None or averages_weights or impl.tracer.is_on:
-            backward = _Backward(impl.tracer, on_backward_end, clock if averages_weights else None)
+        if on_backward_end is not None or must_step or impl.tracer.is_on:
+            backward = _Backward(impl.tracer, on_backward_end, clock if must_step else None)
             handles.callback(backward.close)
 
             def after_forward(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
@@ -67,10 +68,10 @@ def install_step_hooks(loop: Loop, impl: AlgorithmImpl, *, after_first_step: Cal
 
             handles.callback(wrapper.register_forward_hook(after_forward).remove)
         if on_gradient is not None:
-            for name, parameter in loop.trained().items():
+            for name, parameter in setup.trained().items():
                 handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
-        if loop.grad_scaler is not None and impl.owns_buckets:
-            handles.enter_context(agree_on_overflow(loop.grad_scaler, optimizers, impl, clock))
+        if setup.grad_scaler is not None and impl.averages_weights:
+            handles.enter_context(install_overflow_agreement(setup.grad_scaler, setup.optimizers, impl, clock))
         return handles.pop_all()
 
 

@@ -105,6 +105,18 @@ def queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def is_in_backward() -> bool:
+    """Return whether a backward is under way on this thread: the engine has no question for it, and refuses a callback.
+
+    Under Join DDP calls its hook outside of one, on a rank that has run out of data.
+    """
+    try:
+        queue_callback(lambda: None)
+    except RuntimeError:
+        return False
+    return True
+
+
 class _Failure:
     """What a future holds in place of a tensor: whoever takes it for one gets the error."""
 

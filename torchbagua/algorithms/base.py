@@ -25,7 +25,8 @@ class Algorithm:
     A subclass implements `make_impl`. Its dataclass fields are compared between the ranks when it is reified.
 
     Attributes:
-        averages_weights: whether its impl communicates weights, or gradients; None where only the impl knows.
+        averages_weights: whether its impl communicates weights, or gradients; None where only the impl knows, which is
+            then asked (`AlgorithmImpl.averages_weights`).
     """
 
     averages_weights: ClassVar[bool | None] = None
@@ -72,6 +73,7 @@ class Algorithm:
         """
         if not dataclasses.is_dataclass(self):
             return {}
+        # The base class's: an override may add names that are no fields, as QAdam's does.
         return {
             name: value if isinstance(value := getattr(self, name), PLAIN_TYPES) else text
             for name, text in Algorithm.arguments(self).items()
@@ -112,8 +114,8 @@ class Algorithm:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         observers: Sequence[Observer] = (),
         timeout: timedelta | None = None,
-        facts: Mapping[str, Any] | None = None,
-        settings: Mapping[str, str] | None = None,
+        must_agree: Mapping[str, Any] | None = None,
+        run_settings: Mapping[str, str] | None = None,
     ) -> AlgorithmImpl:
         """Bind the algorithm to a group. Collective: opens private groups, and compares the algorithm over the ranks.
 
@@ -124,8 +126,8 @@ class Algorithm:
                 the loop calls `impl.step_taken()`. QAdamAlgorithm has its own.
             observers: hear of every phase of communication, and of the training step.
             timeout: bound on every wait for another rank; default: that of `process_group`.
-            facts: further values that must be the same on all ranks, by the name that an error gives them.
-            settings: what observers write down of the run beside the algorithm and its group, by name.
+            must_agree: further values that must be the same on all ranks, by the name that an error gives them.
+            run_settings: what observers write down of the run beside the algorithm and its group, by name.
 
         Raises:
             TypeError: `process_group` is no process group, or `optimizer` no optimizer.
@@ -145,7 +147,7 @@ class Algorithm:
         self.prepare()
         own: dict[str, Any] = {"the algorithm": type(self).__qualname__}
         own |= {f"{type(self).__name__}'s argument {name}": value for name, value in self.arguments().items()}
-        own.update(facts or {})
+        own.update(must_agree or {})
         if isinstance(process_group, BaguaProcessGroup):
             group = process_group.duplicate(timeout=timeout, observers=observers, must_agree=own)
         else:
@@ -157,20 +159,20 @@ class Algorithm:
             impl.watch_steps(optimizers or self.own_optimizers())
             group.compare_clocks()
             if group.tracer.is_on:
-                group.tracer.start(self._describe_run(group, settings or {}))
+                group.tracer.start(self._describe_run(group, run_settings or {}))
             return impl
         except BaseException:
             group.close()
             raise
 
-    def _describe_run(self, group: BaguaProcessGroup, settings: Mapping[str, str]) -> Run:
+    def _describe_run(self, group: BaguaProcessGroup, run_settings: Mapping[str, str]) -> Run:
         return Run(
             id=group.id,
             algorithm=type(self).__name__,
             description=describe(self, type(self).__name__) if dataclasses.is_dataclass(self) else repr(self),
             rank=group.rank,
             nodes=tuple(group.nodes),
-            settings={**settings, **{name: str(value) for name, value in environment().items()}},
+            settings={**run_settings, **{name: str(value) for name, value in environment().items()}},
             board=group.board,
             clock_offsets=group.clock_offsets,
         )

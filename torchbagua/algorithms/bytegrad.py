@@ -11,7 +11,7 @@ from torchbagua.algorithms.parts import append_parts, part_of
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup, TwoPhaseResiduals
 from torchbagua.compressors import DEFAULT_BLOCK, MinMaxUInt8, check_block
-from torchbagua.state import error_feedback
+from torchbagua.state import ParameterState, residual_state
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
     def __init__(self, process_group: BaguaProcessGroup, algorithm: ByteGradAlgorithm) -> None:
         super().__init__(process_group, algorithm)
         self.compressor = MinMaxUInt8(algorithm.block)
-        self.parameter_state = error_feedback("ByteGradAlgorithm") if algorithm.error_feedback else None
+        self.parameter_state = residual_state("ByteGradAlgorithm") if algorithm.error_feedback else None
 
     @property
     def needs_grad_scaler(self) -> bool:
@@ -87,15 +87,19 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         if self.parameter_state is None or codec is not self.compressor or self.process_group.size == 1:
             self._append_mean(bucket)
         elif bucket.flat.dtype == torch.float32:
-            feedback = self.parameter_state.of_bucket(bucket)
-            bucket.append_python_op(self.parameter_state.begin)
-            bucket.append_python_op(self._unscale)
-            self._append_mean(bucket, feedback)
-            bucket.append_python_op(self._use_mean)
+            self._append_mean_with_feedback(bucket, self.parameter_state)
         else:  # a shorter format would round what is added to it
             part = part_of(bucket, bucket.tensors, torch.float32)
-            self.init_operations(module, part)
+            self._append_mean_with_feedback(part, self.parameter_state)
             append_parts(bucket, [part])
+
+    def _append_mean_with_feedback(self, bucket: BaguaBucket, state: ParameterState[TwoPhaseResiduals]) -> None:
+        feedback = state.of_bucket(bucket)
+        bucket.append_python_op(state.resolve_last_backward)
+        bucket.append_python_op(self._unscale)
+        self._append_mean(bucket, feedback)
+        bucket.append_python_op(self._commit_if_joined)
+        bucket.append_python_op(self._restore_scale)
 
     def _append_mean(self, bucket: BaguaBucket, feedback: TwoPhaseResiduals | None = None) -> None:
         bucket.append_centralized_synchronous_op(
@@ -110,9 +114,11 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         if self.loss_scale != 1.0:
             bucket.flat.div_(self.loss_scale)
 
-    def _use_mean(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+    def _commit_if_joined(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
         if self.has_joined and self.parameter_state is not None:
-            self.parameter_state.follow(bucket)
+            self.parameter_state.commit_without_step(bucket)
+
+    def _restore_scale(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
         if self.loss_scale != 1.0:
             bucket.flat.mul_(self.loss_scale)
 

@@ -12,7 +12,7 @@ from torchbagua.bucket import BaguaBucket, BaguaTensor
 from torchbagua.collectives import BaguaProcessGroup, fingerprint, require_same_progress
 from torchbagua.compressors import Compressor, Identity
 from torchbagua.lane import Lane
-from torchbagua.optimizers import StepsTaken, parameters_of
+from torchbagua.optimizers import StepsTaken, StepWatch, parameters_of
 from torchbagua.state import ParameterState
 from torchbagua.user_warning import warn_user
 
@@ -25,6 +25,9 @@ class AlgorithmImpl:
 
     An impl that overrides `init_tensors` communicates weights in buckets of its own; any other communicates gradients
     in DDP's buckets, from a DDP communication hook.
+
+    The lane works on a gradient algorithm's buckets during a backward only, since DDP waits for all futures at its end:
+    between two of them the lane is idle. So `loss_scale`, and the flat tensors of buckets, need no lock.
 
     Args:
         process_group: owned by the impl, closed with it.
@@ -40,6 +43,7 @@ class AlgorithmImpl:
         parameter_state: what the algorithm keeps of each parameter; an impl that keeps something sets it. It is
             committed with each step that is taken, and is the impl's state.
         optimizers: those whose steps the impl hears of; none behind the plain hook, unless `reify` was given some.
+        step_watches: one for each of these optimizers, to which whoever has to know of its steps listens.
         grad_scaler: what `attach` was given.
         loss_scale: that of the gradients of this backward; 1 unless `needs_grad_scaler` and there is one.
         has_joined: whether this rank has run out of data, and takes part with gradients of zero until the others have
@@ -59,14 +63,14 @@ class AlgorithmImpl:
     def __init__(self, process_group: BaguaProcessGroup, algorithm: "Algorithm | None" = None) -> None:
         cls = type(self)
         overrides_buckets = cls.tensors_to_buckets is not AlgorithmImpl.tensors_to_buckets
-        if overrides_buckets and not self.owns_buckets:
+        if overrides_buckets and not self.averages_weights:
             raise TypeError(
                 f"{cls.__name__} overrides tensors_to_buckets without init_tensors: a gradient algorithm runs in DDP's "
                 "buckets, and a weight algorithm overrides both"
             )
         self.process_group = process_group
         self.algorithm = algorithm
-        if self.owns_buckets:
+        if self.averages_weights:
             process_group.open_private_nccl()
         self.tracer = process_group.tracer
         self.lane = Lane(
@@ -79,6 +83,7 @@ class AlgorithmImpl:
         self.ignored_names: frozenset[str] = frozenset()
         self.parameter_state: ParameterState[Any] | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.step_watches: list[StepWatch] = []
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.loss_scale = 1.0
         self.has_joined = False
@@ -91,7 +96,7 @@ class AlgorithmImpl:
         self._steps = StepsTaken(self)
 
     @property
-    def owns_buckets(self) -> bool:
+    def averages_weights(self) -> bool:
         """Whether this is a weight algorithm, with buckets of its own."""
         return type(self).init_tensors is not AlgorithmImpl.init_tensors
 
@@ -103,6 +108,12 @@ class AlgorithmImpl:
     def need_reset(self) -> bool:
         """Return True to have buckets initialised again; asked at the first bucket of a backward, or at each step."""
         return False
+
+    def on_backward_begin(self) -> None:
+        """Do what comes before the first bucket of a backward, and before `need_reset` is asked. By default nothing.
+
+        Called for a gradient algorithm, in every synchronised backward, on the thread of that.
+        """
 
     def init_tensors(self, module: torch.nn.Module) -> list[BaguaTensor]:
         """Return the tensors to communicate. Overridden by weight algorithms only."""
@@ -162,16 +173,23 @@ class AlgorithmImpl:
         return None
 
     def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None] | None:
-        """Return a function of the optimizer to call after each of its steps, or None."""
+        """Return a function to call at the end of each training step, or None.
+
+        That is once for all attached optimizers: when the last of them has stepped, or was skipped by a GradScaler. It
+        is called with that one. What belongs to each step of each optimizer goes into `on_step_taken`.
+        """
         return None
 
     @property
-    def needs_steps(self) -> bool:
+    def commits_on_step(self) -> bool:
         """Whether it must hear of the steps that are taken."""
         return self.parameter_state is not None or type(self).on_step_taken is not AlgorithmImpl.on_step_taken
 
     def on_step_taken(self, parameters: Sequence[torch.Tensor]) -> None:
         """Commit what belongs to a step; called once for each step of an optimizer, after it, unless it was skipped.
+
+        What belongs to the end of a training step, of several optimizers perhaps, goes into the function that
+        `init_post_optimizer_step_hook` returns; that is called after this.
 
         By default commits `parameter_state` of those of the parameters into whose gradient DDP has put an average.
 
@@ -185,8 +203,9 @@ class AlgorithmImpl:
         """Hear of the steps of these optimizers, where the algorithm needs to; called by `reify`."""
         self.optimizers = list(optimizers)
         self._names = {id(one): f"parameter {index}" for index, one in enumerate(self.state_parameters())}
-        if self.needs_steps:
-            self._steps.watch(optimizers)
+        self.step_watches = [StepWatch(optimizer) for optimizer in dict.fromkeys(optimizers)]
+        if self.commits_on_step:
+            self._steps.listen_to(self.step_watches)
 
     def step_taken(self) -> None:
         """Say that the loop's optimizer has taken a step, after it: behind the plain hook nobody else does.
@@ -229,7 +248,7 @@ class AlgorithmImpl:
         names = list(state[self.parameter_state.names[0]])
         progress = {"as a digest of the names in its state": fingerprint(names)}
         world = self.process_group.world
-        self.lane.submit(lambda: require_same_progress(world, progress, "loading the residuals")).result()
+        self.lane.submit(lambda: require_same_progress(world, progress, "loading the state")).result()
         self.reset()
 
     def state_parameters(self) -> list[torch.Tensor]:
@@ -276,19 +295,29 @@ class AlgorithmImpl:
             self.tracer.end()
 
     def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
-        """Make the module and its parameters' names known; called by `attach` before anything else."""
+        """Make the module and its parameters' names known, and make buckets. Collective where they are on a GPU.
+
+        Called by `attach` when the impl has been reified, `tell_uncompressed` was called and rank 0's weights and
+        optimizer state were broadcast, if they had to be, and before hooks are installed. The names take the place of
+        those by place in the optimizers that `watch_steps` gave.
+        """
         self._module = module
         self.ignored_names = ignored_names
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         devices = {parameter.device for parameter in module.parameters() if parameter.requires_grad}
-        if len(devices) == 1 and not self.owns_buckets:  # else they come with its buckets
+        if len(devices) == 1 and not self.averages_weights:  # else they come with its buckets
             self.use_device(devices.pop())
         self.reset()
 
     def reset(self) -> None:
-        """Run all initialisation of buckets again: at once for own buckets, when they next come for DDP's."""
+        """Run all initialisation of buckets again: at once for own buckets, when they next come for DDP's.
+
+        Called when no backward is under way: of a gradient algorithm before a backward's first bucket, of a weight
+        algorithm between two steps, before the function of `init_post_optimizer_step_hook`. An override first ends what
+        its lane has in flight on the buckets, and then calls this.
+        """
         self._gradient_buckets.clear()
-        if self.owns_buckets and self._module is not None:
+        if self.averages_weights and self._module is not None:
             self.buckets = self.tensors_to_buckets(self.init_tensors(self._module), do_flatten=True)
             for bucket in self.buckets:
                 self.use_device(bucket.flat.device)
@@ -308,14 +337,28 @@ class AlgorithmImpl:
             self.process_group.connect_nccl(device)
             self._gpu = device
 
+    def begin_backward(self, *, has_joined: bool) -> None:
+        """Do what comes before a backward's first bucket; called by the communication hook.
+
+        Args:
+            has_joined: see the attribute.
+        """
+        self.has_joined = has_joined
+        if self.commits_on_step and not has_joined:
+            self._steps.before_backward()
+        if self.needs_grad_scaler:
+            # Once a backward: on a GPU it waits for what has been computed so far.
+            self.loss_scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
+        self.on_backward_begin()
+        if self.need_reset():
+            self.reset()
+
     def gradient_bucket(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor, *, index: int) -> BaguaBucket:
         """Return the bucket that stands for a DDP bucket of these parameters, with `flat` as its flat tensor.
 
         Buckets are told apart by their parameters' identity, since DDP forms other buckets after its first step;
-        `index` is DDP's number of it, which is 0 for the first one of each backward.
+        `index` is DDP's number of it, for names.
         """
-        if index == 0:
-            self._begin_backward()
         bucket = self._gradient_buckets.find(parameters)
         if bucket is None:
             tensors = [
@@ -330,12 +373,3 @@ class AlgorithmImpl:
         bucket.flat = flat
         self.ends_in_order = True  # behind the plain hook nobody calls finish
         return bucket
-
-    def _begin_backward(self) -> None:
-        if self.needs_steps and not self.has_joined:
-            self._steps.before_backward()
-        if self.needs_grad_scaler:
-            # Once a backward: on a GPU it waits for what has been computed so far.
-            self.loss_scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
-        if self.need_reset():
-            self.reset()

@@ -15,7 +15,7 @@ from torchbagua.collectives import BaguaProcessGroup, require_same_progress
 from torchbagua.compressors import DEFAULT_BLOCK, Compressor, MinMaxUInt8, Sign1Bit, check_block
 from torchbagua.memory_order import flatten_like
 from torchbagua.optimizers import unwrap
-from torchbagua.state import error_feedback
+from torchbagua.state import residual_state
 
 _COMPRESSORS: dict[str, type[MinMaxUInt8 | Sign1Bit]] = {"MinMaxUInt8": MinMaxUInt8, "sign1bit": Sign1Bit}
 
@@ -126,11 +126,12 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: QAdamAlgorithm) -> None:
         super().__init__(process_group, algorithm)
-        self.optimizer = algorithm.q_adam_optimizer
+        self.q_adam = algorithm.q_adam_optimizer
         self.compressor: Compressor = _COMPRESSORS[algorithm.compression](algorithm.block)
-        self.parameter_state = error_feedback("QAdamAlgorithm") if algorithm.error_feedback else None
+        self.parameter_state = residual_state("QAdamAlgorithm") if algorithm.error_feedback else None
         self._num_past_warmup = 0
-        self.optimizer.serve(self)
+        self._others_are_past_warmup = False  # than at the last backward
+        self.q_adam.attach_averager(self)
 
     @property
     def needs_grad_scaler(self) -> bool:
@@ -139,19 +140,25 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def need_reset(self) -> bool:
         """Return True where parameters have come to the end of their warm-up since the last backward."""
-        num_updates = self.optimizer.num_updates_past_warmup
+        return self._others_are_past_warmup
+
+    def on_backward_begin(self) -> None:
+        """Look which parameters are past their warm-up, and compare over the ranks how far these have come."""
+        num_updates = self.q_adam.num_updates_past_warmup
         before, self._num_past_warmup = self._num_past_warmup, len(num_updates)
+        self._others_are_past_warmup = before != self._num_past_warmup
         if self.process_group.size > 1:
             # Each time: what is sent may change its form after the warm-up too, by a state that is loaded, and a rank
             # that has not loaded it does not know.
-            facts = {
+            must_agree = {
                 "parameters past their warm-up": len(num_updates),
                 "updates of parameters past their warm-up": sum(num_updates),
             }
-            in_step = self.lane.submit(lambda: require_same_progress(self.process_group.world, facts, "the gradients"))
+            world = self.process_group.world
+            # Where it fails the lane ends, and this backward's buckets raise it.
+            in_step = self.lane.submit(lambda: require_same_progress(world, must_agree, "the gradients"))
             if self.process_group.has_nccl:  # its collectives do not wait for their turn in the lane
                 in_step.result()
-        return before != self._num_past_warmup
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         """Append the mean of gradients, or of momenta; where it is of both kinds, of each apart."""
@@ -172,22 +179,22 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def uncompressed(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return those of the optimizer's that travel in full precision, past their warm-up too."""
-        own = {id(parameter) for parameter in self.optimizer.parameters}
+        own = {id(parameter) for parameter in self.q_adam.parameters}
         return {name: one for name, one in super().uncompressed(parameters).items() if id(one) in own}
 
     def close(self) -> None:
         super().close()
-        self.optimizer.release(self)
+        self.q_adam.detach_averager(self)
 
     def state_parameters(self) -> list[torch.Tensor]:
         """Return those of the optimizer, whose momenta are sent."""
-        return self.optimizer.parameters
+        return self.q_adam.parameters
 
     def _append_mean_of_momenta(self, bucket: BaguaBucket) -> None:
         feedback = None
         if self.parameter_state is not None and self.process_group.size > 1:  # one rank leaves nothing out
             feedback = self.parameter_state.of_bucket(bucket)
-            bucket.append_python_op(self.parameter_state.begin)
+            bucket.append_python_op(self.parameter_state.resolve_last_backward)
         bucket.append_python_op(self._form_momenta)
         bucket.append_centralized_synchronous_op(
             hierarchical=self.algorithm.hierarchical,
@@ -195,11 +202,11 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
             compression=self.compressor,
             error_feedback=feedback,
         )
-        bucket.append_python_op(self._use_mean)
+        bucket.append_python_op(self._form_gradients_or_adopt_momenta)
 
     def _sends_momentum(self, parameter: torch.Tensor) -> bool:
         """Return whether the momentum travels; in full precision the gradient does, whose mean comes to the same."""
-        return self.optimizer.is_past_warmup(parameter) and self.compressor.encodes(parameter.dtype)
+        return self.q_adam.is_past_warmup(parameter) and self.compressor.encodes(parameter.dtype)
 
     @torch.no_grad()
     def _form_momenta(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
@@ -211,17 +218,17 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         for averages, momenta, beta1, share in self._with_momenta(bucket):
             torch.ops.torchbagua.qadam_form_gradients(averages, momenta, beta1=beta1, share=share)
 
-    def _use_mean(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+    def _form_gradients_or_adopt_momenta(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
         if self.has_joined:
-            self._follow(bucket, group)
+            self._adopt_momenta(bucket, group)
         else:
             self._form_gradients(bucket, group)
 
     @torch.no_grad()
-    def _follow(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+    def _adopt_momenta(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
         """Do what the other ranks' steps do with the mean: this rank takes none, and what it sends must not be old."""
         if self.parameter_state is not None:
-            self.parameter_state.follow(bucket)
+            self.parameter_state.commit_without_step(bucket)
         if not bool(bucket.flat.isfinite().all()):  # then they skip it
             return
         self._form_gradients(bucket, group)
@@ -229,7 +236,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         for gradients, momenta, beta1, _ in self._with_momenta(bucket):
             torch.ops.torchbagua.qadam_form_momenta(gradients, momenta, beta1=beta1, share=1.0 - beta1)
         for tensor, momentum in bucket.views(bucket.flat):
-            self.optimizer.follow(tensor.parameter, momentum)
+            self.q_adam.adopt_momentum(tensor.parameter, momentum)
 
     def _with_momenta(
         self, bucket: BaguaBucket
@@ -240,8 +247,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         """
         alike: dict[float, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for tensor, part in bucket.parts(bucket.flat):
-            momentum = self.optimizer.state[tensor.parameter]["exp_avg"]
-            beta1 = self.optimizer.beta1_of(tensor.parameter)
+            momentum = self.q_adam.state[tensor.parameter]["exp_avg"]
+            beta1 = self.q_adam.beta1_of(tensor.parameter)
             alike.setdefault(beta1, []).append((part, flatten_like(tensor.parameter, momentum)))
         for beta1, pairs in alike.items():
             parts, momenta = map(list, zip(*pairs, strict=True))

@@ -62,7 +62,7 @@ class QAdamOptimizer(torch.optim.Adam):
         self._group_of: dict[int, dict[str, Any]] = {}
         self._adam_updates = AdamUpdates()
         self._default_warmup_steps = warmup_steps
-        self._server: weakref.ref[object] | None = None
+        self._averager: weakref.ref[object] | None = None
         check_numbers({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         super().__init__(
             params,
@@ -122,7 +122,7 @@ class QAdamOptimizer(torch.optim.Adam):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a state, of Adam perhaps."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's is not typed
-        self._server = getattr(self, "_server", None)
+        self._averager = getattr(self, "_averager", None)
         self._adam_updates = AdamUpdates()
         self._default_warmup_steps = self.defaults["warmup_steps"]
         self._adopt_groups()
@@ -144,21 +144,21 @@ class QAdamOptimizer(torch.optim.Adam):
             check_group(group)
         self._group_of = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
 
-    def serve(self, server: object) -> None:
-        """Let steps after the warm-up happen while `server` lives, which averages momenta; one at a time."""
-        if self.is_served:
+    def attach_averager(self, averager: object) -> None:
+        """Let steps after the warm-up happen while `averager` lives, which averages momenta; one at a time."""
+        if self.has_averager:
             raise ValueError("QAdamAlgorithm: q_adam_optimizer is attached already; detach it first")
-        self._server = weakref.ref(server)
+        self._averager = weakref.ref(averager)
 
-    def release(self, server: object) -> None:
-        """End what `serve` began."""
-        if self._server is not None and self._server() is server:
-            self._server = None
+    def detach_averager(self, averager: object) -> None:
+        """End what `attach_averager` began."""
+        if self._averager is not None and self._averager() is averager:
+            self._averager = None
 
     @property
-    def is_served(self) -> bool:
+    def has_averager(self) -> bool:
         """Whether momenta are averaged."""
-        return self._server is not None and self._server() is not None
+        return self._averager is not None and self._averager() is not None
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -180,7 +180,7 @@ class QAdamOptimizer(torch.optim.Adam):
         since: int = state.get(_UPDATES_SINCE, 0)
         return self._adam_updates.of(parameter, state) + since
 
-    def follow(self, parameter: Tensor, momentum: Tensor) -> None:
+    def adopt_momentum(self, parameter: Tensor, momentum: Tensor) -> None:
         """Take over the momentum of a step that other ranks take and this one does not, after the warm-up."""
         state = self.state[parameter]
         state["exp_avg"].copy_(momentum)
@@ -234,7 +234,7 @@ class QAdamOptimizer(torch.optim.Adam):
             past: list[Tensor] = []
             for parameter in with_gradient:
                 (past if self.is_past_warmup(parameter) else warm).append(parameter)
-            if past and not self.is_served:
+            if past and not self.has_averager:
                 raise RuntimeError(
                     "QAdamOptimizer: after the warm-up of "
                     f"{self._group_of[id(past[0])]['warmup_steps']} steps momenta have to be averaged: "
@@ -248,7 +248,7 @@ class QAdamOptimizer(torch.optim.Adam):
     def _adam_step(self, warm: list[Tensor], without: list[Tensor]) -> None:
         counts = [self._adam_updates.of(parameter, self.state[parameter]) for parameter in warm]
         gradients = [parameter.grad for parameter in without]
-        for parameter in without:
+        for parameter in without:  # Adam steps whatever has a gradient
             parameter.grad = None
         try:
             unhooked_step(torch.optim.Adam.step)(self)  # step has called the hooks

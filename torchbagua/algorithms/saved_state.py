@@ -35,6 +35,10 @@ def save_state(algorithm: Algorithm, impl: AlgorithmImpl) -> dict[str, Any]:
 def load_state(algorithm: Algorithm, impl: AlgorithmImpl, state: Mapping[str, Any]) -> None:
     """Have `impl` take over what `save_state` returned.
 
+    Four places check it, in this order: here its form, the format's version and the algorithm's name;
+    `Algorithm.check_state` the arguments that it depends on; the impl's `load_state_dict` whose it is
+    (`check_rank_state`); and what the impl keeps, `ParameterState.load_state_dict` say, the names and shapes in it.
+
     Raises:
         ValueError: it is nothing of the kind, of a later format, of another algorithm, or of other arguments where the
             state depends on them.
@@ -62,7 +66,10 @@ def load_state(algorithm: Algorithm, impl: AlgorithmImpl, state: Mapping[str, An
 
 
 def _depends_on_arguments(algorithm: Algorithm, impl: AlgorithmImpl) -> bool:
-    """Return whether there is a state, or the algorithm says itself whether there is; none depends on nothing."""
+    """Return whether there is a state, or the algorithm says itself what one depends on.
+
+    Without state there is nothing to compare.
+    """
     has_state = impl.parameter_state is not None or type(impl).state_dict is not AlgorithmImpl.state_dict
     return has_state or type(algorithm).state_arguments is not Algorithm.state_arguments
 

@@ -13,7 +13,7 @@ from torchbagua.ddp import ddps_around, named_tensors
 
 
 @dataclass(frozen=True)
-class Loop:
+class TrainingSetup:
     """A module and what trains it.
 
     Attributes:
@@ -21,14 +21,12 @@ class Loop:
         ddps: `module` first, where it is a DDP, and others around it.
         optimizers: of its parameters.
         grad_scaler: the loop's.
-        strict: whether parameters that cannot be compressed are refused.
     """
 
     module: torch.nn.Module
     ddps: Sequence[DistributedDataParallel]
     optimizers: Sequence[torch.optim.Optimizer]
     grad_scaler: torch.amp.GradScaler | None
-    strict: bool
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -78,7 +76,7 @@ class Loop:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
-    def facts(self) -> dict[str, Any]:
+    def must_agree(self) -> dict[str, Any]:
         """Return what ranks must have in common, in the order in which they are told of it."""
         module = self.module
         sizes = [(type(one).__name__, [len(group["params"]) for group in one.param_groups]) for one in self.optimizers]
@@ -89,10 +87,9 @@ class Loop:
             "the optimizers, with the number of parameters in each group": repr(sizes),
             "the number of DistributedDataParallel modules around it": len(self.ddps),
             "whether attach was given a grad_scaler": self.grad_scaler is not None,
-            "attach's argument strict": self.strict,
         }
 
-    def settings(self) -> dict[str, str]:
+    def run_settings(self) -> dict[str, str]:
         """Return what a trace writes down: the model and its optimizers, with what they were made with."""
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         num_elements = sum(parameter.numel() for parameter in trained)
