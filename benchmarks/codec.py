@@ -30,7 +30,7 @@ from table import table
 from timing import alternated, elapsed_ms, host_us
 from torchbagua import native
 from torchbagua.compressors import MinMaxUInt8
-from torchbagua.native.operations import OPERATIONS
+from torchbagua.native.ops import NATIVE_OPS
 
 COPY = "copy"
 REFERENCE_ROUNDS = 3  # it takes as long as all the rest
@@ -128,7 +128,7 @@ def measure_beside_one_copy(case: Case, names: Sequence[str], setting: Setting, 
 def reference_ms(case: Case, name: str) -> float:
     """Median milliseconds of the same in plain torch."""
     arguments = Buffers(case).arguments()[name]()
-    timed = partial(elapsed_ms, case.device, partial(OPERATIONS[case.kernel(name)], *arguments))
+    timed = partial(elapsed_ms, case.device, partial(NATIVE_OPS[case.kernel(name)], *arguments))
     return statistics.median(alternated({name: timed}, REFERENCE_ROUNDS)[name])
 
 
@@ -140,7 +140,7 @@ def measure(setting: Setting, rounds: int, device: torch.device, paths: dict[str
     """A row for each codec that has kernels on `device`, layout, element type and operation."""
     rows: list[Row] = []
     for codec, layout, dtype in itertools.product(CODECS, setting.layouts, setting.dtypes):
-        path = paths[f"{codec.operations}_encode"]
+        path = paths[f"{codec.op_prefix}_encode"]
         if path == "reference":
             continue
         case = Case(codec, layout, dtype, device, setting.num_elements, setting.num_senders)
@@ -206,7 +206,7 @@ def main() -> None:
     native.load()
     status = [row for row in native.status() if row.device == device.type]
     paths = {row.operation: row.path for row in status}
-    if paths[f"{MinMaxUInt8.operations}_encode"] == "reference":
+    if paths[f"{MinMaxUInt8.op_prefix}_encode"] == "reference":
         sys.exit(f"there are no native kernels to time: {status[0].why}")
 
     rows = measure(setting, arguments.rounds, device, paths)

@@ -76,7 +76,7 @@ class Case:
 
     def kernel(self, operation: str) -> str:
         """The name of the native operation, as `torch.ops.torchbagua` and the reference have it."""
-        return f"{self.codec.operations}_{operation.removesuffix(OF_ALL)}"
+        return f"{self.codec.op_prefix}_{operation.removesuffix(OF_ALL)}"
 
     def check(self) -> None:
         """Raise RuntimeError where decoding does not give back what was encoded: a wrong kernel's time is of no use."""

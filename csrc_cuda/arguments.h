@@ -1,5 +1,5 @@
 // A tensor as a kernel takes it, or a refusal: what lets a kernel stay inside its tensors is checked here, in the words
-// of torchbagua/native/arguments.py. What a table holds is not looked at.
+// of torchbagua/native/ops.py. What a table holds is not looked at.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -21,13 +22,13 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // `torchbagua::<family>_<name>`.
-struct Operation {
+struct NativeOp {
   const char* family;
   const char* name;
 };
 
 // A call of an operation: of which library, and the tensor that the others must lie beside.
-struct Call : Operation {
+struct Call : NativeOp {
   DeviceType place;
   const Tensor& first;
 };
@@ -40,7 +41,7 @@ std::string text_of(const Parts&... parts) {
 }
 
 // Python sees std::invalid_argument as a ValueError.
-[[noreturn]] inline void refuse(const Operation& operation, const char* argument, const std::string& allowed,
+[[noreturn]] inline void refuse(const NativeOp& operation, const char* argument, const std::string& allowed,
                                 const std::string& got) {
   throw std::invalid_argument(text_of("torchbagua::", operation.family, "_", operation.name, ": ", argument,
                                       " must be ", allowed, ", got ", got));
@@ -157,6 +158,15 @@ inline Rows rows_of(const Call& call, const Tensor& rows) {
     refuse(call, "rows", "of at least one row", describe(rows));
   }
   return {static_cast<const unsigned char*>(rows.const_data_ptr()), rows.size(0), rows.size(1)};
+}
+
+// As the kernels take it, in float32.
+inline float divisor_of(const Call& call, double divisor) {
+  const float rounded = static_cast<float>(divisor);
+  if (!(rounded > 0.0f && rounded <= std::numeric_limits<float>::max())) {
+    refuse(call, "divisor", "a positive finite float32", text_of(divisor));
+  }
+  return rounded;
 }
 
 inline Table table_of(const Call& call, const Tensor& table) {

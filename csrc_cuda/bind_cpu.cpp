@@ -1,4 +1,4 @@
-// The CPU kernels of torchbagua on the dispatcher, over LibTorch's stable ABI; torchbagua/native/operations.py has the
+// The CPU kernels of torchbagua on the dispatcher, over LibTorch's stable ABI; torchbagua/native/ops.py has the
 // schemas.
 
 // What is included gives torch its operations: a codec is a line here.

@@ -1,4 +1,4 @@
-// The CUDA kernels of torchbagua on the dispatcher, over LibTorch's stable ABI; torchbagua/native/operations.py has the
+// The CUDA kernels of torchbagua on the dispatcher, over LibTorch's stable ABI; torchbagua/native/ops.py has the
 // schemas.
 
 // First: it says what the last line of a codec's kernels does.

@@ -1,11 +1,13 @@
 """Calls the operations of a library of bind_cuda.cu and pretended_cuda_runtime.cpp, with the kernels on the host.
 
-python cuda_library_on_host.py LIBRARY KERNELS: prints one line for every call that gave the bytes of the reference,
-then what launches that fail say. In a process of its own: what is registered with torch stays.
+python cuda_library_on_host.py LIBRARY KERNELS: prints one line for every call that gave the bytes of the reference
+and for every argument that was refused, then what launches that fail say. In a process of its own: what is registered
+with torch stays.
 """
 
 import ctypes
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,8 +27,9 @@ from test_cuda_launcher import (
     qadam_lists,
     run_on_host,
 )
+from test_native_refusals import OPERATIONS, good_arguments, spoiled
 from torchbagua.native import launcher, tensor_tables
-from torchbagua.native.operations import OPERATIONS
+from torchbagua.native.ops import NATIVE_OPS
 
 LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p)
 NO_KERNEL_IMAGE, INSUFFICIENT_DRIVER, LAUNCH_FAILURE = 209, 35, 719
@@ -38,6 +41,39 @@ def call(operation: str, arguments: list[object], **numbers: float) -> None:
     """By the key that CUDA tensors have."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     getattr(torch.ops.torchbagua, operation).default.redispatch(keys, *arguments, **numbers)
+
+
+def refusal_of(kernel: Callable[..., None], *arguments: object, **numbers: float) -> str:
+    """What it says of an argument, up to what it got; by its device the library tells where CUDA tensors would be."""
+    try:
+        kernel(*arguments, **numbers)
+    except ValueError as error:
+        return str(error).split(", got")[0].replace("cuda:3", "cpu")
+    raise AssertionError("it was not refused")
+
+
+def check_refusals() -> None:
+    """Every argument that is not as it must be is refused in the words of plain torch; prints their names."""
+    for operation in OPERATIONS:
+        good = good_arguments(MINMAX_UINT8, operation)
+        name = f"minmax_uint8_{operation}"
+        for argument, value in good.items():
+            for bad in [0.0] if argument == "divisor" else spoiled(argument, value, is_first=True):
+                arguments = list({**good, argument: bad}.values())
+                said = refusal_of(call, name, arguments)
+                assert said == refusal_of(NATIVE_OPS[name], *arguments)
+                assert said.startswith(f"torchbagua::{name}: {argument} must be ")
+            print(f"refused {operation} {argument}")
+    for name, numbers in QADAM_NUMBERS.items():
+        schema = getattr(torch.ops.torchbagua, name).default._schema
+        for index, _ in enumerate(qadam_lists(name)):
+            lists = qadam_lists(name)
+            lists[index][-1] = lists[index][-1].to(torch.int16)
+            argument = schema.arguments[index].name
+            said = refusal_of(call, name, lists, **numbers)
+            assert said.startswith(f"torchbagua::{name}: {argument} must be "), said
+            assert refusal_of(NATIVE_OPS[name], *lists, **numbers).startswith(said.split(" must be ")[0])
+            print(f"refused {name} {argument}")
 
 
 def main(library: Path, kernels: Path) -> None:
@@ -59,7 +95,7 @@ def main(library: Path, kernels: Path) -> None:
             mine = arguments_of(operation, table, wire_bytes, dtype)
             theirs = copies(mine)
             call(f"minmax_uint8_{operation}", mine)
-            OPERATIONS[f"minmax_uint8_{operation}"](*theirs)
+            NATIVE_OPS[f"minmax_uint8_{operation}"](*theirs)
             check_same(mine, theirs)
             (launched,) = launches
             expected = (kernel_of(operation, dtype), len(lengths), launcher.THREADS, 1003, 3)
@@ -71,7 +107,7 @@ def main(library: Path, kernels: Path) -> None:
         lists = qadam_lists(operation)
         of_reference = [copies(one) for one in lists]
         call(operation, lists, **numbers)
-        OPERATIONS[operation](*of_reference, **numbers)
+        NATIVE_OPS[operation](*of_reference, **numbers)
         for own, others in zip(lists, of_reference, strict=True):
             check_same(own, others)
         expected = [(*one, tensor_tables.TABLE_THREADS, 1003, 3) for one in qadam_launches(operation)]
@@ -81,6 +117,8 @@ def main(library: Path, kernels: Path) -> None:
         assert not launches
         print(operation)
 
+    check_refusals()
+    assert not launches
     assert device.value == -1, "the guard has let go"
     nothing = torch.zeros(0, 4, dtype=torch.int64)
     call("minmax_uint8_encode", [torch.zeros(0), nothing, torch.zeros(0, dtype=torch.uint8)])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from devices import CPU, on_device
 from torchbagua import native
-from torchbagua.native.operations import OPERATIONS
+from torchbagua.native.ops import NATIVE_OPS
 
 OPS = torch.ops.torchbagua
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,7 +51,7 @@ class Codec:
 
     def kernels(self, operation: str) -> list[Callable[..., None]]:
         """The native kernel and the reference."""
-        return [on_device(self.native(operation), self.device), OPERATIONS[f"{self.name}_{operation}"]]
+        return [on_device(self.native(operation), self.device), NATIVE_OPS[f"{self.name}_{operation}"]]
 
     def opcheck(self, operation: str, *arguments: Any) -> None:
         """Check the operation's registration."""

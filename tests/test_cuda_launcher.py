@@ -19,7 +19,7 @@ from native_codecs import DTYPES, MINMAX_UINT8, assert_same_values, lay_out, num
 from torchbagua.native import launcher, nvrtc, tensor_tables
 from torchbagua.native.cuda_driver import Driver
 from torchbagua.native.launcher import CudaKernels
-from torchbagua.native.operations import OPERATIONS
+from torchbagua.native.ops import NATIVE_OPS
 
 SOURCE = "\n".join((CSRC / "kernels" / file).read_text() for file in KERNEL_FILES)
 CODEC_OPERATIONS = ("encode", "decode", "decode_mean", "decode_mean_encode", "encode_feedback")
@@ -136,12 +136,12 @@ def _first_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arguments_of(operation: str, table: Tensor, wire_bytes: int, dtype: torch.dtype = torch.float32) -> list[Any]:
-    """Good arguments of an operation, in the order of schema.py, the tensors that it writes last."""
+    """Good arguments of an operation, in the order of their method of BlockFormat, the tensors that it writes last."""
     generator = torch.Generator().manual_seed(0)
     x, residual = (torch.randn(num_elements(table), generator=generator).to(dtype) for _ in range(2))
     rows = torch.zeros(3, wire_bytes, dtype=torch.uint8)
     for row in rows:
-        OPERATIONS["minmax_uint8_encode"](torch.randn(len(x), generator=generator), table, row)
+        NATIVE_OPS["minmax_uint8_encode"](torch.randn(len(x), generator=generator), table, row)
     return {
         "encode": [x, table, torch.full((wire_bytes,), 7, dtype=torch.uint8)],
         "decode": [rows[0].clone(), table, torch.full_like(x, 7.0)],
@@ -186,7 +186,7 @@ def test_launches_give_the_bytes_of_the_reference(
 
     kernels_on(driver).call(f"minmax_uint8_{operation}", *mine)
 
-    OPERATIONS[f"minmax_uint8_{operation}"](*theirs)
+    NATIVE_OPS[f"minmax_uint8_{operation}"](*theirs)
     check_same(mine, theirs)
     name, kernel, shape, *rest = driver.calls[-2]
     assert (name, kernel) == ("cuLaunchKernel", kernel_of(operation, dtype))
@@ -239,7 +239,7 @@ def test_launches_over_lists_give_the_bits_of_the_reference(host_kernels: HostKe
 
     kernels_on(driver).call(operation, *mine, **numbers)
 
-    OPERATIONS[operation](*theirs, **numbers)
+    NATIVE_OPS[operation](*theirs, **numbers)
     for own, others in zip(mine, theirs, strict=True):
         check_same(own, others)
     shape = (1, 1, tensor_tables.TABLE_THREADS, 1, 1)

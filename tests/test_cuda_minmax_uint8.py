@@ -8,7 +8,7 @@ from torch import Tensor
 
 from host_kernels import HostKernels, Span
 from native_codecs import DTYPES, KINDS, MINMAX_UINT8, assert_same_values, hostile_values, lay_out, num_elements
-from torchbagua.native.operations import OPERATIONS
+from torchbagua.native.ops import NATIVE_OPS
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 NUM_THREADS = 64
@@ -60,7 +60,7 @@ def wires(kinds: tuple[str, ...], table: Tensor, wire_bytes: int) -> Tensor:
     """One for each kind of values, and one of any bytes."""
     rows = torch.randint(0, 256, (len(kinds) + 1, wire_bytes), dtype=torch.uint8)
     for kind, row in zip(kinds, rows, strict=False):
-        OPERATIONS["minmax_uint8_encode"](values_of(kind, table), table, row)
+        NATIVE_OPS["minmax_uint8_encode"](values_of(kind, table), table, row)
     return rows
 
 
@@ -74,7 +74,7 @@ def test_encode(host_kernels: HostKernels, dtype: torch.dtype, kind: str) -> Non
         x = Guarded(values_of(kind, table).to(dtype), x_shift)
         wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), wire_shift)
         expected = torch.full_like(wire.tensor, 9)
-        OPERATIONS["minmax_uint8_encode"](x.tensor, table, expected)
+        NATIVE_OPS["minmax_uint8_encode"](x.tensor, table, expected)
         name = f"encode_{NAMES[dtype]}"
         assert run(host_kernels, name, x.tensor, table, wire.tensor) == "done"
         assert torch.equal(wire.tensor, expected)
@@ -89,7 +89,7 @@ def test_decode(host_kernels: HostKernels, dtype: torch.dtype, kind: str) -> Non
         wire = Guarded(row, wire_shift)
         x = Guarded(torch.full((num_elements(table),), 9.0, dtype=dtype), x_shift)
         expected = torch.full_like(x.tensor, 9.0)
-        OPERATIONS["minmax_uint8_decode"](wire.tensor, table, expected)
+        NATIVE_OPS["minmax_uint8_decode"](wire.tensor, table, expected)
         name = f"decode_{NAMES[dtype]}"
         assert run(host_kernels, name, wire.tensor, table, x.tensor) == "done"
         assert_same_values(x.tensor, expected)
@@ -115,14 +115,14 @@ def test_means(host_kernels: HostKernels, senders: str, divisor: float) -> None:
 
         wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), shift)
         expected = torch.full_like(wire.tensor, 9)
-        OPERATIONS["minmax_uint8_decode_mean_encode"](rows.tensor, table, divisor, expected)
+        NATIVE_OPS["minmax_uint8_decode_mean_encode"](rows.tensor, table, divisor, expected)
         assert run(host_kernels, "decode_mean_encode", *arguments, wire.tensor) == "done"
         assert torch.equal(wire.tensor, expected)
         assert wire.is_intact()
 
         x = Guarded(torch.full((num_elements(table),), 9.0), shift)
         expected = torch.full_like(x.tensor, 9.0)
-        OPERATIONS["minmax_uint8_decode_mean"](rows.tensor, table, divisor, expected)
+        NATIVE_OPS["minmax_uint8_decode_mean"](rows.tensor, table, divisor, expected)
         assert run(host_kernels, "decode_mean_float32", *arguments, x.tensor) == "done"
         assert_same_values(x.tensor, expected)
         assert x.is_intact()
@@ -136,7 +136,7 @@ def test_encode_feedback(host_kernels: HostKernels, kind: str) -> None:
         left_out = Guarded(torch.full_like(values, 9.0), shifts[2])
         wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), shifts[3])
         expected = torch.full_like(wire.tensor, 9), torch.full_like(values, 9.0)
-        OPERATIONS["minmax_uint8_encode_feedback"](x.tensor, residual.tensor, table, *expected)
+        NATIVE_OPS["minmax_uint8_encode_feedback"](x.tensor, residual.tensor, table, *expected)
         arguments = (x.tensor, residual.tensor, table, wire.tensor, left_out.tensor)
         assert run(host_kernels, "encode_feedback_float32", *arguments) == "done"
         assert torch.equal(wire.tensor, expected[0])
@@ -173,10 +173,10 @@ def test_blocks_beyond_32_bits(host_kernels: HostKernels) -> None:
     whole_x = Span(x.data_ptr() - 4 * before, before + TILE)
     whole_wire = Span(wire.data_ptr() - before, before + 8 + TILE)
     expected = torch.zeros_like(wire)
-    OPERATIONS["minmax_uint8_encode"](x, torch.tensor([[0, TILE, 0, 8]]), expected)
+    NATIVE_OPS["minmax_uint8_encode"](x, torch.tensor([[0, TILE, 0, 8]]), expected)
     assert run(host_kernels, "encode_float32", whole_x, table, whole_wire) == "done"
     assert torch.equal(wire, expected)
     assert run(host_kernels, "decode_float32", whole_wire, table, whole_x) == "done"
     decoded = torch.zeros(TILE)
-    OPERATIONS["minmax_uint8_decode"](expected, torch.tensor([[0, TILE, 0, 8]]), decoded)
+    NATIVE_OPS["minmax_uint8_decode"](expected, torch.tensor([[0, TILE, 0, 8]]), decoded)
     assert torch.equal(x, decoded)

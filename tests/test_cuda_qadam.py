@@ -6,7 +6,7 @@ from torch import Tensor
 
 from host_kernels import HostKernels, QAdamForm, QAdamStep
 from test_native_qadam import FORMS, LENGTHS, NUMBERS, arguments, same
-from torchbagua.native.operations import OPERATIONS
+from torchbagua.native.ops import NATIVE_OPS
 from torchbagua.native.tensor_tables import TensorTable, table_type
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -97,7 +97,7 @@ def check_bits(
 
     run(host_kernels, operation, dtype, launch_table(tensors, chunk_elements), range(NUM_BLOCKS), NUM_BLOCKS)
 
-    OPERATIONS[operation](*of_reference, **KEYWORDS[operation])
+    NATIVE_OPS[operation](*of_reference, **KEYWORDS[operation])
     for own, others in zip(mine, theirs, strict=True):
         assert all(map(same, own, others)), (shifts, chunk_elements, is_hostile)
     if not is_hostile:
@@ -124,6 +124,6 @@ def test_elements_beyond_32_bits(host_kernels: HostKernels, operation: str, dtyp
 
     run(host_kernels, operation, dtype, table, range(last, last + 1), last + 1)
 
-    OPERATIONS[operation](*theirs, **KEYWORDS[operation])
+    NATIVE_OPS[operation](*theirs, **KEYWORDS[operation])
     for own, others in zip(tensors, theirs, strict=True):
         assert all(map(same, own, others))

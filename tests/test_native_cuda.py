@@ -8,7 +8,7 @@ from torch import Tensor
 
 from native_codecs import MINMAX_UINT8, Codec, assert_same_values, hostile_values
 from torchbagua.compressors import TensorSpec
-from torchbagua.native.operations import OPERATIONS
+from torchbagua.native.ops import NATIVE_OPS
 
 pytestmark = pytest.mark.gpu
 
@@ -130,7 +130,7 @@ def test_a_tensor_of_another_gpu_than_the_current_one(codec: Codec) -> None:
     table = dense_table(codec, 5 * BLOCK + 3)
     x = hostile_values("scaled", 5 * BLOCK + 3, 38)
     wire = torch.zeros(codec.header_bytes * len(table) + x.numel(), dtype=torch.uint8)
-    OPERATIONS["minmax_uint8_encode"](x, table, wire)
+    NATIVE_OPS["minmax_uint8_encode"](x, table, wire)
     second = torch.device("cuda", 1)
     own = torch.zeros_like(wire, device=second)
 
@@ -174,7 +174,7 @@ def test_more_elements_than_32_bits_count(codec: Codec) -> None:
     for index in blocks_to_compare(len(table)):
         start, length, *_ = table[index].tolist()
         values = x[start : start + length].float()
-        assert_block_has_the_bytes_of_the_reference(table[index], values, rows[0], OPERATIONS["minmax_uint8_encode"])
+        assert_block_has_the_bytes_of_the_reference(table[index], values, rows[0], NATIVE_OPS["minmax_uint8_encode"])
 
     decoded = torch.full_like(x, torch.nan)
     codec.native("decode")(rows[0], on_gpu, decoded)
@@ -193,9 +193,9 @@ def test_more_elements_than_32_bits_count(codec: Codec) -> None:
         start, length, header, payload = block.tolist()
         wire = torch.cat((rows[0, header : header + 8], rows[0, payload : payload + length])).cpu()
         expected = torch.zeros(length)
-        OPERATIONS["minmax_uint8_decode_mean"](
+        NATIVE_OPS["minmax_uint8_decode_mean"](
             torch.stack((wire, wire)), torch.tensor([[0, length, 0, 8]]), 2.0, expected
         )
         assert_same_values(mean[start : start + length].cpu(), expected)
-        assert_block_has_the_bytes_of_the_reference(block, expected, mean_wire, OPERATIONS["minmax_uint8_encode"])
+        assert_block_has_the_bytes_of_the_reference(block, expected, mean_wire, NATIVE_OPS["minmax_uint8_encode"])
     assert not any(piece.isnan().any() for piece in mean.split(2**28))

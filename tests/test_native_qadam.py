@@ -19,7 +19,7 @@ import programs
 from devices import on_device
 from native_codecs import random_bits
 from torchbagua import native
-from torchbagua.native.operations import OPERATIONS
+from torchbagua.native.ops import NATIVE_OPS
 
 OPS = torch.ops.torchbagua
 NUMBERS = {
@@ -80,7 +80,7 @@ def test_native_gives_the_bits_of_the_reference(device: torch.device, dtype: tor
     theirs = copies(mine)
     before = copies(mine)
     on_device(OPS.qadam_update.default, device)(*mine, **NUMBERS)
-    OPERATIONS["qadam_update"](*theirs, **NUMBERS)
+    NATIVE_OPS["qadam_update"](*theirs, **NUMBERS)
     for own, others in zip(mine, theirs, strict=True):
         assert all(map(same, own, others))
     for index in (1, 3):
@@ -99,7 +99,7 @@ def test_forms_have_the_bits_of_the_reference(
     _, _, momenta, _ = arguments(dtype, is_hostile=is_hostile)
     (mine, theirs), before = copies([values, values]), copies([momenta])[0]
     on_device(getattr(OPS, name).default, device)(mine, momenta, beta1=0.9, share=0.1 / 1024)
-    OPERATIONS[name](theirs, momenta, beta1=0.9, share=0.1 / 1024)
+    NATIVE_OPS[name](theirs, momenta, beta1=0.9, share=0.1 / 1024)
     assert all(map(same, mine, theirs))
     assert all(map(same, momenta, before))
     assert is_hostile or not torch.equal(mine[-1], values[-1])
@@ -111,7 +111,7 @@ def test_roots_have_the_bits_of_a_correctly_rounded_one() -> None:
     expected = -1.0 / np.sqrt(second_moment.numpy()[second_moment > 0])
     numbers = {**dict.fromkeys(NUMBERS, 0.0), "gradient_sign": 1.0, "shrink": 1.0, "root_correction2": 1.0}
     numbers |= {"largest_ratio": torch.inf, "step_size": 1.0}
-    for operation in (OPS.qadam_update, OPERATIONS["qadam_update"]):
+    for operation in (OPS.qadam_update, NATIVE_OPS["qadam_update"]):
         weight, gradient, momentum = torch.zeros(2**20), torch.ones(2**20), torch.zeros(2**20)
         operation([weight], [gradient], [momentum], [second_moment], **numbers)
         assert np.array_equal(weight.numpy()[second_moment > 0], expected)
@@ -149,7 +149,7 @@ def test_forms_refuse(name: str) -> None:
         (values, [torch.ones(4)], r"momenta must be contiguous float32, bfloat16 or float16 \[3\]"),
         (values, [torch.ones(3).int()], r"momenta must be contiguous float32, bfloat16 or float16 \[3\]"),
     ):
-        for operation in (getattr(OPS, name), OPERATIONS[name]):
+        for operation in (getattr(OPS, name), NATIVE_OPS[name]):
             with pytest.raises(ValueError, match=f"torchbagua::{name}: {message}"):
                 operation(bad_values, bad_momenta, beta1=0.9, share=0.1)
         assert torch.equal(values[0], torch.ones(3))
@@ -179,7 +179,7 @@ Change = Callable[[list[list[Tensor]]], Any]
     ],
 )
 def test_refusals(change: Change, message: str) -> None:
-    for operation in (OPS.qadam_update, OPERATIONS["qadam_update"]):
+    for operation in (OPS.qadam_update, NATIVE_OPS["qadam_update"]):
         lists = arguments(torch.float32)
         change(lists)
         before = copies(lists)

@@ -93,6 +93,14 @@ def test_a_mean_is_of_at_least_one_row(codec: Codec, operation: str) -> None:
     assert_refused(codec, operation, "rows must be of at least one row, got", {**good, "rows": good["rows"][:0]})
 
 
+@pytest.mark.parametrize("operation", ["decode_mean", "decode_mean_encode"])
+@pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan"), float("inf"), 1e39, 1e-60])
+def test_a_divisor_that_makes_no_mean_is_refused(codec: Codec, operation: str, divisor: float) -> None:
+    good = good_arguments(codec, operation)
+    message = "divisor must be a positive finite float32, got "
+    assert_refused(codec, operation, message, {**good, "divisor": divisor})
+
+
 def test_a_mean_is_as_long_as_a_row(codec: Codec) -> None:
     good = good_arguments(codec, "decode_mean_encode")
     row_bytes = good["rows"].shape[1]

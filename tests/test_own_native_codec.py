@@ -14,7 +14,7 @@ OWN = Path(__file__).with_name("own_codec")
 COMPARE = """
 import torch
 from torchbagua import native
-from torchbagua.native.operations import OPERATIONS
+from torchbagua.native.ops import NATIVE_OPS
 
 native.load()
 assert {row.path for row in native.status() if row.operation.startswith("largest_")} == {"PATH"}, native.status()
@@ -31,7 +31,7 @@ rows = torch.stack(wires)
 
 def both(name, *arguments):
     results = []
-    for operation in (getattr(torch.ops.torchbagua, name), OPERATIONS[name]):
+    for operation in (getattr(torch.ops.torchbagua, name), NATIVE_OPS[name]):
         own = [one.clone() if isinstance(one, torch.Tensor) else one for one in arguments]
         operation(*own)
         results.append(own)
@@ -58,7 +58,7 @@ from torchbagua.compressors.block_codec import NativeBlockCodec
 
 @dataclass(frozen=True)
 class Largest(NativeBlockCodec):
-    operations = "largest"
+    op_prefix = "largest"
 
 layout = Largest(64).layout(TensorSpec((150,), torch.float32, torch.device("cpu"), "x"), [0, 128, 150])
 print(layout.table.tolist())

@@ -62,16 +62,16 @@ TORCHBAGUA_ELEMENT Block block_or_none(const Table& table, long long b) {
 }
 
 // Operations of a codec whose payload of the elements from `first` on begins payload_bytes(first) later, for any
-// multiple `first` of 64. It has Header; decode, of one payload to any type of element; and decode_each, which calls
-// `put(i, value)` with the floats of one payload.
+// multiple `first` of 64. It has Header; decode_payload, of one payload to any type of element; and decode_each, which
+// calls `put(i, value)` with the floats of one payload.
 template <typename Codec>
 struct DenseCodec {
   template <typename T>
-  static TORCHBAGUA_ELEMENT void decode_blocks(const uint8_t* wire, const Table& table, T* x) {
+  static TORCHBAGUA_ELEMENT void decode(const uint8_t* wire, const Table& table, T* x) {
     for (long long b = 0; b < table.num_blocks; ++b) {
       const Block block = table.blocks[b];
       const auto header = read_header<typename Codec::Header>(wire + block.header);
-      Codec::decode(header, wire + block.payload, block.length, x + block.start);
+      Codec::decode_payload(header, wire + block.payload, block.length, x + block.start);
     }
   }
 
@@ -85,7 +85,7 @@ struct DenseCodec {
       const uint8_t* payload = wire + block.payload + Codec::payload_bytes(first);
       prefetch(wire + next.payload, Codec::payload_bytes(std::min(next.length, kTile)));
       if (row == 0) {
-        Codec::decode(header, payload, length, mean);
+        Codec::decode_payload(header, payload, length, mean);
       } else {
         Codec::decode_each(header, payload, length,
                            [=](long long i, float value) TORCHBAGUA_INLINED { mean[i] += value; });
@@ -121,6 +121,7 @@ struct DenseCodec {
       for (long long i = 0; i < block.length; ++i) {
         sum[i] = values[i] + left_before[i];
       }
+      // The x that is encoded is left_out: there the sum stands, at the places of the block.
       Codec::encode(left_out, Table{&table.blocks[b], 1, table.num_fields}, wire);
       const auto header = read_header<typename Codec::Header>(wire + block.header);
       // Meanwhile the next block is fetched, a little at a time: longer strides than this were slower.

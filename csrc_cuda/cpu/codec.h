@@ -1,10 +1,13 @@
 // A codec's operations on the CPU. All blocks of a table are looked at before anything is written: no table and no
 // content of a wire makes a kernel read or write outside its tensors.
+//
+// Codecs run on the one thread that calls: a rank encodes on the thread of its lane, beside backward, whose threads
+// would be taken from it. QAdam's update runs while nothing else does, and takes several.
 #pragma once
 
 #include "blocks.h"
+#include "codec_ops.h"
 #include "instruction_set.h"
-#include "operations.h"
 
 namespace torchbagua::cpu {
 
@@ -13,7 +16,7 @@ struct OnCpu {
   using Call = binding::Call;
 
   static constexpr const char* kName = Codec::kName;
-  static constexpr auto kPlace = binding::DeviceType::CPU;
+  static constexpr auto kDevice = binding::DeviceType::CPU;
 
   template <typename T>
   static void encode(const Call& call, Span<const T> x, Table table, Span<uint8_t> wire) {
@@ -24,7 +27,7 @@ struct OnCpu {
   template <typename T>
   static void decode(const Call& call, Span<const uint8_t> wire, Table table, Span<T> x) {
     check_blocks(call, table, x.size, wire.size);
-    run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { Codec::decode_blocks(wire.data, table, x.data); });
+    run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED { Codec::decode(wire.data, table, x.data); });
   }
 
   static void decode_mean(const Call& call, Rows rows, Table table, float divisor, Span<float> x) {
@@ -66,7 +69,7 @@ struct OnCpu {
 }  // namespace torchbagua::cpu
 
 // Gives torch the operations of a codec: the last line of its file.
-#define TORCHBAGUA_CPU_CODEC(Codec)                                                   \
-  STABLE_TORCH_LIBRARY_IMPL(torchbagua, CPU, library) {                               \
-    torchbagua::binding::Operations<torchbagua::cpu::OnCpu<Codec>>::give_to(library); \
+#define TORCHBAGUA_CPU_CODEC(Codec)                                                     \
+  STABLE_TORCH_LIBRARY_IMPL(torchbagua, CPU, library) {                                 \
+    torchbagua::binding::CodecOps<torchbagua::cpu::OnCpu<Codec>>::register_in(library); \
   }

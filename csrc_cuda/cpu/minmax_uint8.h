@@ -98,7 +98,7 @@ struct MinMaxUInt8 : DenseCodec<MinMaxUInt8> {
   }
 
   template <typename T>
-  static TORCHBAGUA_ELEMENT void decode(Header header, const uint8_t* codes, long long length, T* values) {
+  static TORCHBAGUA_ELEMENT void decode_payload(Header header, const uint8_t* codes, long long length, T* values) {
     const Coder coder = make_coder(header);
 #pragma omp simd
     for (long long i = 0; i < length; ++i) {

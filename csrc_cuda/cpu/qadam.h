@@ -4,7 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "instruction_set.h"
-#include "qadam_operations.h"
+#include "qadam_ops.h"
 
 namespace torchbagua::cpu {
 
@@ -34,10 +34,10 @@ TORCHBAGUA_ELEMENT void change_form(const QAdamForm& form, const FormTensors<Ele
 }
 
 struct QAdamOnCpu {
-  static constexpr auto kPlace = binding::DeviceType::CPU;
+  static constexpr auto kDevice = binding::DeviceType::CPU;
 
   template <typename PointersOf>
-  static void update(const binding::Operation&, const QAdamStep& step, const binding::Tensors& weights,
+  static void update(const binding::NativeOp&, const QAdamStep& step, const binding::Tensors& weights,
                      const PointersOf& pointers_of) {
     for (size_t i = 0; i < weights.size(); ++i) {
       binding::with_element_type(weights[i].scalar_type(), [&](auto element) {
@@ -49,7 +49,7 @@ struct QAdamOnCpu {
   }
 
   template <bool kToMomenta, typename PointersOf>
-  static void change_form(const binding::Operation&, const QAdamForm& form, const binding::Tensors& momenta,
+  static void change_form(const binding::NativeOp&, const QAdamForm& form, const binding::Tensors& momenta,
                           const PointersOf& pointers_of) {
     for (size_t i = 0; i < momenta.size(); ++i) {
       binding::with_element_type(momenta[i].scalar_type(), [&](auto element) {
@@ -75,5 +75,5 @@ struct QAdamOnCpu {
 }  // namespace torchbagua::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(torchbagua, CPU, library) {
-  torchbagua::binding::QAdamOperations<torchbagua::cpu::QAdamOnCpu>::give_to(library);
+  torchbagua::binding::QAdamOps<torchbagua::cpu::QAdamOnCpu>::register_in(library);
 }

@@ -122,7 +122,7 @@ struct Sign1Bit : DenseCodec<Sign1Bit> {
   }
 
   template <typename T>
-  static TORCHBAGUA_ELEMENT void decode(Header header, const uint8_t* payload, long long length, T* values) {
+  static TORCHBAGUA_ELEMENT void decode_payload(Header header, const uint8_t* payload, long long length, T* values) {
     put_each(make_signed_scale<T>(header), payload, length,
              [=](long long i, T value) TORCHBAGUA_INLINED { values[i] = value; });
   }

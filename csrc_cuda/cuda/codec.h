@@ -2,9 +2,9 @@
 // holds is checked by the kernel, which traps.
 #pragma once
 
+#include "codec_ops.h"
 #include "kernels/blocks.cuh"
 #include "launch.h"
-#include "operations.h"
 
 namespace torchbagua::cuda {
 
@@ -30,7 +30,7 @@ struct OnCuda {
   using Call = binding::Call;
 
   static constexpr const char* kName = Kernels::kName;
-  static constexpr auto kPlace = binding::DeviceType::CUDA;
+  static constexpr auto kDevice = binding::DeviceType::CUDA;
 
   template <typename T>
   static void encode(const Call& call, Span<const T> x, Table table, Span<unsigned char> wire) {
@@ -70,5 +70,5 @@ struct OnCuda {
     static constexpr auto* kEncodeFeedback = &torchbagua_##codec##_encode_feedback_float32; \
   };                                                                                        \
   STABLE_TORCH_LIBRARY_IMPL(torchbagua, CUDA, library) {                                    \
-    torchbagua::binding::Operations<OnCuda<codec##_kernels>>::give_to(library);             \
+    torchbagua::binding::CodecOps<OnCuda<codec##_kernels>>::register_in(library);           \
   }

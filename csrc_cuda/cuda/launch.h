@@ -39,7 +39,7 @@ inline std::string why_old_driver() {
 }
 
 // Raises RuntimeError where the launch before failed.
-inline void check_launch(const binding::Operation& operation) {
+inline void check_launch(const binding::NativeOp& operation) {
   const cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess) {
     return;

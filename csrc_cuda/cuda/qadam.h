@@ -4,7 +4,7 @@
 #include "codec.h"
 #include "kernels/qadam.cuh"
 #include "launch.h"
-#include "qadam_operations.h"
+#include "qadam_ops.h"
 
 namespace torchbagua::cuda {
 
@@ -35,27 +35,27 @@ void for_each_table(const std::vector<binding::Tensor>& tensors, const PointersO
 }
 
 struct QAdamOnCuda {
-  static constexpr auto kPlace = binding::DeviceType::CUDA;
+  static constexpr auto kDevice = binding::DeviceType::CUDA;
 
   template <typename PointersOf>
-  static void update(const binding::Operation& operation, const QAdamStep& step, const binding::Tensors& weights,
+  static void update(const binding::NativeOp& operation, const QAdamStep& step, const binding::Tensors& weights,
                      const PointersOf& pointers_of) {
     for_each_table<QAdamTensors>(
         weights, pointers_of, [&](auto element, const auto& table, const binding::Tensor& first) {
           constexpr auto kKernels = TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_qadam_update);
-          launch({operation, kPlace, first}, table.num_chunks, kTableThreads, kKernels(element), table, step);
+          launch({operation, kDevice, first}, table.num_chunks, kTableThreads, kKernels(element), table, step);
         });
   }
 
   template <bool kToMomenta, typename PointersOf>
-  static void change_form(const binding::Operation& operation, const QAdamForm& form, const binding::Tensors& momenta,
+  static void change_form(const binding::NativeOp& operation, const QAdamForm& form, const binding::Tensors& momenta,
                           const PointersOf& pointers_of) {
     for_each_table<FormTensors>(
         momenta, pointers_of, [&](auto element, const auto& table, const binding::Tensor& first) {
           constexpr auto kTo = TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_qadam_form_momenta);
           constexpr auto kFrom = TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_qadam_form_gradients);
           const auto kernel = kToMomenta ? kTo(element) : kFrom(element);
-          launch({operation, kPlace, first}, table.num_chunks, kTableThreads, kernel, table, form);
+          launch({operation, kDevice, first}, table.num_chunks, kTableThreads, kernel, table, form);
         });
   }
 };
@@ -63,5 +63,5 @@ struct QAdamOnCuda {
 }  // namespace torchbagua::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(torchbagua, CUDA, library) {
-  torchbagua::binding::QAdamOperations<torchbagua::cuda::QAdamOnCuda>::give_to(library);
+  torchbagua::binding::QAdamOps<torchbagua::cuda::QAdamOnCuda>::register_in(library);
 }

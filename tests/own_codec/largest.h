@@ -40,7 +40,7 @@ struct Largest {
   }
 
   template <typename T>
-  static TORCHBAGUA_ELEMENT void decode_blocks(const uint8_t* wire, const Table& table, T* x) {
+  static TORCHBAGUA_ELEMENT void decode(const uint8_t* wire, const Table& table, T* x) {
     for (long long b = 0; b < table.num_blocks; ++b) {
       const Block& block = table.blocks[b];
       for (long long i = 0; i < block.length; ++i) {

@@ -3,7 +3,7 @@
 from typing import Any
 
 from torchbagua.compressors.base import DEFAULT_BLOCK, REGISTRY, Compressor, register_compressor, sum_dtype
-from torchbagua.compressors.block_codec import BlockCodec, check_block
+from torchbagua.compressors.block_codec import BlockCodec, NativeBlockCodec, check_block
 from torchbagua.compressors.blocks import TensorSpec, WireLayout
 from torchbagua.compressors.cast import Cast, Identity
 from torchbagua.compressors.minmax_uint8 import MinMaxUInt8
@@ -16,6 +16,7 @@ __all__ = [
     "Compressor",
     "Identity",
     "MinMaxUInt8",
+    "NativeBlockCodec",
     "Sign1Bit",
     "TensorSpec",
     "WireLayout",

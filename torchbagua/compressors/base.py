@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torchbagua.compressors.blocks import TensorSpec, WireLayout, blocks_of_chunks
-from torchbagua.native.operations import ELEMENT_TYPES
+from torchbagua.native.ops import ELEMENT_TYPES
 
 DEFAULT_BLOCK = 2048
 
@@ -141,6 +141,7 @@ def divide(x_N: torch.Tensor, divisor: float, out_N: torch.Tensor) -> None:
     torch.div(x_N, torch.full((1,), divisor, dtype=x_N.dtype, device=x_N.device), out=out_N)
 
 
+# By name. Filled at import: each compressor's file registers its own, and __init__.py imports the files.
 REGISTRY: dict[str, Callable[..., Compressor]] = {}
 
 

@@ -86,10 +86,15 @@ class BlockCodec(Compressor):
 
 @dataclass(frozen=True)
 class NativeBlockCodec(BlockCodec):
-    """A block codec whose arithmetic is that of native operations, which a subclass names."""
+    """A block codec whose arithmetic is that of five native operations, of which a subclass says how they begin.
 
-    operations: ClassVar[str]
-    """The beginning of their names, a key of CODECS."""
+    For `op_prefix` "minmax_uint8", a key of CODECS, they are torchbagua::minmax_uint8_encode, minmax_uint8_decode,
+    minmax_uint8_decode_mean, minmax_uint8_decode_mean_encode and minmax_uint8_encode_feedback; for "sign_1bit"
+    sign_1bit_encode, sign_1bit_decode, sign_1bit_decode_mean, sign_1bit_decode_mean_encode and
+    sign_1bit_encode_feedback.
+    """
+
+    op_prefix: ClassVar[str]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,21 +102,21 @@ class NativeBlockCodec(BlockCodec):
 
     @property
     def block_format(self) -> BlockBytes:
-        return CODECS[self.operations]
+        return CODECS[self.op_prefix]
 
     def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        self._operation("encode")(x_N, layout.table, wire_W)
+        self._op("encode")(x_N, layout.table, wire_W)
 
     def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
-        self._operation("decode")(wire_W, layout.table, x_N)
+        self._op("decode")(wire_W, layout.table, x_N)
 
     def decode_mean(self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
-        self._operation("decode_mean")(rows_RW, layout.table, divisor, x_N)
+        self._op("decode_mean")(rows_RW, layout.table, divisor, x_N)
 
     def decode_mean_encode(
         self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:
-        self._operation("decode_mean_encode")(rows_RW, layout.table, divisor, wire_W)
+        self._op("decode_mean_encode")(rows_RW, layout.table, divisor, wire_W)
 
     def encode_feedback(
         self,
@@ -121,8 +126,8 @@ class NativeBlockCodec(BlockCodec):
         wire_W: torch.Tensor,
         left_out_N: torch.Tensor,
     ) -> None:
-        self._operation("encode_feedback")(x_N, residual_N, layout.table, wire_W, left_out_N)
+        self._op("encode_feedback")(x_N, residual_N, layout.table, wire_W, left_out_N)
 
-    def _operation(self, name: str) -> Callable[..., None]:
-        operation: Callable[..., None] = getattr(torch.ops.torchbagua, f"{self.operations}_{name}")
-        return operation
+    def _op(self, name: str) -> Callable[..., None]:
+        op: Callable[..., None] = getattr(torch.ops.torchbagua, f"{self.op_prefix}_{name}")
+        return op

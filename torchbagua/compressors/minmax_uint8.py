@@ -22,7 +22,7 @@ class MinMaxUInt8(NativeBlockCodec):
         TypeError, ValueError: `block` is no such number.
     """
 
-    operations: ClassVar[str] = "minmax_uint8"
+    op_prefix: ClassVar[str] = "minmax_uint8"
 
 
 register_compressor("MinMaxUInt8", MinMaxUInt8)

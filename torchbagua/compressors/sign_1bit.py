@@ -23,7 +23,7 @@ class Sign1Bit(NativeBlockCodec):
         TypeError, ValueError: `block` is no such number.
     """
 
-    operations: ClassVar[str] = "sign_1bit"
+    op_prefix: ClassVar[str] = "sign_1bit"
 
 
 register_compressor("sign1bit", Sign1Bit)

@@ -11,6 +11,7 @@ P payload bytes; x: [N] float32, bfloat16 or float16; wire: [W] uint8; rows: [R,
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar, NamedTuple
@@ -18,7 +19,18 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from torchbagua.native.operations import Call, refusal, register
+from torchbagua.native.ops import (
+    DIVISOR,
+    ELEMENTS,
+    FLOATS,
+    ROWS,
+    TABLE,
+    WIRE,
+    TensorKind,
+    check_arguments,
+    define_op,
+    refusal,
+)
 
 UNUSABLE_MAGNITUDE = 0x7E800000  # bits of 2^126: no codec takes a magnitude from there on
 
@@ -85,40 +97,6 @@ class BlockFormat(ABC):
             self._write(wire, group, total_kl)
             left_out[group.elements] = total_kl - self._read(wire, group)
 
-    def _check_encode(self, x: Tensor, table: Tensor, wire: Tensor) -> None:
-        call = Call(f"{self.name}_encode", x.device)
-        call.elements("x", x)
-        call.table(table)
-        call.wire(wire)
-
-    def _check_decode(self, wire: Tensor, table: Tensor, x: Tensor) -> None:
-        call = Call(f"{self.name}_decode", wire.device)
-        call.wire(wire)
-        call.table(table)
-        call.elements("x", x)
-
-    def _check_decode_mean(self, rows: Tensor, table: Tensor, divisor: float, x: Tensor) -> None:
-        call = Call(f"{self.name}_decode_mean", rows.device)
-        call.rows(rows)
-        call.table(table)
-        call.floats("x", x)
-
-    def _check_decode_mean_encode(self, rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
-        call = Call(f"{self.name}_decode_mean_encode", rows.device)
-        call.rows(rows)
-        call.table(table)
-        call.wire(wire, rows.shape[1])
-
-    def _check_encode_feedback(
-        self, x: Tensor, residual: Tensor, table: Tensor, wire: Tensor, left_out: Tensor
-    ) -> None:
-        call = Call(f"{self.name}_encode_feedback", x.device)
-        call.floats("x", x)
-        call.floats("residual", residual, x.numel())
-        call.table(table)
-        call.wire(wire)
-        call.floats("left_out", left_out, x.numel())
-
     def _groups(self, operation: str, table: Tensor, num_elements: int | None, wire_bytes: int) -> Iterator[_Group]:
         """The blocks of each length; ValueError for one outside the wire, or x where its elements are counted."""
         self._check_blocks(operation, table, num_elements, wire_bytes)
@@ -159,16 +137,25 @@ class BlockFormat(ABC):
         wire[group.header], wire[group.payload] = self.encode_rows(values_kl)
 
 
-# The codecs by name. Their files register them, and __init__.py imports these.
+# The operations, methods of BlockFormat: what their arguments are, in their order, and which of these they write.
+_OPERATIONS: dict[str, tuple[dict[str, TensorKind | None], tuple[str, ...]]] = {
+    "encode": ({"x": ELEMENTS, "table": TABLE, "wire": WIRE}, ("wire",)),
+    "decode": ({"wire": WIRE, "table": TABLE, "x": ELEMENTS}, ("x",)),
+    "decode_mean": ({"rows": ROWS, "table": TABLE, "divisor": DIVISOR, "x": FLOATS}, ("x",)),
+    "decode_mean_encode": ({"rows": ROWS, "table": TABLE, "divisor": DIVISOR, "wire": WIRE}, ("wire",)),
+    "encode_feedback": (
+        {"x": FLOATS, "residual": FLOATS, "table": TABLE, "wire": WIRE, "left_out": FLOATS},
+        ("wire", "left_out"),
+    ),
+}
+
+# The codecs by name. Filled at import: __init__.py imports their files, which register them.
 CODECS: dict[str, BlockFormat] = {}
 
 
 def register_codec(codec: BlockFormat) -> None:
     """Make a codec's operations `torchbagua::<name>_encode` and so on: the last line of its file."""
-    name = codec.name
-    CODECS[name] = codec
-    register(name, "encode", codec._check_encode, codec.encode, ("wire",))
-    register(name, "decode", codec._check_decode, codec.decode, ("x",))
-    register(name, "decode_mean", codec._check_decode_mean, codec.decode_mean, ("x",))
-    register(name, "decode_mean_encode", codec._check_decode_mean_encode, codec.decode_mean_encode, ("wire",))
-    register(name, "encode_feedback", codec._check_encode_feedback, codec.encode_feedback, ("wire", "left_out"))
+    CODECS[codec.name] = codec
+    for suffix, (kinds, writes) in _OPERATIONS.items():
+        check = functools.partial(check_arguments, f"{codec.name}_{suffix}", kinds)
+        define_op(codec.name, suffix, check, getattr(codec, suffix), writes)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchbagua.native.cuda_driver import Driver, LoadedKernels, Parameter
 from torchbagua.native.nvrtc import OLDEST_ARCHITECTURE, Compiler
-from torchbagua.native.operations import OPERATIONS
+from torchbagua.native.ops import NATIVE_OPS, names_of
 from torchbagua.native.tensor_tables import TABLE_THREADS, tables_of
 
 # As in csrc_cuda/kernels/blocks.cuh and cuda/launch.h: a thread block for each row of the table, up to so many.
@@ -22,7 +22,6 @@ LARGEST_GRID = 2**31 - 1
 
 # The parameter for a tensor, by the number of its dimensions.
 _LONGS = tuple(ctypes.c_longlong * (1 + num_dims) for num_dims in range(3))
-_TYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class CudaKernels:
@@ -50,13 +49,13 @@ class CudaKernels:
 
         A codec that has none among the sources keeps its plain torch.
         """
-        for name, operation in OPERATIONS.items():
+        for name, operation in NATIVE_OPS.items():
             if self._compiler.has_source(f"kernels/{operation.family}.cuh"):
                 torch.library.impl(f"torchbagua::{name}", "cuda", functools.partial(self.call, name))
 
     def call(self, name: str, *arguments: Any, **numbers: float) -> None:
         """Checks the arguments of an operation, and launches what it takes where they are; waits for nothing."""
-        OPERATIONS[name].check(*arguments, **numbers)
+        NATIVE_OPS[name].check(*arguments, **numbers)
         if isinstance(arguments[0], list):
             self._launch_over_lists(name, arguments, numbers)
         else:
@@ -66,18 +65,16 @@ class CudaKernels:
         """Launches over the rows of the table among the arguments."""
         names = _names_of_arguments(name)
         table = arguments[names.index("table")]
-        kernel = f"{name}_{_TYPE_NAMES[arguments[names.index('x')].dtype]}" if "x" in names else name
+        kernel = f"{name}_{names_of(arguments[names.index('x')].dtype)}" if "x" in names else name
         self._launch(kernel, table, table.shape[0], THREADS, [_parameter(argument) for argument in arguments])
 
     def _launch_over_lists(self, name: str, lists: Sequence[list[Tensor]], numbers: dict[str, float]) -> None:
         """Launches over the tensors of `lists`, by kernels for the element types of the momenta."""
         names = _names_of_arguments(name)
-        constants = [numbers[one] for one in names[len(lists) :]]
-        if name == "qadam_update":
-            constants.append(1.0 - numbers["beta1"])  # in float64, as make_qadam_step does
+        constants = [numbers[one] for one in names[len(lists) :]] + NATIVE_OPS[name].derived_numbers(numbers)
         of_kernel = (ctypes.c_float * len(constants))(*constants)
         for table, first in tables_of(lists, lists[names.index("momenta")]):
-            kernel = f"{name}_{_TYPE_NAMES[first.dtype]}"
+            kernel = f"{name}_{names_of(first.dtype)}"
             self._launch(kernel, first, table.num_chunks, TABLE_THREADS, [table, of_kernel])
 
     def _launch(

@@ -18,7 +18,7 @@ from torchbagua.native import cuda_toolkit, nvrtc, recipe
 from torchbagua.native.build import Build, compile_once, find_compiler
 from torchbagua.native.cuda_toolkit import Unavailable
 from torchbagua.native.launcher import register_nvrtc
-from torchbagua.native.operations import OPERATIONS
+from torchbagua.native.ops import NATIVE_OPS
 from torchbagua.user_warning import warn_user
 
 NativePath = Literal["aot", "jit", "nvrtc", "reference"]
@@ -232,7 +232,7 @@ def loaded_path(kernels: DeviceKernels) -> NativePath | None:
     library = loaded_library(kernels)
     if library is not None:
         return "aot" if library.parent == Path(__file__).parent else "jit"
-    return "nvrtc" if any(has_kernel(operation, kernels) for operation in OPERATIONS) else None
+    return "nvrtc" if any(has_kernel(operation, kernels) for operation in NATIVE_OPS) else None
 
 
 def has_kernel(operation: str, kernels: DeviceKernels) -> bool:

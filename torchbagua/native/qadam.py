@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from torchbagua.native.operations import ELEMENT_TYPES, Call, describe, names_of, refusal, register
+from torchbagua.native.ops import (
+    ELEMENT_TYPES,
+    ELEMENTS,
+    FLOATS,
+    check_arguments,
+    define_op,
+    describe_tensor,
+    names_of,
+    refusal,
+)
 
 
 def qadam_update(
@@ -65,13 +76,13 @@ def _check_update(
         _check_length("qadam_update", name, tensors, len(weights))
     for index, weight in enumerate(weights):
         if not weight.is_contiguous() or weight.dtype not in ELEMENT_TYPES:
-            allowed = f"contiguous {names_of(ELEMENT_TYPES)} on {weight.device}"
-            raise refusal("qadam_update", "weights", allowed, describe(weight))
+            allowed = f"contiguous {names_of(*ELEMENT_TYPES)} on {weight.device}"
+            raise refusal("qadam_update", "weights", allowed, describe_tensor(weight))
         for name, tensors in others.items():
             tensor = tensors[index]
             is_like = (tensor.shape, tensor.dtype, tensor.device) == (weight.shape, weight.dtype, weight.device)
             if not is_like or not tensor.is_contiguous():
-                raise refusal("qadam_update", name, f"like weights, {describe(weight)}", describe(tensor))
+                raise refusal("qadam_update", name, f"like weights, {describe_tensor(weight)}", describe_tensor(tensor))
 
 
 def _check_form_momenta(gradients: list[Tensor], momenta: list[Tensor], **numbers: float) -> None:
@@ -85,9 +96,7 @@ def _check_form_gradients(averages: list[Tensor], momenta: list[Tensor], **numbe
 def _check_forms(operation: str, values_name: str, values: list[Tensor], momenta: list[Tensor]) -> None:
     _check_length(operation, "momenta", momenta, len(values))
     for value, momentum in zip(values, momenta, strict=True):
-        call = Call(operation, value.device)
-        call.floats(values_name, value)
-        call.elements("momenta", momentum, value.numel())
+        check_arguments(operation, {values_name: FLOATS, "momenta": ELEMENTS}, value, momentum)
 
 
 def _check_length(operation: str, name: str, tensors: list[Tensor], length: int) -> None:
@@ -95,6 +104,18 @@ def _check_length(operation: str, name: str, tensors: list[Tensor], length: int)
         raise refusal(operation, name, f"a list of {length} tensors", f"a list of {len(tensors)}")
 
 
-register("qadam", "update", _check_update, qadam_update, ("weights", "momenta"))
-register("qadam", "form_momenta", _check_form_momenta, qadam_form_momenta, ("gradients",))
-register("qadam", "form_gradients", _check_form_gradients, qadam_form_gradients, ("averages",))
+def _one_minus_beta1(numbers: Mapping[str, float]) -> list[float]:
+    """The last number of csrc_cuda/element/qadam.h's QAdamStep: in float64, as make_qadam_step forms it."""
+    return [1.0 - numbers["beta1"]]
+
+
+define_op(
+    "qadam",
+    "update",
+    _check_update,
+    qadam_update,
+    ("weights", "momenta"),
+    derived_numbers=_one_minus_beta1,
+)
+define_op("qadam", "form_momenta", _check_form_momenta, qadam_form_momenta, ("gradients",))
+define_op("qadam", "form_gradients", _check_form_gradients, qadam_form_gradients, ("averages",))

@@ -7,7 +7,7 @@ import torch
 
 from torchbagua.native import loader
 from torchbagua.native.loader import DeviceKernels
-from torchbagua.native.operations import OPERATIONS
+from torchbagua.native.ops import NATIVE_OPS
 
 _WHY = {
     "aot": "built ahead of time",
@@ -45,7 +45,7 @@ def status() -> list[OperationStatus]:
         ValueError: TORCHBAGUA_NATIVE has a value that is not allowed.
         RuntimeError: TORCHBAGUA_NATIVE asks for a path that this machine does not have.
     """
-    return [_status_of(operation, kernels) for kernels in loader.usable_devices() for operation in sorted(OPERATIONS)]
+    return [_status_of(operation, kernels) for kernels in loader.usable_devices() for operation in sorted(NATIVE_OPS)]
 
 
 def _status_of(operation: str, kernels: DeviceKernels) -> OperationStatus:

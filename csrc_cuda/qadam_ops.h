@@ -24,7 +24,7 @@ T* write(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
-inline void check_length(const Operation& operation, const char* name, const Tensors& tensors, size_t length) {
+inline void check_length(const NativeOp& operation, const char* name, const Tensors& tensors, size_t length) {
   if (tensors.size() != length) {
     refuse(operation, name, text_of("a list of ", length, " tensors"), text_of("a list of ", tensors.size()));
   }
@@ -36,15 +36,15 @@ inline bool is_like(const Tensor& one, const Tensor& other) {
          std::equal(own.begin(), own.end(), others.begin(), others.end());
 }
 
-// `Kernels` has kPlace, the device that they are for, and two functions over lists, which are given the operation, its
+// `Kernels` has kDevice, the device that they are for, and two functions over lists, which are given the operation, its
 // numbers, a list, and `pointers_of(element, i)`, the pointers of the tensors that go with the one at i in that list.
 template <typename Kernels>
-struct QAdamOperations {
+struct QAdamOps {
   // The other lists must be like the weights, tensor by tensor.
   static void update(const Tensors& weights, const Tensors& gradients, const Tensors& momenta,
                      const Tensors& second_moments, double gradient_sign, double weight_decay, double shrink,
                      double beta1, double root_correction2, double eps, double largest_ratio, double step_size) {
-    constexpr Operation kOperation{"qadam", "update"};
+    constexpr NativeOp kOperation{"qadam", "update"};
     const std::pair<const char*, const Tensors&> others[] = {
         {"gradients", gradients}, {"momenta", momenta}, {"second_moments", second_moments}};
     for (const auto& [name, tensors] : others) {
@@ -52,7 +52,7 @@ struct QAdamOperations {
     }
     for (size_t i = 0; i < weights.size(); ++i) {
       const Tensor& weight = weights[i];
-      check(Call{kOperation, Kernels::kPlace, weight}, {"weights", weight}, has_elements(weight), kElementTypes, {});
+      check(Call{kOperation, Kernels::kDevice, weight}, {"weights", weight}, has_elements(weight), kElementTypes, {});
       for (const auto& [name, tensors] : others) {
         if (!is_like(tensors[i], weight)) {
           refuse(kOperation, name, "like weights, " + describe(weight), describe(tensors[i]));
@@ -77,11 +77,11 @@ struct QAdamOperations {
   }
 
   template <bool kToMomenta>
-  static void change_form(const Operation& operation, const char* values_name, const Tensors& values,
+  static void change_form(const NativeOp& operation, const char* values_name, const Tensors& values,
                           const Tensors& momenta, double beta1, double share) {
     check_length(operation, "momenta", momenta, values.size());
     for (size_t i = 0; i < values.size(); ++i) {
-      const Call call{operation, Kernels::kPlace, values[i]};
+      const Call call{operation, Kernels::kDevice, values[i]};
       const auto span = span_of<const float>(call, {values_name, values[i]});
       check(call, {"momenta", momenta[i]}, has_elements(momenta[i]), kElementTypes, {{"N", span.size}});
     }
@@ -92,10 +92,10 @@ struct QAdamOperations {
   }
 
   template <typename Library>
-  static void give_to(Library& library) {
-    library.impl("qadam_update", TORCH_BOX(&QAdamOperations::update));
-    library.impl("qadam_form_momenta", TORCH_BOX(&QAdamOperations::form_momenta));
-    library.impl("qadam_form_gradients", TORCH_BOX(&QAdamOperations::form_gradients));
+  static void register_in(Library& library) {
+    library.impl("qadam_update", TORCH_BOX(&QAdamOps::update));
+    library.impl("qadam_form_momenta", TORCH_BOX(&QAdamOps::form_momenta));
+    library.impl("qadam_form_gradients", TORCH_BOX(&QAdamOps::form_gradients));
   }
 };
 

@@ -10,11 +10,11 @@
 
 namespace torchbagua::binding {
 
-// `Kernels` has kName, how the operations' names begin; kPlace, the device that they are for; and a function for each
+// `Kernels` has kName, how the operations' names begin; kDevice, the device that they are for; and a function for each
 // operation, which is given the call and the arguments, the tables' content unseen.
 template <typename Kernels>
-struct Operations {
-  static Call call(const char* name, const Tensor& first) { return {{Kernels::kName, name}, Kernels::kPlace, first}; }
+struct CodecOps {
+  static Call call(const char* name, const Tensor& first) { return {{Kernels::kName, name}, Kernels::kDevice, first}; }
 
   // Arguments are looked at in their order, as in plain torch.
   static void encode(const Tensor& x, const Tensor& table, const Tensor& wire) {
@@ -39,14 +39,16 @@ struct Operations {
     const Call called = call("decode_mean", rows);
     const Rows wires = rows_of(called, rows);
     const Table blocks = table_of(called, table);
-    Kernels::decode_mean(called, wires, blocks, static_cast<float>(divisor), span_of<float>(called, {"x", x}));
+    const float by = divisor_of(called, divisor);
+    Kernels::decode_mean(called, wires, blocks, by, span_of<float>(called, {"x", x}));
   }
 
   static void decode_mean_encode(const Tensor& rows, const Tensor& table, double divisor, const Tensor& wire) {
     const Call called = call("decode_mean_encode", rows);
     const Rows wires = rows_of(called, rows);
     const Table blocks = table_of(called, table);
-    Kernels::decode_mean_encode(called, wires, blocks, static_cast<float>(divisor),
+    const float by = divisor_of(called, divisor);
+    Kernels::decode_mean_encode(called, wires, blocks, by,
                                 span_of<unsigned char>(called, {"wire", wire, wires.row_bytes}));
   }
 
@@ -62,13 +64,13 @@ struct Operations {
   }
 
   template <typename Library>
-  static void give_to(Library& library) {
+  static void register_in(Library& library) {
     const std::string name = Kernels::kName;
-    library.impl((name + "_encode").c_str(), TORCH_BOX(&Operations::encode));
-    library.impl((name + "_decode").c_str(), TORCH_BOX(&Operations::decode));
-    library.impl((name + "_decode_mean").c_str(), TORCH_BOX(&Operations::decode_mean));
-    library.impl((name + "_decode_mean_encode").c_str(), TORCH_BOX(&Operations::decode_mean_encode));
-    library.impl((name + "_encode_feedback").c_str(), TORCH_BOX(&Operations::encode_feedback));
+    library.impl((name + "_encode").c_str(), TORCH_BOX(&CodecOps::encode));
+    library.impl((name + "_decode").c_str(), TORCH_BOX(&CodecOps::decode));
+    library.impl((name + "_decode_mean").c_str(), TORCH_BOX(&CodecOps::decode_mean));
+    library.impl((name + "_decode_mean_encode").c_str(), TORCH_BOX(&CodecOps::decode_mean_encode));
+    library.impl((name + "_encode_feedback").c_str(), TORCH_BOX(&CodecOps::encode_feedback));
   }
 };
 
