@@ -1,14 +1,40 @@
-"""A codec with native operations, as somebody else would write it: each is a file and a line."""
+"""A codec with native operations, as somebody else would write it: for plain torch, the CPU and CUDA a file and a line each."""
 
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.utils.cpp_extension import include_paths
 
+import programs
+from host_kernels import find_kernels
 from source_tree import copy_sources, run_python
+from torchbagua.native import nvrtc, recipe
 
 OWN = Path(__file__).with_name("own_codec")
+
+# `native_of`, the native operation of a name: the CPU's.
+OF_CPU = """
+def native_of(name):
+    return getattr(torch.ops.torchbagua, name)
+"""
+
+# The kernels for CUDA, compiled for the host and launched as those of NVRTC are.
+OF_CUDA = """
+from functools import partial
+from pathlib import Path
+import torch
+from host_kernels import HostKernels, compile_kernels
+from test_cuda_launcher import PretendedDriver, kernels_on
+
+compile_kernels(Path.cwd())
+kernels = kernels_on(PretendedDriver(HostKernels(Path.cwd() / "kernels.so")))
+torch.Tensor.get_device = lambda tensor: 0
+
+def native_of(name):
+    return partial(kernels.call, name)
+"""
 
 # Every operation over blocks of several lengths: native and in plain torch, in a process of their own.
 COMPARE = """
@@ -31,7 +57,7 @@ rows = torch.stack(wires)
 
 def both(name, *arguments):
     results = []
-    for operation in (getattr(torch.ops.torchbagua, name), NATIVE_OPS[name]):
+    for operation in (native_of(name), NATIVE_OPS[name]):
         own = [one.clone() if isinstance(one, torch.Tensor) else one for one in arguments]
         operation(*own)
         results.append(own)
@@ -53,8 +79,7 @@ except ValueError as error:
 
 # The compressor lays such payloads out.
 from dataclasses import dataclass
-from torchbagua.compressors import TensorSpec
-from torchbagua.compressors.block_codec import NativeBlockCodec
+from torchbagua.compressors import NativeBlockCodec, TensorSpec
 
 @dataclass(frozen=True)
 class Largest(NativeBlockCodec):
@@ -81,8 +106,8 @@ def add(file: Path, before: str, after: str) -> None:
     file.write_text(text.replace(before, after))
 
 
-def check(checkout: Path, path: str, **variables: str) -> None:
-    status, out, err = run_python(COMPARE.replace("PATH", path), checkout, **variables)
+def check(checkout: Path, path: str, of_device: str = OF_CPU, **variables: str) -> None:
+    status, out, err = run_python(of_device + COMPARE.replace("PATH", path), checkout, **variables)
     assert status == 0, err
     refused, table = out.splitlines()
     assert refused.startswith("torchbagua::largest_decode: table must be rows (start, length >= 1, ")
@@ -94,9 +119,45 @@ def test_in_plain_torch_it_is_a_file_and_a_line(checkout: Path) -> None:
     check(checkout, "reference", TORCHBAGUA_NATIVE="reference")
 
 
+def add_cuda(checkout: Path) -> None:
+    """Its kernels for CUDA: a file, and a line among the others."""
+    shutil.copy(OWN / "largest.cuh", checkout / "csrc_cuda" / "kernels")
+    line = '#include "minmax_uint8.cuh"\n'
+    add(checkout / "csrc_cuda" / "kernels" / "all.cuh", line, f'#include "largest.cuh"\n{line}')
+
+
 @pytest.mark.slow
-def test_with_kernels_it_is_one_more_of_each(checkout: Path, tmp_path: Path) -> None:
+def test_with_kernels_for_the_cpu_it_is_one_more_of_each(checkout: Path, tmp_path: Path) -> None:
     shutil.copy(OWN / "largest.h", checkout / "csrc_cuda" / "cpu")
     line = '#include "cpu/minmax_uint8.h"\n'
     add(checkout / "csrc_cuda" / "bind_cpu.cpp", line, f'#include "cpu/largest.h"\n{line}')
     check(checkout, "jit", TORCHBAGUA_NATIVE="jit", TORCHBAGUA_CACHE=str(tmp_path / "cache"))
+
+
+@pytest.mark.slow
+def test_with_kernels_for_cuda_it_is_one_more_of_each(checkout: Path) -> None:
+    add_cuda(checkout)
+    shutil.copytree(OWN.parent, checkout / "tests", ignore=shutil.ignore_patterns("data", "__pycache__"))
+    variables = {"TORCHBAGUA_NATIVE": "reference", "PYTHONPATH": f"{checkout}:{checkout / 'tests'}"}
+    check(checkout, "reference", OF_CUDA, **variables)
+
+
+@pytest.mark.slow
+def test_nvrtc_compiles_its_kernels_with_the_others(checkout: Path) -> None:
+    bindings = pytest.importorskip("cuda.bindings.nvrtc")
+    add_cuda(checkout)
+    image = nvrtc.Compiler(bindings, checkout / "csrc_cuda").compile("sm_90")
+    for name in find_kernels((OWN / "largest.cuh").read_text()):
+        assert f".text.{name}\0".encode() in image
+
+
+@pytest.mark.slow
+def test_nvcc_compiles_its_binding_without_a_warning(checkout: Path) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("there is no nvcc")
+    add_cuda(checkout)
+    csrc = checkout / "csrc_cuda"
+    command = ["nvcc", "-c", *recipe.CUDA.nvcc_flags, *recipe.gencode_flags([90]), f"-I{csrc}"]
+    command += [*(f"-isystem={path}" for path in include_paths()), "-Xcompiler=-fPIC,-Wall", "-Werror", "all-warnings"]
+    programs.run([*command, str(csrc / recipe.CUDA.source), "-o", "bind.o"], cwd=checkout, timeout_s=200)
+    assert b"torchbagua_largest_decode_mean_encode" in (checkout / "bind.o").read_bytes()
