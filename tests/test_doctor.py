@@ -5,8 +5,8 @@ import torch
 
 import torchbagua
 from torchbagua.cli.__main__ import main
-from torchbagua.cli.table import table
 from torchbagua.native import status
+from torchbagua.text_table import table
 
 
 def test_doctor_reports_every_operation(capsys: pytest.CaptureFixture[str]) -> None:

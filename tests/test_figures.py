@@ -5,7 +5,7 @@ import pytest
 import torchbagua as tb
 from torchbagua.events import CommEvent, Run
 from torchbagua.traces.figures import Figures, busy_ns
-from torchbagua.traces.summary import Summary, table
+from torchbagua.traces.summary import Summary, table_of
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_table_has_a_row_for_each_rank() -> None:
                 summary.on_comm(event)
         summary.on_end()
         summaries.append(summary)
-    lines = table(summaries).splitlines()
+    lines = table_of(summaries).splitlines()
     assert lines[0] == "ByteGradAlgorithm(), 2 ranks"
     rows = [line.split() for line in lines if line.split()[:1] in (["0"], ["1"])]
     ms = ["100.00", "10.00", "75", "5.00", "34.00", "20.00", "5.00", "10.00", "0.00"]

@@ -1,4 +1,4 @@
-"""A codec with native operations, as somebody else would write it: for plain torch, the CPU and CUDA a file and a line each."""
+"""A codec with native operations, as others would write it: a file and a line each for plain torch, CPU and CUDA."""
 
 import shutil
 from collections.abc import Iterator

@@ -25,7 +25,7 @@ _NO_DETAILS = Details()
 class Span:
     """A phase that is under way; a context manager too. One that ends by an exception is not told of.
 
-    This one is for where nobody listens.
+    This class is the null span, NO_SPAN, for where nobody listens; those below it do what it says.
     """
 
     __slots__ = ()
@@ -88,7 +88,10 @@ class Tracer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether a span would be for nothing: nobody listens, and torch.profiler is not at work."""
+        """Whether a span would be for nothing: nobody listens, and torch.profiler is not at work.
+
+        Nobody has to ask: `span` does. Who does ask spares itself the making of Details.
+        """
         return not (self._observers or is_profiling())
 
     @property

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import torchbagua
-from torchbagua.cli.table import table
 from torchbagua.native import OperationStatus, build, cuda_toolkit, loader, nvrtc, status
 from torchbagua.native.cuda_toolkit import Unavailable
+from torchbagua.text_table import table
 
 
 def main(arguments: Sequence[str] = ()) -> int:

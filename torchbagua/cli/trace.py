@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchbagua.traces.files import RankFile, events_of_step, find_files
 from torchbagua.traces.perfetto import merge
-from torchbagua.traces.summary import table
+from torchbagua.traces.summary import table_of
 
 _VIEWER = "https://ui.perfetto.dev"
 
@@ -53,7 +53,7 @@ def _progress(files: Iterable[RankFile]) -> Iterable[RankFile]:
 
 
 def _show(options: argparse.Namespace) -> int:
-    print(table([file.summary() for file in _files(options)]))
+    print(table_of([file.summary() for file in _files(options)]))
     return 0
 
 

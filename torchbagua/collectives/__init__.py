@@ -3,13 +3,12 @@
 from torchbagua.collectives.agreement import all_reduce_max, fingerprint, require_same_progress
 from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
-from torchbagua.collectives.centralized_mean import Mean, centralized_mean
+from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import ResidualPair, TwoPhaseResiduals
 from torchbagua.collectives.errors import CommunicationError, cause_of
-from torchbagua.collectives.hierarchical import Hierarchical
-from torchbagua.collectives.low_precision_ring import LowPrecisionRing, Replicas, low_precision_ring
-from torchbagua.collectives.neighbourhood_mean import NeighbourhoodMean, check_topology, neighbourhood_mean
+from torchbagua.collectives.low_precision_ring import Replicas, low_precision_ring
+from torchbagua.collectives.neighbourhood_mean import check_topology, neighbourhood_mean
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
@@ -20,10 +19,6 @@ __all__ = [
     "BaguaProcessGroup",
     "CommunicationError",
     "Communicator",
-    "Hierarchical",
-    "LowPrecisionRing",
-    "Mean",
-    "NeighbourhoodMean",
     "RankChunks",
     "ReduceScatter",
     "Replicas",

@@ -4,8 +4,8 @@ Importing this package registers the operations; it compiles and loads nothing.
 """
 
 # What is imported registers its operations: a codec is a name here.
-from torchbagua.native import minmax_uint8, qadam, sign_1bit
+from torchbagua.native import minmax_uint8, qadam, sign_1bit  # noqa: F401
 from torchbagua.native.loader import load
 from torchbagua.native.status import OperationStatus, status
 
-__all__ = ["OperationStatus", "load", "minmax_uint8", "qadam", "sign_1bit", "status"]
+__all__ = ["OperationStatus", "load", "status"]

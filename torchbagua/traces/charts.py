@@ -9,7 +9,7 @@ import torch
 
 from torchbagua.events import CommEvent, Run
 from torchbagua.torch_private import write_summary
-from torchbagua.traces.figures import Figures
+from torchbagua.traces.figures import PHASES, Figures
 from torchbagua.traces.over_ranks import OverRanks
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 # TensorBoard shows groups, which end at the slash, and charts within them in alphabetical order.
 _OVERVIEW, _DETAIL, _RANKS = "communication", "communication_detail", "communication_of_all_ranks"
 _SENT_IN_ALL = f"{_DETAIL}/sent_MB_in_all"
-_PHASES = ("encode", "send", "receive", "reduce", "decode", "apply")
 _OVER_RANKS = (
     f"{_OVERVIEW}/step_ms",
     f"{_OVERVIEW}/exposed_ms",
@@ -34,7 +33,7 @@ _FLUSH_EVERY_S = 2.0
 def layout() -> dict[str, dict[str, list[Any]]]:
     """Return the charts of the tab Custom Scalars, which has several lines in one."""
     of_a_step = [f"{_OVERVIEW}/step_ms", f"{_DETAIL}/communication_ms", f"{_OVERVIEW}/exposed_ms"]
-    phases = [f"{_DETAIL}/{phase}_ms" for phase in _PHASES]
+    phases = [f"{_DETAIL}/{phase}_ms" for phase in PHASES]
     over_ranks = {
         _name(tag): ["Multiline", [f"{_RANKS}/{_name(tag)}_{kind}" for kind in ("mean", "maximum")]]
         for tag in _OVER_RANKS
@@ -72,7 +71,7 @@ def scalars(figures: Figures, sent_bytes: int) -> dict[str, float]:
         _SENT_IN_ALL: sent_bytes / 1e6,
         f"{_DETAIL}/achieved_Gbit_per_s": figures.gbit_per_s,
         f"{_DETAIL}/communication_ms": ms(figures.communication_ns),
-        **{f"{_DETAIL}/{phase}_ms": ms(figures.phase_ns[phase]) for phase in _PHASES},
+        **{f"{_DETAIL}/{phase}_ms": ms(figures.phase_ns[phase]) for phase in PHASES},
         **{tag: value for tag, value in optional.items() if value is not None},
     }
 

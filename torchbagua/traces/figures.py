@@ -8,6 +8,9 @@ from torchbagua.events import CommEvent
 
 FLOAT32_BITS = 32
 
+# Those that tables and charts show.
+PHASES = ("encode", "send", "receive", "reduce", "decode", "apply")
+
 # What the lane or the network is busy with; "bucket" lies around these, and "measure" is work for observers.
 _COMMUNICATION = ("encode", "send", "receive", "reduce", "decode")
 _NETWORK = ("send", "receive")

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from torchbagua.events import CommEvent, Run, Trace
-from torchbagua.traces.figures import Figures
+from torchbagua.text_table import table
+from torchbagua.traces.figures import PHASES, Figures
 
 _NS_PER_MS = 1e6
-_PHASES = ("encode", "send", "receive", "reduce", "decode", "apply")
 
 
 class Summary(Trace):
@@ -48,19 +48,16 @@ class Summary(Trace):
         self._pending.clear()
 
     def __str__(self) -> str:
-        return table([self])
+        return table_of([self])
 
 
-def table(summaries: Sequence[Summary]) -> str:
+def table_of(summaries: Sequence[Summary]) -> str:
     """Return one table of several ranks' summaries, a row each, with what the columns mean."""
     head = [
-        ["", "steps", "ms", "waited", "overlap", *(["ms"] * len(_PHASES)), "MB sent", "bits per", "ratio", "Gbit/s"],
-        ["rank", "", "a step", "ms", "%", *_PHASES, "a step", "element", "", ""],
+        ["", "steps", "ms", "waited", "overlap", *(["ms"] * len(PHASES)), "MB sent", "bits per", "ratio", "Gbit/s"],
+        ["rank", "", "a step", "ms", "%", *PHASES, "a step", "element", "", ""],
     ]
-    rows = [*head, *map(_row, summaries)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(len(head), "-" * max(map(len, lines)))
+    figures = table([*head, *map(_row, summaries)], num_head_rows=len(head), num_left=0)
     runs = [summary.run for summary in summaries if summary.run is not None]
     count = f"{runs[0].num_ranks} ranks" if runs and runs[0].num_ranks > 1 else "1 rank"
     titles = [f"{runs[0].description}, {count}", ""] if runs else []
@@ -70,7 +67,7 @@ def table(summaries: Sequence[Summary]) -> str:
         if summary.run is not None and summary.bytes_after
     ]
     notes += [f"rank {run.rank}: {failure}" for run in runs for failure in run.failures]
-    return "\n".join([*titles, *lines, "", _LEGEND, *(["", *notes] if notes else [])])
+    return "\n".join([*titles, figures, "", _LEGEND, *(["", *notes] if notes else [])])
 
 
 _LEGEND = """\
@@ -94,7 +91,7 @@ def _row(summary: Summary) -> list[str]:
         ms(figures.step_ns),
         ms(figures.wait_ns),
         f"{100 * figures.overlap:.0f}" if figures.communication_ns else "-",
-        *(ms(figures.phase_ns[phase]) for phase in _PHASES),
+        *(ms(figures.phase_ns[phase]) for phase in PHASES),
         f"{figures.bytes_sent / num_steps / 1e6:.3f}",
         *([f"{figures.bits_per_element:.2f}", f"{figures.ratio:.2f}x"] if figures.num_elements else ["-", "-"]),
         f"{figures.gbit_per_s:.2f}" if figures.network_ns else "-",

@@ -9,8 +9,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from torchbagua.cli.demo.train import Run, Settings, num_final_steps
-from torchbagua.cli.table import table
 from torchbagua.environment import environment
+from torchbagua.text_table import table
 
 LOSS_TOLERANCE = 0.01
 """How far ByteGrad's loss may lie from plain DDP's; what the project promises."""

@@ -1,4 +1,4 @@
-"""A table for the terminal."""
+"""A table of text, for the terminal."""
 
 from collections.abc import Sequence
 
