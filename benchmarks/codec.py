@@ -11,21 +11,19 @@ there. The reference is the same in plain torch. What is timed: codec_cases.py.
 The kernels are those that TORCHBAGUA_NATIVE asks for.
 """
 
-import argparse
 import itertools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from codec_cases import BLOCK, CODECS, OF_ALL, OPS, Arguments, Buffers, Case
-from environment import write_record
+from environment import make_parser, write_record
 from table import table
 from timing import alternated, elapsed_ms, host_us
 from torchbagua import native
@@ -189,11 +187,9 @@ def launches_line(launch_us: dict[str, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rounds=31)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--num-elements", type=int, help="of the tensor (default: 6.6 M, on a GPU 67.1 M)")
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there, too")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: there is no GPU that this torch can use")

@@ -68,14 +68,14 @@ class Setup:
 class Entry:
     """One contestant at work: the module to train, the bytes it says it has sent so far, and how to end it.
 
-    A block of steps is over when `settle` has returned, which its time includes: nothing is in flight then. Where
+    A block of steps is over when `finish_round` has returned, which its time includes: nothing is in flight then. Where
     communication is not tied to steps, `resume` and `pause` stand around a block.
     """
 
     module: nn.Module
     sent_bytes: Callable[[], int] | None = None
     close: Callable[[], None] = lambda: None
-    settle: Callable[[], None] = lambda: None
+    finish_round: Callable[[], None] = lambda: None
     resume: Callable[[], None] = lambda: None
     pause: Callable[[], None] = lambda: None
 
@@ -196,8 +196,8 @@ def _averaged(algorithm: type[tb.Algorithm], **arguments: Any) -> Wrap:
     def wrap(setup: Setup) -> Entry:
         entry = Entry(setup.ddp())
         own = algorithm(bucket_cap_mb=setup.bucket_cap_mb, final_average=False, **arguments)
-        entry.settle = entry.attach(own, setup).impl.finish_round
-        entry.settle()
+        entry.finish_round = entry.attach(own, setup).impl.finish_round
+        entry.finish_round()
         return entry
 
     return wrap

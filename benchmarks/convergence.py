@@ -9,7 +9,6 @@ learning rate: AdamW on a rank's own gradients, which are noisier than averaged 
 """
 
 import argparse
-import datetime
 import importlib.util
 import json
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 from convergence_rank import Settings
 from convergence_report import draw, markdown_table, summarise
 from convergence_tasks import TASKS
-from environment import RESULTS, environment_record
+from environment import RESULTS, dated, environment_record
 from processes import LOOPBACK, Limits, RankFailure, Stopped, free_port, run_ranks
 
 QUICK_STEPS = 4
@@ -91,8 +90,7 @@ def main() -> int:
         return 128 + limits.signal if limits.signal else 1
     sections = [summarise(name, runs, arguments.ranks) for name in arguments.tasks]
     print("\n\n".join(map(markdown_table, sections)) + "\n")
-    now = datetime.datetime.now(datetime.timezone.utc)
-    path = folder / f"convergence-{now:%Y%m%d-%H%M%S}.json"
+    path = folder / f"{dated('convergence')}.json"
     path.write_text(json.dumps({"environment": environment, "tasks": sections}) + "\n")
     draw(sections).savefig(path.with_suffix(".png"))
     print(f"Results: {path} and {path.with_suffix('.png').name}")

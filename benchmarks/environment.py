@@ -1,5 +1,6 @@
 """What a benchmark's result depends on, recorded beside it; and where results go."""
 
+import argparse
 import datetime
 import json
 import platform
@@ -43,6 +44,19 @@ def gpu_record() -> dict[str, str | float]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "nvcc": _first_line("nvcc", "--version", having="release"),
     }
+
+
+def make_parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """A parser of what every benchmark with rounds is told: how many, and where its record goes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there, too")
+    return parser
+
+
+def dated(name: str) -> str:
+    """The name of a result file of this moment, without its suffix."""
+    return f"{name}-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M%S}"
 
 
 def write_record(path: Path | None, record: dict[str, Any]) -> None:

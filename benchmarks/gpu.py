@@ -29,7 +29,7 @@ import torch
 
 import codec
 import nccl_overhead
-from environment import REPOSITORY, RESULTS, gpu_record, write_record
+from environment import REPOSITORY, RESULTS, dated, gpu_record, write_record
 from table import table
 
 PATHS = ("aot", "jit", "nvrtc")
@@ -170,7 +170,7 @@ def main() -> None:
     if not arguments.trial and not torch.cuda.is_available():
         sys.exit(f"there is no GPU that this torch ({torch.__version__}, of {sys.executable}) can use")
     start_s = time.monotonic()
-    name = f"gpu-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    name = dated("gpu")
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
     results = REPOSITORY / "runs" if arguments.trial else RESULTS  # a trial's are no results
     logs = out or REPOSITORY / "runs"

@@ -9,20 +9,18 @@ rank 0's hook runs alone. The hooks take turns; a time is the median over the ro
 CPU time. The floor is a hook that does nothing but complete its future.
 """
 
-import argparse
 import functools
 import statistics
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import torchbagua as tb
-from environment import write_record
+from environment import make_parser, write_record
 from pretended_gpu import LaunchesOfTorch, PretendedNccl, pretend_gpu
 from table import table
 from timing import alternated, host_us
@@ -126,10 +124,8 @@ def table_of(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rounds=31)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 64])
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there, too")
     arguments = parser.parse_args()
     result = measure(arguments.ranks, arguments.rounds)
     print(table_of(result))

@@ -4,18 +4,15 @@
 
 The group has one rank, so nothing crosses a network, and ByteGrad's impl, which has nothing to average, returns at
 once: its row is what the hook itself costs. The last row runs all that a rank does itself, encode, reduce and decode
-(whole_mean.py). All take turns in one run; a time is a median over rounds of some
-steps each, by the GPU's clock.
+(whole_mean.py). All take turns in one run; a time is a median over rounds of some steps each, by the GPU's clock.
 
 `--device cpu --small` tries the program out, over gloo.
 """
 
-import argparse
 import statistics
 import sys
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from environment import write_record
+from environment import make_parser, write_record
 from processes import leave_process_group
 from table import table
 from timing import alternated, elapsed_ms
@@ -131,12 +128,10 @@ def table_of(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rounds=15)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="a tiny model")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 1024 tokens")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there, too")
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
     if on_gpu and not torch.cuda.is_available():

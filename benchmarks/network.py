@@ -8,7 +8,6 @@ Without root (or `ip`, or `tc`) it says so and runs unshaped over the loopback d
 
 import argparse
 import contextlib
-import datetime
 import json
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from contestants import (
     HIERARCHICAL_CONTESTANTS,
     STRAGGLER_CONTESTANTS,
 )
-from environment import RESULTS, write_record
+from environment import RESULTS, dated, write_record
 from namespaces import EmulatedNetwork, NetworkError, remove_stale_namespaces, why_unavailable
 from processes import LOOPBACK, Limits, RankFailure, Stopped, free_port, run_ranks
 from rank import SLOWDOWN, Settings
@@ -106,22 +105,21 @@ def make_plans(arguments: argparse.Namespace) -> list[Plan]:
         return [Plan("loopback, unshaped", None, [COMPUTE_ONLY, *flat])]
     for name in remove_stale_namespaces():
         print(f"Removed {name}, left behind by a run that was killed.")
-    plans = []
     control = arguments.congestion_control
-    for rate in arguments.rates:
+
+    def one_node(rate: str) -> EmulatedNetwork:
         shape = None if rate == "unshaped" else rate
-        network = EmulatedNetwork([0] * arguments.ranks, rank_rate=shape, congestion_control=control)
-        plans.append(Plan(rate, network, [COMPUTE_ONLY, *flat]))
+        return EmulatedNetwork([0] * arguments.ranks, rank_rate=shape, congestion_control=control)
+
+    plans = [Plan(rate, one_node(rate), [COMPUTE_ONLY, *flat]) for rate in arguments.rates]
     nodes = [2 * rank // arguments.ranks for rank in range(arguments.ranks)]
     for rate in arguments.link_rates:
         network = EmulatedNetwork(nodes, link_rate=rate, congestion_control=control)
         plans.append(Plan(f"{rate} between two nodes", network, [COMPUTE_ONLY, *hierarchical]))
     if arguments.straggler and not arguments.only:
         for rate in ("200mbit", "unshaped"):
-            shape = None if rate == "unshaped" else rate
-            network = EmulatedNetwork([0] * arguments.ranks, rank_rate=shape, congestion_control=control)
             title = f"{rate}, the last rank takes {SLOWDOWN} times as long"
-            plans.append(Plan(title, network, STRAGGLER_CONTESTANTS, slow_rank=arguments.ranks - 1))
+            plans.append(Plan(title, one_node(rate), STRAGGLER_CONTESTANTS, slow_rank=arguments.ranks - 1))
     return plans
 
 
@@ -172,8 +170,7 @@ def main() -> int:
         print("\n\n".join(map(table_of, json.loads(arguments.show.read_text())["networks"])))
         return 0
     limits = Limits(arguments.deadline)
-    now = datetime.datetime.now(datetime.timezone.utc)
-    path = arguments.json or RESULTS / f"network-{now:%Y%m%d-%H%M%S}.json"
+    path = arguments.json or RESULTS / f"{dated('network')}.json"
     sections: list[Section] = []
     complaints: list[str] = []
     try:

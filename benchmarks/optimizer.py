@@ -7,16 +7,14 @@ writes: gradient, second moment, momentum and weight are read, momentum and weig
 parameter; Adam writes the second moment too, 28. This is the step alone, without what the momentum's mean costs.
 """
 
-import argparse
 import copy
 import statistics
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from environment import write_record
+from environment import make_parser, write_record
 from table import table
 from timing import alternated, elapsed_ms
 from torchbagua import QAdamOptimizer
@@ -40,10 +38,8 @@ def build_model() -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rounds=31)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, torch.get_num_threads()])
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     model = build_model()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -126,11 +126,12 @@ class Race:
         for _ in range(num_steps):
             entry.train_step(self.batch)
             time.sleep(self.pause_s)
-        entry.settle()
+        entry.finish_round()
         seconds = time.perf_counter() - start
         entry.pause()
         self.num_done += num_steps
-        self._report_progress(name)
+        if self.rank == 0:
+            report_progress(Path(self.settings.scratch), self.num_done, self.num_planned, CONTESTANTS[name].label)
         return seconds
 
     def _read_traffic(self) -> Traffic | None:
@@ -140,10 +141,6 @@ class Race:
         if self.settings.switch is None:
             return read_loopback_traffic(num_ranks)
         return read_traffic(self.settings.switch, num_ranks)
-
-    def _report_progress(self, name: str) -> None:
-        if self.rank == 0:
-            report_progress(Path(self.settings.scratch), self.num_done, self.num_planned, CONTESTANTS[name].label)
 
 
 def main() -> None:

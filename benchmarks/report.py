@@ -31,6 +31,11 @@ def _quartiles(values: Sequence[float]) -> list[float]:
     return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
 
 
+def _contestants(results: list[dict[str, Any]]) -> list[str]:
+    """In the order of their first blocks."""
+    return list(dict.fromkeys(block["contestant"] for block in results[0]["blocks"]))
+
+
 def _step_ms(result: dict[str, Any], name: str) -> list[float]:
     """Per round: milliseconds a step on this rank."""
     return [1e3 * block["seconds"] / block["num_steps"] for block in result["blocks"] if block["contestant"] == name]
@@ -66,7 +71,7 @@ def summarise(network: dict[str, Any], results: list[dict[str, Any]], block_step
     longer. Speed-ups compare blocks of the same round.
     """
     numels, num_ranks = results[0]["numels"], len(results)
-    names = list(dict.fromkeys(block["contestant"] for block in results[0]["blocks"]))
+    names = _contestants(results)
     step_ms = {name: _slowest_ms(results, name) for name in names}
     compute_ms = statistics.median(step_ms[COMPUTE_ONLY])
     rows = []
@@ -94,7 +99,7 @@ def summarise_straggler(network: dict[str, Any], results: list[dict[str, Any]], 
 
     The speed of each of the other ranks is compared with its own without communication in the same round.
     """
-    names = list(dict.fromkeys(block["contestant"] for block in results[0]["blocks"]))
+    names = _contestants(results)
     others = [result for rank, result in enumerate(results) if rank != slow_rank]
     rows = []
     for name in names:

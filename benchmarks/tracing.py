@@ -10,7 +10,6 @@ observers. CPU time is the whole process's, with the threads on which traces are
 rare, as the pictures are.
 """
 
-import argparse
 import json
 import operator
 import statistics
@@ -28,7 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from environment import write_record
+from environment import make_parser, write_record
 from processes import free_port
 from table import table
 from timing import alternated
@@ -143,10 +142,8 @@ def table_of(rows: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rounds=40)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         settings = (arguments.ranks, arguments.rounds, free_port(), folder)
