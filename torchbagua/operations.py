@@ -1,8 +1,8 @@
-"""What a bucket does with its flat tensor: operations with names, each of which checks what it is given."""
+"""What a bucket does with its flat tensor: operations with names, and the methods that check and append them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,8 +17,10 @@ from torchbagua.collectives import (
     low_precision_ring,
     neighbourhood_mean,
 )
-from torchbagua.compressors import Compressor, TensorSpec, by_name, sum_dtype
+from torchbagua.compressors import Compressor, Identity, TensorSpec, by_name, sum_dtype
 from torchbagua.topology import Topology, topology_of
+
+B = TypeVar("B", bound="BucketOperations")
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Operation:
     Attributes:
         name: what a debugger and a profile show.
         group: over which it communicates; closed where the bucket fails.
-        run: works on the flat tensor of the bucket that it is given, in place or into another.
+        run: works on the flat tensor of the bucket, its argument, in place or into another.
         finish: what is left to do once the flat tensor is final.
     """
 
@@ -38,98 +40,197 @@ class Operation:
     finish: Callable[[], None] | None = None
 
 
-class Bucket(Protocol):
-    """What an operation knows of the bucket that it runs on."""
+class BucketOperations:
+    """The operations of a `BaguaBucket`, each checked when it is appended.
+
+    An operation is given its bucket when it runs, and does not hold it: such a reference cycle would keep the flat
+    tensor alive.
+    """
 
     name: str
     flat: torch.Tensor
+    group: BaguaProcessGroup
     num_runs: int
+    operations: list[Operation]
 
+    @property
+    def spec(self) -> TensorSpec:
+        """What `flat` is, for collectives."""
+        raise NotImplementedError
 
-def python_op(function: Callable[[Any, BaguaProcessGroup], None], group: BaguaProcessGroup) -> Operation:
-    """Return a call of `function`, which is named where it raises."""
-    name = getattr(function, "__qualname__", repr(function))
+    def clear_ops(self: B) -> B:
+        """Remove all operations."""
+        self.operations.clear()
+        return self
 
-    def run(bucket: Bucket) -> None:
-        try:
-            function(bucket, group)
-        except CommunicationError:
-            raise
-        except Exception as error:
-            cause = f"{type(error).__name__}: {cause_of(error)}"
-            raise RuntimeError(f"torchbagua: {name} on {bucket.name} failed on rank {group.rank}: {cause}") from error
+    def append_python_op(
+        self: B,
+        python_function: Callable[[B, BaguaProcessGroup], None],
+        group: BaguaProcessGroup | None = None,
+    ) -> B:
+        """Append a function of the bucket and the group, which changes `bucket.flat` in place, on the CPU or a GPU.
 
-    return Operation(f"python_op {name}", group, run)
+        Leave sending to the operations beside it, which work on both. The function may also send tensors of the CPU
+        with torch.distributed over `group.world.process_group`, a gloo group, which fails with tensors of a GPU, and
+        of which observers hear nothing. It runs on the lane's thread, or over NCCL on that of backward; with a GPU, on
+        the lane's stream. Where it raises, the training step raises a RuntimeError that names the function, the bucket,
+        the rank and the error.
+        """
+        group = group or self.group
+        name = getattr(python_function, "__qualname__", repr(python_function))
 
+        def run(bucket: B) -> None:
+            try:
+                python_function(bucket, group)
+            except CommunicationError:
+                raise
+            except Exception as error:
+                cause = f"{type(error).__name__}: {cause_of(error)}"
+                raise RuntimeError(
+                    f"torchbagua: {name} on {bucket.name} failed on rank {group.rank}: {cause}"
+                ) from error
 
-def centralized_op(
-    spec: TensorSpec,
-    group: BaguaProcessGroup,
-    compression: str | Compressor | None,
-    *,
-    hierarchical: bool = False,
-    average: bool = True,
-    residuals: TwoPhaseResiduals | None = None,
-    snapshot: torch.Tensor | None = None,
-) -> Operation:
-    """Return the mean of the flat tensor over the group, or of `snapshot`, which is left as it is."""
-    if residuals is not None and spec.dtype != torch.float32:
-        raise ValueError(f"BaguaBucket: error_feedback needs a float32 bucket, got {spec.dtype}")
-    if snapshot is not None:
-        _check_like_flat("snapshot", snapshot, spec, spec.dtype)
-    compressor = _compressor(compression, spec.dtype)
-    mean = centralized_mean(group, compressor, spec, hierarchical=hierarchical, average=average, residuals=residuals)
+        return self._append(Operation(f"python_op {name}", group, run))
 
-    def run(bucket: Bucket) -> None:
+    def append_centralized_synchronous_op(
+        self: B,
+        hierarchical: bool = False,
+        average: bool = True,
+        scattergather: bool = False,
+        compression: str | Compressor | None = None,
+        group: BaguaProcessGroup | None = None,
+        *,
+        error_feedback: TwoPhaseResiduals | None = None,
+    ) -> B:
+        """Append the mean (or sum) of the flat tensor over the group, bit-identical on all ranks afterwards.
+
+        Args:
+            hierarchical: respect node boundaries, where there are several nodes: full precision within them.
+            average: divide by the number of ranks.
+            scattergather: of Bagua's signature, without effect: every mean here is a scatter and a gather.
+            compression: None for full precision, "MinMaxUInt8", "sign1bit", "bfloat16", "float16", or a Compressor.
+            group: default the bucket's.
+            error_feedback: what compression leaves out is kept there, and added the next time, when it has been
+                committed; a float32 bucket.
+
+        Raises:
+            ValueError: no compression has that name, or it does not encode the bucket's dtype, or the bucket cannot
+                have error feedback.
+        """
+        if error_feedback is not None and self.spec.dtype != torch.float32:
+            raise ValueError(f"BaguaBucket: error_feedback needs a float32 bucket, got {self.spec.dtype}")
+        group = group or self.group
+        compressor = _compressor(compression, self.spec.dtype)
+        mean = centralized_mean(
+            group, compressor, self.spec, hierarchical=hierarchical, average=average, residuals=error_feedback
+        )
+        return self._append(Operation(f"centralized_mean in {compressor!r}", group, lambda bucket: mean(bucket.flat)))
+
+    def append_decentralized_synchronous_op(
+        self: B,
+        peer_weight: torch.Tensor,
+        hierarchical: bool = True,
+        peer_selection_mode: str | Topology = "all",
+        group: BaguaProcessGroup | None = None,
+    ) -> B:
+        """Append the mean of the flat tensor with this rank's peers, chosen by `num_runs`.
+
+        Args:
+            peer_weight: receives the mean: like the flat tensor, which is left as it is; or that tensor itself. The
+                name is Bagua's.
+            hierarchical: where there are several nodes with several ranks: the mean of the node, averaged with the
+                node's peers.
+            peer_selection_mode: "all" ranks, or "shift_one" for one of them, another one each time, or a Topology.
+            group: default the bucket's.
+
+        Raises:
+            ValueError: `peer_weight` is not such a tensor, no mode has that name, or the topology does not fit.
+        """
+        group = group or self.group
+        _check_like_flat("peer_weight", peer_weight, self.spec, self.spec.dtype)
+        topology = topology_of("BaguaBucket", peer_selection_mode)
+        check_topology("BaguaBucket", topology, group, hierarchical=hierarchical)
+        mean = neighbourhood_mean(group, topology, self.spec, hierarchical=hierarchical)
+
+        def run(bucket: B) -> None:
+            mean(bucket.flat, peer_weight, bucket.num_runs)
+
+        return self._append(Operation(f"neighbourhood_mean over {topology!r}", group, run))
+
+    def append_low_precision_decentralized_synchronous_op(
+        self: B,
+        weight: torch.Tensor,
+        left_peer_weight: torch.Tensor,
+        right_peer_weight: torch.Tensor,
+        hierarchical: bool = True,
+        compression: str | Compressor | None = "MinMaxUInt8",
+        group: BaguaProcessGroup | None = None,
+        *,
+        is_bounded: bool = False,
+    ) -> B:
+        """Append one round of the ring of compressed differences (see `LowPrecisionRing`).
+
+        The flat tensor becomes what this rank has agreed on with its neighbours; what they have to hear of it is sent
+        by `finish`.
+
+        Args:
+            weight, left_peer_weight, right_peer_weight: own and the neighbours' replicas, as long as the flat tensor,
+                float32, or float64 where that is; changed in place.
+            hierarchical: where there are several nodes with several ranks: a ring of nodes.
+            compression: of the differences: "MinMaxUInt8", None for full precision, or a Compressor.
+            group: default the bucket's.
+            is_bounded: keep each element between its own value and the mean of the three replicas.
+
+        Raises:
+            ValueError: a replica is not such a tensor, no compression has that name, or it does not encode the
+                bucket's dtype.
+        """
+        group = group or self.group
+        replicas = Replicas(weight, left_peer_weight, right_peer_weight)
+        for name, replica in vars(replicas).items():
+            _check_like_flat(f"the replica {name}", replica, self.spec, sum_dtype(self.spec.dtype))
+        compressor = _compressor(compression, self.spec.dtype)
+        update, exchange = low_precision_ring(
+            group, compressor, self.spec, replicas, hierarchical=hierarchical, is_bounded=is_bounded
+        )
+        name = f"low_precision_ring in {compressor!r}"
+        return self._append(Operation(name, group, lambda bucket: update(bucket.flat), finish=exchange))
+
+    def append_asynchronous_model_average_op(
+        self: B,
+        peer_selection_mode: str = "all",
+        group: BaguaProcessGroup | None = None,
+        *,
+        snapshot: torch.Tensor | None = None,
+    ) -> B:
+        """Append the mean over all ranks, in full precision, for a thread that runs beside training.
+
+        Args:
+            peer_selection_mode: "all"; there is no other.
+            group: default the bucket's.
+            snapshot: like the flat tensor, which becomes its mean; by default the flat tensor itself is averaged.
+
+        Raises:
+            ValueError: another mode, or `snapshot` is not such a tensor.
+        """
+        if peer_selection_mode != "all":
+            raise ValueError(
+                f"append_asynchronous_model_average_op: peer_selection_mode must be 'all', got {peer_selection_mode!r}"
+            )
         if snapshot is None:
-            mean(bucket.flat)
-        else:
+            return self.append_centralized_synchronous_op(group=group)
+        _check_like_flat("snapshot", snapshot, self.spec, self.spec.dtype)
+        group, codec = group or self.group, Identity()
+        mean = centralized_mean(group, codec, self.spec, hierarchical=False)
+
+        def run(bucket: B) -> None:
             mean(snapshot, bucket.flat)
 
-    return Operation(f"centralized_mean in {compressor!r}", group, run)
+        return self._append(Operation(f"centralized_mean in {codec!r}", group, run))
 
-
-def decentralized_op(
-    spec: TensorSpec,
-    group: BaguaProcessGroup,
-    peer_weight: torch.Tensor,
-    peer_selection_mode: str | Topology,
-    *,
-    hierarchical: bool,
-) -> Operation:
-    """Return the mean of the flat tensor with this rank's neighbours, which is written to `peer_weight`."""
-    _check_like_flat("peer_weight", peer_weight, spec, spec.dtype)
-    topology = topology_of("BaguaBucket", peer_selection_mode)
-    check_topology("BaguaBucket", topology, group, hierarchical=hierarchical)
-    mean = neighbourhood_mean(group, topology, spec, hierarchical=hierarchical)
-
-    def run(bucket: Bucket) -> None:
-        mean(bucket.flat, peer_weight, bucket.num_runs)
-
-    return Operation(f"neighbourhood_mean over {topology!r}", group, run)
-
-
-def low_precision_op(
-    spec: TensorSpec,
-    group: BaguaProcessGroup,
-    replicas: Replicas,
-    compression: str | Compressor | None,
-    *,
-    hierarchical: bool,
-    is_bounded: bool,
-) -> Operation:
-    """Return one round of the ring; the neighbours hear of it when the operation finishes."""
-    for name, replica in vars(replicas).items():
-        _check_like_flat(f"the replica {name}", replica, spec, sum_dtype(spec.dtype))
-    compressor = _compressor(compression, spec.dtype)
-    update, exchange = low_precision_ring(
-        group, compressor, spec, replicas, hierarchical=hierarchical, is_bounded=is_bounded
-    )
-
-    def run(bucket: Bucket) -> None:
-        update(bucket.flat)
-
-    return Operation(f"low_precision_ring in {compressor!r}", group, run, finish=exchange)
+    def _append(self: B, operation: Operation) -> B:
+        self.operations.append(operation)
+        return self
 
 
 def _compressor(compression: str | Compressor | None, dtype: torch.dtype) -> Compressor:
