@@ -48,7 +48,9 @@ def test_shift_one_needs_an_even_number(nodes: list[int] | None, what: str) -> N
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, build(Normed))
         bagua_group = None if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes)
-        with pytest.raises(ValueError, match=f"'shift_one' pairs {what} and needs an even number, got 3"):
+        with pytest.raises(
+            ValueError, match=rf"ShiftOne\(\) \('shift_one'\) pairs {what} and needs an even number, got 3"
+        ):
             tb.attach(
                 trainer.ddp, trainer.optimizer, tb.DecentralizedAlgorithm(True, "shift_one"), process_group=bagua_group
             )

@@ -46,7 +46,8 @@ class Topology:
             raise ValueError(f"{owner}: the period of {self!r} must be at least 1, an integer, got {period!r}")
         for round in range(period):
             rows = [self.neighbours(rank, size, round) for rank in range(size)]
-            subjects = [f"{owner}: {self!r} in round {round}: {members[:-1]} {rank} of {size}" for rank in range(size)]
+            member = members.removesuffix("s")
+            subjects = [f"{owner}: {self!r} in round {round}: {member} {rank} of {size}" for rank in range(size)]
             for subject, row in zip(subjects, rows, strict=True):
                 _check_row(subject, row, size)
             for rank, (subject, row) in enumerate(zip(subjects, rows, strict=True)):
@@ -97,9 +98,7 @@ class ShiftOne(Topology):
 
     def check(self, owner: str, size: int, members: str = "ranks") -> None:
         if size % 2:
-            raise ValueError(
-                f"{owner}: peer_selection_mode='shift_one' pairs {members} and needs an even number, got {size}"
-            )
+            raise ValueError(f"{owner}: {self!r} ('shift_one') pairs {members} and needs an even number, got {size}")
 
 
 @dataclass(frozen=True)
@@ -169,10 +168,10 @@ def meetings(topology: Topology, rank: int, size: int, round: int) -> list[int]:
     if len(own_peers) == 1:
         return own_peers
     numbered: list[dict[int, int]] = [{} for _ in range(size)]  # of each rank, its peer in each meeting
-    for one in range(size):
-        for other in sorted(topology.neighbours(one, size, round)):
-            if other > one:
-                taken = numbered[one].keys() | numbered[other].keys()
+    for lower in range(size):
+        for upper in sorted(topology.neighbours(lower, size, round)):
+            if upper > lower:
+                taken = numbered[lower].keys() | numbered[upper].keys()
                 number = next(number for number in itertools.count() if number not in taken)
-                numbered[one][number], numbered[other][number] = other, one
+                numbered[lower][number], numbered[upper][number] = upper, lower
     return [peer for _, peer in sorted(numbered[rank].items())]

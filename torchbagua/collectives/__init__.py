@@ -4,6 +4,7 @@ from torchbagua.collectives.agreement import all_reduce_max, fingerprint, requir
 from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 from torchbagua.collectives.centralized_mean import centralized_mean
+from torchbagua.collectives.clamp import clamp_to_mean
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import ResidualPair, TwoPhaseResiduals
 from torchbagua.collectives.errors import CommunicationError, cause_of
@@ -31,6 +32,7 @@ __all__ = [
     "cause_of",
     "centralized_mean",
     "check_topology",
+    "clamp_to_mean",
     "fingerprint",
     "low_precision_ring",
     "neighbourhood_mean",

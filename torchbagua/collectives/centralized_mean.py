@@ -7,7 +7,7 @@ import torch
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import ResidualPair, TwoPhaseResiduals
-from torchbagua.collectives.hierarchical import Hierarchical
+from torchbagua.collectives.hierarchical import BetweenNodes, Hierarchical
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 from torchbagua.compressors import Compressor, Identity, TensorSpec
@@ -52,7 +52,12 @@ def centralized_mean(
     is_of_nodes = hierarchical and group.intra_node is not None
     mean: Mean
     if is_of_nodes:
-        mean = MeanOfNodes(group, compressor, spec, divisor, residuals)
+
+        def mean_between_nodes(owners: Communicator, shard: slice, shard_spec: TensorSpec) -> BetweenNodes:
+            over_owners = TwoPhaseMean(owners, compressor, shard_spec, divisor, residuals=residuals, start=shard.start)
+            return lambda sum_L, round_index: over_owners(sum_L)
+
+        mean = Hierarchical(group, spec, compressor.block_elements, mean_between_nodes)
     else:
         mean = TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals)
     if residuals is None:
@@ -63,28 +68,6 @@ def centralized_mean(
 def _copy(x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
     if out_N is not None:
         out_N.copy_(x_N)
-
-
-class MeanOfNodes:
-    """The mean with respect to nodes: sums of nodes in full precision, averaged by a two-phase mean between nodes."""
-
-    def __init__(
-        self,
-        group: NodeGroups,
-        compressor: Compressor,
-        spec: TensorSpec,
-        divisor: float,
-        residuals: TwoPhaseResiduals | None,
-    ) -> None:
-        def between_nodes(owners: Communicator, shard: slice, shard_spec: TensorSpec) -> TwoPhaseMean:
-            return TwoPhaseMean(owners, compressor, shard_spec, divisor, residuals=residuals, start=shard.start)
-
-        self._over_nodes = Hierarchical(group, spec, compressor.block_elements, between_nodes)
-
-    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
-        """Write the mean of `x_N` to `out_N`, another tensor like it; by default in place."""
-        _copy(x_N, out_N)
-        self._over_nodes(x_N if out_N is None else out_N)
 
 
 class RedistributingMean:

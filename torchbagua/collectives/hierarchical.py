@@ -4,7 +4,7 @@ Shape suffixes: N elements, R ranks, L elements of a shard.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -16,8 +16,13 @@ from torchbagua.collectives.reduce_scatter import ReduceScatter
 from torchbagua.compressors import Identity, TensorSpec, sum_dtype
 from torchbagua.compressors.cast import sum_of_rows, typed
 
-BetweenNodes = Callable[..., None]
-"""Replaces a shard's node sum, float32 or float64, its first argument, by the result for that shard, in place."""
+
+class BetweenNodes(Protocol):
+    """The collective between the owners of a shard, one on each node."""
+
+    def __call__(self, sum_L: torch.Tensor, round_index: int) -> None:
+        """Replace the shard's node sum, float32 or float64, by the result for that shard, in place."""
+        ...
 
 
 class Hierarchical:
@@ -32,8 +37,8 @@ class Hierarchical:
         group: with several nodes, of which one has several ranks.
         spec: the tensor.
         block_elements: of the blocks that shards are made of.
-        between_nodes: makes the collective of 2. from the owners' communicator, the shard and its description; called
-            on ranks that own a shard.
+        make_between_nodes: makes the collective of 2. from the owners' communicator, the shard and its description;
+            called on ranks that own a shard.
     """
 
     def __init__(
@@ -41,7 +46,7 @@ class Hierarchical:
         group: NodeGroups,
         spec: TensorSpec,
         block_elements: int,
-        between_nodes: Callable[[Communicator, slice, TensorSpec], BetweenNodes],
+        make_between_nodes: Callable[[Communicator, slice, TensorSpec], BetweenNodes],
     ) -> None:
         assert group.intra_node is not None
         node = group.intra_node
@@ -56,24 +61,29 @@ class Hierarchical:
         if group.inter_node is not None:
             shard = self._chunks.own
             shard_spec = spec.restricted_to(shard, sum_dtype(spec.dtype))
-            self._between_nodes = between_nodes(group.inter_node, shard, shard_spec)
+            self._between_nodes = make_between_nodes(group.inter_node, shard, shard_spec)
 
-    def __call__(self, x_N: torch.Tensor, *details: Any) -> None:
-        """Replace `x_N` by the result, in place; `details` are handed on to the collective between nodes.
+    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None, round_index: int = 0) -> None:
+        """Write the result to `out_N`, another tensor like `x_N`; by default in place.
+
+        Args:
+            x_N: the tensor.
+            out_N: for the result.
+            round_index: which round it is, for a collective between nodes that does another thing in each.
 
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
+        out_N = x_N if out_N is None else out_N
         scattering = self._scatter.begin(x_N)
         # Made before own shards are sent, into which it receives: a rank sends a result only when it has received that
         # shard from everybody.
-        gathering = self._gather.begin(x_N)
+        gathering = self._gather.begin(out_N)
         received_RW = scattering.run()
         gathering.post_first_receive()
         if self._between_nodes is not None:
-            own_L = x_N[self._chunks.own]
             with self._chunks.span("reduce", "all_to_all", self._chunks.rank):
                 sum_L = sum_of_rows(typed(received_RW, self._dtype))
-            self._between_nodes(sum_L, *details)
-            own_L.copy_(sum_L)
+            self._between_nodes(sum_L, round_index)
+            out_N[self._chunks.own] = sum_L
         gathering.run()

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torchbagua.collectives.clamp import clamp_to_mean
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.encoding_error import EncodingErrorProbe
 from torchbagua.collectives.exchange import ElementCounts, Exchange
-from torchbagua.collectives.hierarchical import Hierarchical
+from torchbagua.collectives.hierarchical import BetweenNodes, Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.compressors import Compressor, TensorSpec
+from torchbagua.compressors.base import divide
 from torchbagua.events import Details, Phase
 from torchbagua.tracer import Span
 
@@ -85,7 +87,7 @@ class LowPrecisionRing:
         self._contents = ElementCounts(sent=of_all, received=of_all, element_bytes=replicas.weight.element_size())
         longest = max(elements.stop - elements.start for elements in layout.elements)
         self._difference_L, self._third_L = torch.empty(2, longest, dtype=dtype, device=device).unbind()
-        # Tensors, because on CUDA division by a Python number is a multiplication by its reciprocal.
+        # Tensors for the reason that `compressors.base.divide` has one, and kept, since every chunk needs them.
         self._three = torch.full((1,), 3.0, dtype=dtype, device=device)
         self._five_thirds = torch.full((1,), 5.0, dtype=dtype, device=device) / self._three
 
@@ -109,8 +111,7 @@ class LowPrecisionRing:
             if self._is_bounded:
                 mean_L = (own.weight + own.left + own.right) / self._three
                 d_L.add_(own.weight)
-                torch.clamp(d_L, torch.minimum(x_L, mean_L), torch.maximum(x_L, mean_L), out=d_L)
-                d_L.sub_(own.weight)
+                d_L.copy_(clamp_to_mean(d_L, x_L, mean_L)).sub_(own.weight)
             self._compressor.encode(d_L, layout, self._wire_W[row])
             if is_sampled:
                 self._error.tell(d_L, self._wire_W[row])
@@ -184,15 +185,20 @@ def low_precision_ring(
     if not hierarchical or group.intra_node is None:
         ring = LowPrecisionRing(group.world, compressor, spec, replicas, is_bounded)
         return ring.update, ring.exchange
-    node_size = torch.full((1,), float(group.intra_node.size), device=spec.device)
+    node_size = float(group.intra_node.size)
     exchanges: list[Callable[[], None]] = []
 
-    def make_inner(owners: Communicator, shard: slice, shard_spec: TensorSpec) -> Callable[[torch.Tensor], None]:
+    def ring_of_nodes(owners: Communicator, shard: slice, shard_spec: TensorSpec) -> BetweenNodes:
         ring = LowPrecisionRing(owners, compressor, shard_spec, replicas[shard], is_bounded)
         exchanges.append(ring.exchange)
-        return lambda sum_L: ring.update(sum_L.div_(node_size))
 
-    update = Hierarchical(group, spec, compressor.block_elements, make_inner)
+        def update_by_node_sums(sum_L: torch.Tensor, round_index: int) -> None:
+            divide(sum_L, node_size, sum_L)
+            ring.update(sum_L)
+
+        return update_by_node_sums
+
+    update = Hierarchical(group, spec, compressor.block_elements, ring_of_nodes)
 
     def exchange() -> None:
         for one in exchanges:  # none on a rank that owns no shard

@@ -3,6 +3,7 @@
 Shape suffixes: N elements, L elements of a shard.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -18,15 +19,22 @@ from torchbagua.events import Details
 from torchbagua.topology import AllRanks, Topology, meetings
 
 NeighbourhoodMean = Callable[[torch.Tensor, torch.Tensor, int], None]
-"""Writes the mean of a flat tensor over a rank's neighbourhood to another one, given the number of means before."""
+"""Writes the mean of a flat tensor over a rank's neighbourhood to another one, given the round's index, from 0."""
+
+# Of each group, what has been found to fit it: all buckets of an algorithm ask for the same.
+_FITTING: "weakref.WeakKeyDictionary[BaguaProcessGroup, list[tuple[Topology, bool]]]" = weakref.WeakKeyDictionary()
 
 
 def check_topology(owner: str, topology: Topology, group: BaguaProcessGroup, *, hierarchical: bool) -> None:
     """Raise ValueError, with `owner` as its subject, where `topology` does not fit the ranks, or nodes, of `group`."""
+    fitting = _FITTING.setdefault(group, [])
+    if any(known is topology and of_nodes == hierarchical for known, of_nodes in fitting):
+        return
     if hierarchical and group.intra_node is not None:
         topology.check(owner, len(group.node_ranks), "nodes")
     elif group.size > 1:
         topology.check(owner, group.size)
+    fitting.append((topology, hierarchical))
 
 
 def neighbourhood_mean(
@@ -40,31 +48,32 @@ def neighbourhood_mean(
 
     Args:
         group: whose ranks take part.
-        topology: who averages with whom; it fits the group, see `check_topology`. `AllRanks` is the two-phase mean.
+        topology: who averages with whom; it fits the group, see `check_topology`. `AllRanks` is `centralized_mean`: the
+            two-phase mean, and on GPUs with NCCL its all-reduce.
         spec: the tensor.
         hierarchical: where there are several nodes with several ranks: form the mean of each node, average it over the
             topology of nodes, and give the result to all ranks of the node. With `AllRanks` that is the mean of all
             ranks, also where nodes are of unequal size.
 
     Returns:
-        A function of the tensor, another one like it for the mean, and the number of means before.
+        A function of the tensor, another one like it for the mean, and the round's index, from 0.
     """
     if isinstance(topology, AllRanks) or group.size == 1:
         mean = centralized_mean(group, Identity(), spec, hierarchical=hierarchical)
-        return lambda x_N, out_N, num_before: mean(x_N, out_N)
+        return lambda x_N, out_N, round_index: mean(x_N, out_N)
     if hierarchical and group.intra_node is not None:
-        node_size = torch.full((1,), float(group.intra_node.size), device=spec.device)
+        node_size = float(group.intra_node.size)
 
-        def between_nodes(owners: Communicator, shard: slice, shard_spec: TensorSpec) -> BetweenNodes:
-            over_owners = _MeanWithPeers(owners, topology, spec.name)
-            return lambda sum_L, num_before: over_owners(sum_L.div_(node_size), sum_L, num_before)
+        def mean_with_peer_nodes(owners: Communicator, shard: slice, shard_spec: TensorSpec) -> BetweenNodes:
+            mean = _MeanWithPeers(owners, topology, spec.name)
 
-        over_nodes = Hierarchical(group, spec, Identity().block_elements, between_nodes)
+            def mean_of_node_sums(sum_L: torch.Tensor, round_index: int) -> None:
+                divide(sum_L, node_size, sum_L)
+                mean(sum_L, sum_L, round_index)
 
-        def mean_of_nodes(x_N: torch.Tensor, out_N: torch.Tensor, num_before: int) -> None:
-            over_nodes(out_N.copy_(x_N), num_before)
+            return mean_of_node_sums
 
-        return mean_of_nodes
+        return Hierarchical(group, spec, Identity().block_elements, mean_with_peer_nodes)
     return _MeanWithPeers(group.world, topology, spec.name)
 
 
@@ -78,20 +87,20 @@ class _MeanWithPeers:
         self._communicator = communicator
         self._topology = topology
         self._bucket = bucket
-        self._rounds: dict[int, tuple[list[int], Mapping[int, float]]] = {}  # whom it meets, and the weights
+        self._meetings: dict[int, tuple[list[int], Mapping[int, float]]] = {}  # by place in the period, with weights
 
-    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor, num_before: int) -> None:
+    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor, round_index: int) -> None:
         """Write the mean of `x_N` with the peers to `out_N`, like it or the same.
 
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
         communicator, rank, size = self._communicator, self._communicator.rank, self._communicator.size
-        round = num_before % self._topology.period(size)
-        if round not in self._rounds:
+        round = round_index % self._topology.period(size)
+        if round not in self._meetings:
             weights = self._topology.neighbours(rank, size, round)
-            self._rounds[round] = meetings(self._topology, rank, size, round), weights
-        peers, weights = self._rounds[round]
+            self._meetings[round] = meetings(self._topology, rank, size, round), weights
+        peers, weights = self._meetings[round]
         rows = communicator.scratch("rows", len(peers) * x_N.nbytes, x_N.device)
         values = dict(zip(peers, rows.view(x_N.dtype).view(len(peers), x_N.numel()), strict=True))
         exchange = Exchange(communicator, "peer_exchange", values, self._bucket, [(peer, peer) for peer in peers])
