@@ -90,7 +90,7 @@ def test_abort_and_resume() -> None:
                 trainer.step()
             wait_for_rounds(impl, impl.num_rounds + 1)
             impl.abort(trainer.ddp)
-            assert impl.state == "stopped"
+            assert impl.mode == "stopped"
             impl.abort(trainer.module)
             seen.append(weights_of(trainer.module))
             num_rounds = impl.num_rounds
@@ -100,7 +100,7 @@ def test_abort_and_resume() -> None:
             seen.append({})
             impl.resume(trainer.ddp)
             impl.resume(trainer.ddp)
-            assert impl.state == "running"
+            assert impl.mode == "running"
         return seen
 
     seen = run_async(3, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1))
@@ -131,12 +131,12 @@ def test_warm_up_averages_gradients_in_full_precision() -> None:
                     lambda parameter, name=name: local.update({name: parameter.grad.clone()})
                 )
         for _ in range(4):
-            assert attachment.impl.state == "warm-up"
+            assert attachment.impl.mode == "warm-up"
             assert attachment.impl.num_rounds == 0
             trainer.step()
             averaged = {name: p.grad.clone() for name, p in trainer.module.named_parameters() if p.requires_grad}
             seen.append((dict(local), averaged))
-        assert attachment.impl.state == "running"
+        assert attachment.impl.mode == "running"
         trainer.step()
         wait_for_rounds(attachment.impl, 1)
         return seen
@@ -191,9 +191,9 @@ def test_a_rank_that_leaves_by_an_exception_ends_averaging_for_all() -> None:
             return
 
         with attachment:
-            while attachment.impl.state == "running":
+            while attachment.impl.mode == "running":
                 trainer.step()
-            assert attachment.impl.state == "ended"
+            assert attachment.impl.mode == "ended"
             trainer.step()
             attachment.impl.abort(trainer.ddp)
             with pytest.raises(RuntimeError, match="cannot be resumed: rank 1 has left"):

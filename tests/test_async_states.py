@@ -108,7 +108,7 @@ class AbortAndResume(RuleBasedStateMachine):
     @invariant()
     def state_is_the_documented_one(self) -> None:
         expected = "warm-up" if self.is_warming_up else "running" if self.is_enabled else "stopped"
-        assert [rank.attachment.impl.state for rank in self.ranks] == [expected] * SIZE
+        assert [rank.attachment.impl.mode for rank in self.ranks] == [expected] * SIZE
 
     def teardown(self) -> None:
         if not hasattr(self, "ranks"):

@@ -67,7 +67,7 @@ class LocalSGDImpl(tb.AlgorithmImpl):
         self.step += 1
         if self.step % self.algorithm.every == 0:
             self.weights.read()
-            self.weights.start_in_step(self.lane, self.run_buckets, "a round", self.progress).result()
+            self.weights.submit_in_lockstep(self.lane, self.run_buckets, "a round", self.progress).result()
             self.weights.write()
 
     def run_buckets(self) -> None:

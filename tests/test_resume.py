@@ -120,13 +120,13 @@ def test_async_resumes_its_steps_and_its_state() -> None:
             second = Trainer(group, model, lr=0.001)
             with tb.attach(second.ddp, second.optimizer, algorithm) as attachment:
                 resume(second, attachment, state)
-                assert attachment.impl.state == expected
+                assert attachment.impl.mode == expected
                 assert attachment.impl.step == state["attachment"]["impl"]["step"]
                 second.step()
                 second.step()
                 if expected == "stopped":
                     attachment.impl.resume(second.ddp)
-                assert attachment.impl.state == "running"
+                assert attachment.impl.mode == "running"
 
     run_ranks(2, body)
 

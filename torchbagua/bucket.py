@@ -60,7 +60,7 @@ class BaguaBucket(BucketOperations):
             (DDP's), it is set before `run`, and is alike.
 
     Attributes:
-        num_runs: how often it has run; the same on all ranks.
+        num_runs: how often it has run, the same on all ranks: the index of the round, which chooses a topology's peers.
         operations: what it runs, in this order; `append_...` adds one.
 
     Raises:

@@ -8,19 +8,31 @@ from typing import TypeVar
 import torch
 
 from torchbagua.bucket import BaguaBucket, BaguaTensor, check_elements
-from torchbagua.collectives import BaguaProcessGroup, Replicas, fingerprint, require_same_progress
+from torchbagua.collectives import BaguaProcessGroup, Replicas, clamp_to_mean, fingerprint, require_same_progress
 from torchbagua.compressors import sum_dtype
 from torchbagua.lane import Job, Lane
 from torchbagua.memory_order import flat_length
 
 T = TypeVar("T")
-Flat = Callable[["WeightBucket"], torch.Tensor]
-"""Which of a bucket's flat tensors is meant, or one like them."""
+FlatOf = Callable[["WeightBucket"], torch.Tensor]
+"""Picks one of a bucket's flat tensors, or returns one like them."""
 
 
 @dataclass(eq=False)
 class WeightBucket:
-    """One bucket of weights, and what its algorithm keeps beside the flat tensor, made where it is first asked for.
+    """One bucket of weights, and what its algorithm keeps beside the flat tensor, made on the stream of who asks first.
+
+    What they hold, and which thread's they are: T, the training thread, and L, the lane. Where nothing else is said,
+    T has them until it submits a job to L, and again when it has waited for that.
+
+    | algorithm      | flat                           | snapshot              | difference               | replicas |
+    | -------------- | ------------------------------ | --------------------- | ------------------------ | -------- |
+    | decentralized  | the snapshot                   |                       | mean, then mean - flat   |          |
+    | async          | L: mean, then mean - snapshot  | T's while L asks for  | last rounds' mean -      |          |
+    |                |                                | one, and L's after    | snapshot, under a lock   |          |
+    | async, warm-up | means of gradients             | gradients             |                          |          |
+    | low precision  | weights, before and after a    |                       |                          | L's, and |
+    |                | bucket's `start`               |                       |                          | in states |
 
     Attributes:
         bucket: the flat tensor of these weights, and its operations.
@@ -32,7 +44,7 @@ class WeightBucket:
 
     @cached_property
     def snapshot(self) -> torch.Tensor:
-        """Like the flat tensor: weights as they were between two steps, while the flat tensor becomes their mean."""
+        """Like the flat tensor: weights as they were between two steps, while that becomes their mean."""
         return torch.zeros_like(self.bucket.flat)
 
     @cached_property
@@ -134,7 +146,7 @@ class WeightBuckets:
         return [] if self._group.size == 1 else tensors
 
     def need_reset(self) -> bool:
-        """Return whether parameters have been set free, or replaced by others, since they were selected.
+        """Return whether parameters have been unfrozen, or replaced by others, since they were selected.
 
         Raises:
             RuntimeError: one was replaced by a parameter that is not trained, and would be averaged no more.
@@ -175,14 +187,14 @@ class WeightBuckets:
         return list(self._buckets)
 
     @torch.no_grad()
-    def read(self, flat: Flat = lambda one: one.bucket.flat) -> None:
+    def read(self, flat: FlatOf = lambda one: one.bucket.flat) -> None:
         """Copy the weights into their buckets' flat tensors, or into those that `flat` names."""
         for one in self:
             for weight, part in self._with_weights(one, flat(one)):
                 part.copy_(weight)
 
     @torch.no_grad()
-    def write(self, flat: Flat = lambda one: one.bucket.flat) -> None:
+    def write(self, flat: FlatOf = lambda one: one.bucket.flat) -> None:
         """Replace the weights, in place, by their buckets' flat tensors, or by those that `flat` names."""
         with self._group.tracer.span("apply"):
             for one in self:
@@ -190,7 +202,7 @@ class WeightBuckets:
                     weight.copy_(part)
 
     @torch.no_grad()
-    def add(self, difference: Flat, snapshot: Flat) -> None:
+    def add(self, difference: FlatOf, snapshot: FlatOf) -> None:
         """Add mean minus snapshot to the weights: what they have gone through since the snapshot is kept.
 
         Buffers decay, see `clamp_to_mean`; the snapshot is asked for of these only.
@@ -204,7 +216,7 @@ class WeightBuckets:
                     continue
                 means = one.named(snapshot(one) + difference(one)).values()
                 for (weight, part), mean in zip(pairs, means, strict=True):
-                    weight.copy_(clamp_to_mean(weight, part, mean))
+                    weight.copy_(clamp_to_mean(weight + part, weight, mean))
 
     def _with_weights(self, one: WeightBucket, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the module's tensors with their parts of `flat`; buffers by name, since a module may replace them."""
@@ -220,7 +232,7 @@ class WeightBuckets:
             found.append(weight)
         return list(zip(found, one.named(flat).values(), strict=True))
 
-    def start_in_step(self, lane: Lane, run: Callable[[], T], purpose: str, progress: Mapping[str, int]) -> Job[T]:
+    def submit_in_lockstep(self, lane: Lane, run: Callable[[], T], purpose: str, progress: Mapping[str, int]) -> Job[T]:
         """Have `lane` run `run` when all ranks have come to the same place; where they have not, all ranks raise.
 
         Args:
@@ -240,21 +252,21 @@ class WeightBuckets:
     def take_mean(self, lane: Lane, progress: Mapping[str, int]) -> None:
         """Give all ranks the mean of their weights; buckets serve for nothing else from then on. Collective.
 
-        Arguments: see `start_in_step`.
+        Arguments: see `submit_in_lockstep`.
         """
         for one in self:
             one.bucket.clear_ops().append_centralized_synchronous_op()
         self.read()
-        self.start_in_step(lane, lambda: [one.bucket.run() for one in self], "the last mean", progress).result()
+        self.submit_in_lockstep(lane, lambda: [one.bucket.run() for one in self], "the last mean", progress).result()
         self.write()
 
-    def by_name(self, flat: Flat, buckets: Iterable[WeightBucket] | None = None) -> dict[str, torch.Tensor]:
+    def by_name(self, flat: FlatOf, buckets: Iterable[WeightBucket] | None = None) -> dict[str, torch.Tensor]:
         """Return copies of what the flat tensors hold, of all buckets or of some, by the weights' names."""
         own = self if buckets is None else buckets
         return {name: part.clone() for one in own for name, part in one.named(flat(one)).items()}
 
     def load_by_name(
-        self, flat: Flat, state: Mapping[str, torch.Tensor], buckets: Iterable[WeightBucket] | None = None
+        self, flat: FlatOf, state: Mapping[str, torch.Tensor], buckets: Iterable[WeightBucket] | None = None
     ) -> None:
         """Copy what `by_name` returned into the flat tensors.
 
@@ -271,18 +283,6 @@ class WeightBuckets:
             )
         for name, part in parts.items():
             part.copy_(state[name])
-
-
-def clamp_to_mean(x_N: torch.Tensor, difference_N: torch.Tensor, mean_N: torch.Tensor) -> torch.Tensor:
-    """Return `x_N` + `difference_N`, each element kept between its own value and the mean.
-
-    For running statistics, which decay: the difference between a mean and an older value can be more than what is left
-    of that value, and a variance would become negative. Of complex numbers both parts, each by itself.
-    """
-    if x_N.is_complex():
-        parts = [(tensor.real, tensor.imag) for tensor in (x_N, difference_N, mean_N)]
-        return torch.complex(*(clamp_to_mean(*same) for same in zip(*parts, strict=True)))
-    return torch.clamp(x_N + difference_N, torch.minimum(x_N, mean_N), torch.maximum(x_N, mean_N))
 
 
 def _is_parameter(tensor: BaguaTensor) -> bool:

@@ -6,19 +6,17 @@ from typing import Any, Literal
 
 import torch
 
-from torchbagua.algorithms.averaging import ModelAveragingAlgorithm, check_at_least
-from torchbagua.algorithms.background_rounds import BackgroundRounds, Clock, MonotonicClock
+from torchbagua.algorithms.averaging import AveragingImpl, ModelAveragingAlgorithm, check_at_least
+from torchbagua.algorithms.background_rounds import BackgroundRounds, MonotonicWaitClock, WaitClock
 from torchbagua.algorithms.base import register
-from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.rank_state import check_rank_state, owner_of
-from torchbagua.algorithms.votes import Outcome
-from torchbagua.algorithms.warm_up import average_gradients
-from torchbagua.bucket import BaguaBucket, BaguaTensor
+from torchbagua.algorithms.gradient_warm_up import average_gradients
+from torchbagua.algorithms.votes import Outcome, Reason
+from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.user_warning import warn_user
 from torchbagua.weights import WeightBucket
 
-State = Literal["warm-up", "running", "stopped", "ended"]
+Mode = Literal["warm-up", "running", "stopped", "ended"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
 
     A round averages snapshots that the ranks took between two steps; then, between two steps, x += mean - snapshot, so
     that no rank loses what it has learnt meanwhile. After the warm-up training waits for no network operation but in
-    `abort`, `resume`, detach, and where layers are set free; and ranks may take different numbers of steps (AD-PSGD,
+    `abort`, `resume`, detach, and where layers are unfrozen; and ranks may take different numbers of steps (AD-PSGD,
     Lian et al., arXiv 1710.06952; Bagua, arXiv 2107.01499). A rank sends 8 (n-1)/n bytes a float32 parameter and round.
     Rounds go on until detach or the end of the process, also where a script has let go of module and attachment.
 
@@ -89,39 +87,35 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
         return AsyncModelAverageAlgorithmImpl(process_group, self)
 
 
-class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
+class AsyncModelAverageAlgorithmImpl(AveragingImpl):
     """See `AsyncModelAverageAlgorithm`. A bucket's flat tensor is the mean of the ranks' snapshots.
 
     Attributes:
-        weights: what is averaged.
-        step: optimizer steps so far.
         clock: measures the interval.
     """
 
     algorithm: AsyncModelAverageAlgorithm
 
     def __init__(
-        self, process_group: BaguaProcessGroup, algorithm: AsyncModelAverageAlgorithm, *, clock: Clock | None = None
+        self, process_group: BaguaProcessGroup, algorithm: AsyncModelAverageAlgorithm, *, clock: WaitClock | None = None
     ) -> None:
         super().__init__(process_group, algorithm)
-        self.weights = algorithm.weights_of(self)
-        self.clock = clock or MonotonicClock()
-        self.step = 0
+        self.clock = clock or MonotonicWaitClock()
         self._is_enabled = True
-        self._leaver: int | None = None
+        self._leaving_rank: int | None = None
         self._rounds: BackgroundRounds | None = None
         self._num_rounds_before = 0
         self._num_calls = 0
         self._has_averaged_gradients = False
 
     @property
-    def state(self) -> State:
+    def mode(self) -> Mode:
         """What the lane does: "warm-up" averages gradients, "running" weights; "stopped" and "ended" do nothing.
 
         `abort` leads to "stopped" and `resume` back from there; in warm-up they decide what follows it. "ended" is for
         good: a rank has left.
         """
-        if self._leaver is not None:
+        if self._leaving_rank is not None:
             return "ended"
         if self.step < self.algorithm.warmup_steps:
             return "warm-up"
@@ -146,7 +140,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             RuntimeError: communication failed.
         """
         self._check_attached("abort", module)
-        if not self._is_enabled or self._leaver is not None:
+        if not self._is_enabled or self._leaving_rank is not None:
             return
         self._is_enabled = False
         self._num_calls += 1
@@ -163,23 +157,14 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             RuntimeError: a rank has left, or communication failed.
         """
         self._check_attached("resume", module)
-        if self._leaver is not None:
-            raise RuntimeError(f"torchbagua: averaging cannot be resumed: rank {self._leaver} has left")
+        if self._leaving_rank is not None:
+            raise RuntimeError(f"torchbagua: averaging cannot be resumed: rank {self._leaving_rank} has left")
         if self._is_enabled:
             return
         self._num_calls += 1
         self._meet("resume")
         self._is_enabled = True
         self._start()
-
-    def init_tensors(self, module: torch.nn.Module) -> list[BaguaTensor]:
-        return self.weights.select(module, self.ignored_names)
-
-    def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
-        return self.weights.make_buckets(tensors)
-
-    def need_reset(self) -> bool:
-        return self.weights.need_reset()
 
     def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
         """Make buckets, and start averaging where there is no warm-up."""
@@ -221,12 +206,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         else:
             differences, snapshots = pending
         return {
-            **owner_of(self.process_group),
-            "step": self.step,
+            **self.pending_state(pending is not None, differences, snapshots),
             "is_enabled": self._is_enabled,
-            "has_differences": pending is not None,
-            "differences": differences,
-            "buffer_snapshots": snapshots,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -234,16 +215,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
         Collective: rounds that are running stop, without a trace in the weights, and start again.
         """
-        check_rank_state(
-            type(self).__name__,
-            state,
-            ("step", "is_enabled", "has_differences", "differences", "buffer_snapshots"),
-            self.process_group,
-        )
         differences = {one: _zeros(one) for one in self.weights}
         snapshots = {one: _zeros(one) for one in self.weights.of_buffers}
-        self.weights.load_by_name(differences.__getitem__, state["differences"])
-        self.weights.load_by_name(snapshots.__getitem__, state["buffer_snapshots"], snapshots)
+        self.load_pending(state, differences.__getitem__, snapshots.__getitem__, "is_enabled")
         if self._rounds is not None:
             loaded = {one: _zeros(one) for one in self.weights}
             self.weights.read(loaded.__getitem__)
@@ -257,14 +231,13 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
 
     def finish(self, *, failed: bool) -> bool:
         """Stop averaging, with all ranks, as `abort` does."""
-        if failed or self._leaver is not None or self._is_alone:
+        if failed or self._leaving_rank is not None or self.is_single_rank:
             return False
-        has_mean = self.algorithm.final_average
         if self._rounds is not None:
-            has_mean = self._stop("detach", has_mean).has_mean
-        elif has_mean:
-            self.weights.take_mean(self.lane, self.progress(is_last=True))
-        self.ends_in_order = self._leaver is None
+            has_mean = self._stop("detach", self.algorithm.final_average).has_mean
+        else:
+            has_mean = self.take_final_mean()
+        self.ends_in_order = self._leaving_rank is None
         return has_mean
 
     def close(self) -> None:
@@ -273,7 +246,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._module = None
 
     def _after_step(self) -> None:
-        if self.state == "warm-up" and not self._is_alone and not self._has_averaged_gradients:
+        if self.mode == "warm-up" and not self.is_single_rank and not self._has_averaged_gradients:
             raise RuntimeError(
                 "torchbagua: a step of the warm-up without averaged gradients: no backward pass came from what the "
                 "attached module returned"
@@ -284,58 +257,52 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._start()
             return
         self._rounds.after_step()
-        if (ending := self._rounds.ending) is not None:
-            self._take_leave(ending)
+        if (outcome := self._rounds.outcome) is not None:
+            self._note_outcome(outcome)
 
     def _start(self) -> None:
-        if self.state == "running" and self._rounds is None and not self._is_alone:
+        if self.mode == "running" and self._rounds is None and not self.is_single_rank:
             interval_s = self.algorithm.sync_interval_ms / 1000
             self._rounds = BackgroundRounds(self, self.weights, self.progress(), interval_s, self.clock)
 
-    def _stop(self, reason: str, with_mean: bool) -> Outcome:
+    def _stop(self, reason: Reason, with_mean: bool) -> Outcome:
         assert self._rounds is not None
-        ending = self._rounds.stop(reason, with_mean=with_mean)
-        self._take_leave(ending)
-        return ending
+        outcome = self._rounds.stop(reason, with_mean=with_mean)
+        self._note_outcome(outcome)
+        return outcome
 
-    def _take_leave(self, ending: Outcome) -> None:
+    def _note_outcome(self, outcome: Outcome) -> None:
         assert self._rounds is not None
         self._num_rounds_before += self._rounds.num_rounds
         self._rounds = None
-        self._leaver = ending.leaver
-        if ending.leaver is not None:
+        self._leaving_rank = outcome.leaving_rank
+        if self._leaving_rank is not None:
             warn_user(
-                f"torchbagua: rank {ending.leaver} has left the training: asynchronous averaging has ended, and this "
-                "rank trains alone from here on"
+                f"torchbagua: rank {self._leaving_rank} has left the training: asynchronous averaging has ended, and "
+                "this rank trains alone from here on"
             )
 
     def progress(self, *, is_last: bool = False) -> dict[str, int]:
-        """Return how far this rank has come; whether this is the last time that ranks meet is part of it."""
         return {
             "ended attachments": int(is_last),
             "optimizer steps of the warm-up": min(self.step, self.algorithm.warmup_steps),
             "calls of abort and resume": self._num_calls,
-            "running series of rounds": int(self.state == "running"),
+            "running series of rounds": int(self.mode == "running"),
             "as fingerprint of the tensors to average": self.weights.fingerprint,
         }
 
-    def _meet(self, purpose: str, run: Callable[[], Any] = lambda: None) -> Any:
-        """Return what `run` returns, once all ranks are here; while no rounds are running."""
-        if self._is_alone:
-            return run()
-        return self.weights.start_in_step(self.lane, run, purpose, self.progress()).result()
-
-    @property
-    def _is_alone(self) -> bool:
-        return self.process_group.size == 1
+    def _meet(self, purpose: str) -> None:
+        """Wait until all ranks are here; while no rounds are running."""
+        if not self.is_single_rank:
+            self.submit_in_lockstep(lambda: None, purpose).result()
 
     def _average_gradients(self) -> None:
-        if self._is_alone or self.state != "warm-up":
+        if self.is_single_rank or self.mode != "warm-up":
             return
-        if self.need_reset():  # a layer was frozen or set free since the last step
+        if self.need_reset():  # a layer was unfrozen or replaced since the last step
             self.reset()
         parameters = [one for one in self.weights if not one.are_buffers]
-        average_gradients(parameters, self.process_group.world, lambda average: self._meet("the gradients", average))
+        average_gradients(parameters, self.process_group.world, self.submit_in_lockstep)
         self._has_averaged_gradients = True
 
     def _check_attached(self, method: str, module: torch.nn.Module) -> None:

@@ -1,6 +1,6 @@
 """What the algorithms that average weights share: their options, and rounds that all ranks make at the same step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -8,10 +8,11 @@ import torch
 
 from torchbagua.algorithms.base import Algorithm, check_flags
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.rank_state import check_rank_state, owner_of
 from torchbagua.bucket import BaguaBucket, BaguaTensor
 from torchbagua.collectives import BaguaProcessGroup, require_same_progress
 from torchbagua.lane import Job
-from torchbagua.weights import WeightBuckets
+from torchbagua.weights import FlatOf, WeightBuckets
 
 T = TypeVar("T")
 
@@ -67,49 +68,25 @@ def check_at_least(algorithm: Algorithm, name: str, least: int, kind: Any = int)
         raise ValueError(f"{type(algorithm).__name__}: {name} must be at least {least}, got {value!r}")
 
 
-class SynchronousAveragingImpl(AlgorithmImpl):
-    """Averaging in rounds that all ranks make at the same step; every round compares how far they have come.
-
-    Its algorithm has a `communication_interval`.
+class AveragingImpl(AlgorithmImpl):
+    """What runs an algorithm that averages weights, in whatever rounds.
 
     Attributes:
         weights: what is averaged.
         step: optimizer steps so far.
-        num_rounds: rounds so far.
-        num_backwards: backward passes so far. A step that a GradScaler skips on one rank alone shows here: that rank
-            makes its next step after one more of them. So they are compared, unless attach was given the scaler.
     """
+
+    algorithm: ModelAveragingAlgorithm
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: ModelAveragingAlgorithm) -> None:
         super().__init__(process_group, algorithm)
         self.weights = algorithm.weights_of(self)
         self.step = 0
-        self.num_rounds = 0
-        self.num_backwards = 0
-        self._num_overflow_checks = 0
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_rank(self) -> bool:
         """Whether this is a group of one, which communicates nothing and changes nothing."""
         return self.process_group.size == 1
-
-    @property
-    def is_due(self) -> bool:
-        """Whether this step communicates."""
-        return not self.is_alone and bool(self.step % self.algorithm.communication_interval == 0)
-
-    @property
-    def needs_grad_scaler(self) -> bool:
-        """True: all ranks skip a step, or none."""
-        return not self.is_alone
-
-    def after_step(self) -> None:
-        """Do what comes after an optimizer step; counts it."""
-        raise NotImplementedError
-
-    def finish_round(self) -> None:
-        """Wait for what is in flight and bring it into the weights."""
-        raise NotImplementedError
 
     def init_tensors(self, module: torch.nn.Module) -> list[BaguaTensor]:
         return self.weights.select(module, self.ignored_names)
@@ -119,6 +96,93 @@ class SynchronousAveragingImpl(AlgorithmImpl):
 
     def need_reset(self) -> bool:
         return self.weights.need_reset()
+
+    def progress(self, *, is_last: bool = False) -> dict[str, int]:
+        """Return how far this rank has come; whether this is the last time that ranks meet is part of it."""
+        raise NotImplementedError
+
+    def submit_in_lockstep(self, run: Callable[[], T], purpose: str | None = None) -> Job[T]:
+        """Have the lane run `run` when all ranks have come here; where their progress differs, all ranks raise.
+
+        `purpose` is what for, in errors: by default the round after so many steps.
+        """
+        purpose = purpose or f"the round after {self.step} steps"
+        return self.weights.submit_in_lockstep(self.lane, run, purpose, self.progress())
+
+    def take_final_mean(self) -> bool:
+        """Where the algorithm asks for it, give all ranks the mean of their weights; return whether. Collective."""
+        has_mean = self.algorithm.final_average and not self.is_single_rank
+        if has_mean:
+            self.weights.take_mean(self.lane, self.progress(is_last=True))
+        return has_mean
+
+    def pending_state(
+        self, has_differences: bool, differences: Mapping[str, torch.Tensor], snapshots: Mapping[str, torch.Tensor]
+    ) -> dict[str, Any]:
+        """Return whose state it is, its step, and what is averaged and still to be added to the weights, by names.
+
+        Args:
+            has_differences: whether there is something to be added; else the tensors hold anything.
+            differences: of all weights, mean minus snapshot.
+            snapshots: of buffers, which decay, see `WeightBuckets.add`.
+        """
+        return {
+            **owner_of(self.process_group),
+            "step": self.step,
+            "has_differences": has_differences,
+            "differences": differences,
+            "buffer_snapshots": snapshots,
+        }
+
+    def load_pending(self, state: Mapping[str, Any], difference: FlatOf, snapshot: FlatOf, *other_keys: str) -> None:
+        """Copy what `pending_state` has saved of the tensors into these flat ones.
+
+        Raises:
+            ValueError: `state` lacks a key, its own or one of the others, or is another rank's or module's.
+        """
+        keys = ("step", "has_differences", "differences", "buffer_snapshots", *other_keys)
+        check_rank_state(type(self).__name__, state, keys, self.process_group)
+        self.weights.load_by_name(difference, state["differences"])
+        self.weights.load_by_name(snapshot, state["buffer_snapshots"], self.weights.of_buffers)
+
+
+class SynchronousAveragingImpl(AveragingImpl):
+    """Averaging in rounds that all ranks make at the same step; every round compares how far they have come.
+
+    Its algorithm has a `communication_interval`.
+
+    Attributes:
+        num_rounds: rounds so far.
+        num_backwards: backward passes so far. A step that a GradScaler skips on one rank alone shows here: that rank
+            makes its next step after one more of them. So they are compared, unless attach was given the scaler.
+    """
+
+    # One with a `communication_interval`.
+    algorithm: Any
+
+    def __init__(self, process_group: BaguaProcessGroup, algorithm: ModelAveragingAlgorithm) -> None:
+        super().__init__(process_group, algorithm)
+        self.num_rounds = 0
+        self.num_backwards = 0
+        self._num_overflow_checks = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether step number `step` communicates: the next one, or one just taken that is not counted yet."""
+        return not self.is_single_rank and bool(self.step % self.algorithm.communication_interval == 0)
+
+    @property
+    def needs_grad_scaler(self) -> bool:
+        """True: all ranks skip a step, or none."""
+        return not self.is_single_rank
+
+    def after_step(self) -> None:
+        """Do what comes after an optimizer step; counts it."""
+        raise NotImplementedError
+
+    def finish_round(self) -> None:
+        """Wait for what is in flight and bring it into the weights."""
+        raise NotImplementedError
 
     def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
         """Count backward passes."""
@@ -132,14 +196,9 @@ class SynchronousAveragingImpl(AlgorithmImpl):
         """Communicate where it is due."""
         return lambda optimizer: self.after_step()
 
-    def submit_round(self, run: Callable[[], T]) -> Job[T]:
-        """Have the lane run `run` when all ranks have come to the same step; where they have not, all ranks raise."""
-        purpose = f"the round after {self.step} steps"
-        return self.weights.start_in_step(self.lane, run, purpose, self.progress())
-
     def agree_on_overflow(self, found_inf: bool) -> bool:
         """Return whether any rank has found an Inf or NaN in its gradients. Collective."""
-        if self.is_alone:
+        if self.is_single_rank:
             return found_inf
         self._num_overflow_checks += 1
         world, progress = self.process_group.world, self.progress()
@@ -151,14 +210,11 @@ class SynchronousAveragingImpl(AlgorithmImpl):
         if failed:
             return False
         self.finish_round()
-        has_mean = bool(self.algorithm.final_average) and not self.is_alone
-        if has_mean:
-            self.weights.take_mean(self.lane, self.progress(is_last=True))
+        has_mean = self.take_final_mean()
         self.ends_in_order = True
         return has_mean
 
     def progress(self, *, is_last: bool = False) -> dict[str, int]:
-        """Return how far this rank has come; whether this is the last time that ranks meet is part of it."""
         return {
             "ended attachments": int(is_last),
             "optimizer steps": self.step,

@@ -11,21 +11,21 @@ from typing import Literal, Protocol
 import torch
 
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.votes import Outcome, Vote, count_votes
+from torchbagua.algorithms.votes import Outcome, Reason, Vote, count_votes
 from torchbagua.collectives import require_same_progress
 from torchbagua.events import Details
 from torchbagua.side_stream import StreamHandoff
 from torchbagua.user_warning import warn_user
-from torchbagua.weights import Flat, WeightBucket, WeightBuckets
+from torchbagua.weights import FlatOf, WeightBucket, WeightBuckets
 
-Phase = Literal["pause", "asked", "ready", "averaging", "over"]
+RoundPhase = Literal["pause", "asked", "ready", "averaging", "over"]
 """Of a round: the lane waits for the interval; for a snapshot; has one; averages it. At last the rounds are over."""
 
 # How long a snapshot is waited for where the rank has taken no step yet, whose length would tell.
 _FIRST_PATIENCE_S = 0.1
 
 
-class Clock(Protocol):
+class WaitClock(Protocol):
     """Tells the time and waits for it, in seconds."""
 
     def now(self) -> float:
@@ -37,7 +37,7 @@ class Clock(Protocol):
         ...
 
 
-class MonotonicClock:
+class MonotonicWaitClock:
     """The machine's clock."""
 
     def now(self) -> float:
@@ -50,8 +50,8 @@ class MonotonicClock:
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """What the buckets' snapshots hold.
+class SnapshotInfo:
+    """Of when the buckets' snapshots are.
 
     Attributes:
         step: the weights after so many steps since the rounds began.
@@ -65,8 +65,8 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Pending:
-    """What the weights are still to be given, beside the buckets' differences.
+class PendingInfo:
+    """What goes with the buckets' differences, while the weights are still to be given them.
 
     Attributes:
         step: of the snapshot that these are the differences to.
@@ -77,8 +77,9 @@ class Pending:
     buffers: Mapping[WeightBucket, torch.Tensor]
 
 
-_SNAPSHOT: Flat = attrgetter("snapshot")
-_DIFFERENCE: Flat = attrgetter("difference")
+_SNAPSHOT: FlatOf = attrgetter("snapshot")
+_DIFFERENCE: FlatOf = attrgetter("difference")
+_FLAT: FlatOf = attrgetter("bucket.flat")
 
 
 class BackgroundRounds:
@@ -105,7 +106,12 @@ class BackgroundRounds:
     """
 
     def __init__(
-        self, impl: AlgorithmImpl, weights: WeightBuckets, progress: Mapping[str, int], interval_s: float, clock: Clock
+        self,
+        impl: AlgorithmImpl,
+        weights: WeightBuckets,
+        progress: Mapping[str, int],
+        interval_s: float,
+        clock: WaitClock,
     ) -> None:
         self.num_rounds = 0
         self._group = impl.process_group
@@ -119,44 +125,44 @@ class BackgroundRounds:
         self._clock = clock
         self._device = next((one.bucket.flat.device for one in weights), torch.device("cpu"))
         self._handoff = StreamHandoff(self._device)
-        # Guards everything below. The snapshot is the training thread's while it is asked for one, and the lane's
-        # otherwise.
+        # Guards everything below. The buckets' snapshots are the training thread's while it is asked for them, and the
+        # lane's otherwise.
         self._turn = threading.Condition()
-        self._phase: Phase = "pause"
+        self._phase: RoundPhase = "pause"
         self._vote = Vote()
-        self._snapshot = Snapshot(step=0, num_rounds=0, vote=self._vote)
-        self._pending: Pending | None = None
+        self._snapshot_info = SnapshotInfo(step=0, num_rounds=0, vote=self._vote)
+        self._pending_info: PendingInfo | None = None
         self._last_to_stop: int | None = None  # a rank that had not stopped yet at the last round
         self._num_steps = 0
         self._step_s = 0.0
-        self._last_step_at = clock.now()
+        self._last_step_at_s = clock.now()
         weights.read(_SNAPSHOT)
         for one in weights:
-            one.difference.zero_()  # made here, on this thread's stream
+            one.difference.zero_()  # made here, and so on this thread's stream
         self._handoff.record()
-        self._ending = impl.lane.submit(self._run, interrupt=self.leave)
+        self._job = impl.lane.submit(self._run, interrupt=self.leave)
 
     @property
-    def ending(self) -> Outcome | None:
+    def outcome(self) -> Outcome | None:
         """How the rounds ended, or None while they go on. Raises RuntimeError where communication failed."""
-        return self._ending.result() if self._ending.is_done() else None
+        return self._job.result() if self._job.is_done() else None
 
     def after_step(self) -> None:
         """Between two steps, on the training thread: add what was averaged, give a snapshot where one is wanted."""
         with self._turn:
-            now = self._clock.now()
-            self._step_s, self._last_step_at = now - self._last_step_at, now
+            now_s = self._clock.now()
+            self._step_s, self._last_step_at_s = now_s - self._last_step_at_s, now_s
             self._num_steps += 1
             self._serve()
 
-    def stop(self, reason: str, *, with_mean: bool) -> Outcome:
+    def stop(self, reason: Reason, *, with_mean: bool) -> Outcome:
         """Go on, on the training thread, until all ranks have called this; they may train for long.
 
         Where one of them wants it, there is a last mean then, and all ranks take it for their weights. A warning names
         a rank that is waited for longer than the group's timeout.
 
         Args:
-            reason: one of REASONS.
+            reason: why; the same on all ranks.
             with_mean: whether this rank wants it.
 
         Raises:
@@ -166,7 +172,7 @@ class BackgroundRounds:
             self._vote = replace(self._vote, stops=True, wants_mean=with_mean, reason=reason)
             self._turn.notify_all()
             warn_at_s = self._clock.now() + self._timeout_s
-            while self._phase != "over" and not self._ending.is_done():  # which it is at once on a lane that has failed
+            while self._phase != "over" and not self._job.is_done():  # which it is at once on a lane that has failed
                 # Not for ever: a lane that fails before it comes to the rounds notifies nobody.
                 self._turn.wait_for(lambda: self._phase in ("asked", "over"), timeout=1.0)
                 self._serve()
@@ -174,12 +180,12 @@ class BackgroundRounds:
                     warn_at_s = math.inf
                     self._warn_of_waiting(reason)
             self._serve()
-        ending = self._ending.result()
-        if ending.has_mean:
+        outcome = self._job.result()
+        if outcome.has_mean:
             self._weights.write()
-        return ending
+        return outcome
 
-    def _warn_of_waiting(self, reason: str) -> None:
+    def _warn_of_waiting(self, reason: Reason) -> None:
         warn_user(
             f"torchbagua: {reason} has waited longer than the timeout of {self._timeout_s:g} s for rank "
             f"{self._last_to_stop}, which still takes part in averaging: it is training, or stands still"
@@ -194,10 +200,10 @@ class BackgroundRounds:
     def pending(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
         """Return what the weights are still to be given, or None: differences, and snapshots of buffers, by name."""
         with self._turn:
-            if self._pending is None:
+            if self._pending_info is None:
                 return None
             self._handoff.wait()
-            buffers = self._pending.buffers
+            buffers = self._pending_info.buffers
             copies = self._weights.by_name(_DIFFERENCE), self._weights.by_name(buffers.__getitem__, buffers)
             self._handoff.record()
             return copies
@@ -205,16 +211,16 @@ class BackgroundRounds:
     def _serve(self) -> None:
         """Give the weights what was averaged, and where the lane has asked for a snapshot, give it one."""
         self._handoff.wait()
-        if self._pending is not None:
-            self._weights.add(_DIFFERENCE, self._pending.buffers.__getitem__)
-            staleness = self._num_steps - self._pending.step
-            self._pending = None
+        if self._pending_info is not None:
+            self._weights.add(_DIFFERENCE, self._pending_info.buffers.__getitem__)
+            staleness = self._num_steps - self._pending_info.step
+            self._pending_info = None
             now_ns = time.perf_counter_ns()
             values = {"rounds": self.num_rounds, "staleness in steps": staleness}
             self._tracer.tell("apply", now_ns, now_ns, Details(values=values))
         if self._phase == "asked":
             self._weights.read(_SNAPSHOT)
-            self._snapshot = Snapshot(self._num_steps, self.num_rounds, self._vote)
+            self._snapshot_info = SnapshotInfo(self._num_steps, self.num_rounds, self._vote)
             self._phase = "ready"
             self._turn.notify_all()
         self._handoff.record()
@@ -225,7 +231,7 @@ class BackgroundRounds:
             while True:
                 self._await_snapshot()
                 outcome = self._agree()
-                ends = outcome.leaver is not None or outcome.goes_on is None
+                ends = outcome.leaving_rank is not None or outcome.running_rank is None
                 if ends and not outcome.has_mean:
                     return outcome
                 for one in self._weights:
@@ -243,28 +249,29 @@ class BackgroundRounds:
 
     def _await_snapshot(self) -> None:
         with self._turn:
+            # 1. The interval, unless this rank stops.
             self._phase = "pause"
             self._wait(self._interval_s, lambda: self._vote.stops)
             self._handoff.record()
+            # 2. A snapshot, or word that this rank stops. One that trains answers within a step; one that has not by
+            # then evaluates, say, and its last snapshot is sent again.
             self._phase = "asked"
             self._turn.notify_all()
-            # A rank that trains gives one within a step, and one that stops gives one at once.
             patience_s = min(max(self._interval_s, 2 * self._step_s, _FIRST_PATIENCE_S), self._longest_patience_s)
             self._wait(patience_s, lambda: self._phase == "ready" or self._vote.stops)
+            # 3. One that stops must answer, and does at once: its last snapshot are its last weights.
             self._wait(self._longest_patience_s, lambda: self._phase == "ready" or not self._vote.stops)
             self._phase = "averaging"
             self._handoff.wait()
-            if self._snapshot.num_rounds < self.num_rounds:
-                for one in self._weights:
-                    one.snapshot.add_(one.difference)
-                self._snapshot = replace(self._snapshot, num_rounds=self.num_rounds)
+            if self._snapshot_info.num_rounds < self.num_rounds:
+                self._carry_snapshot(_DIFFERENCE)
 
     def _agree(self) -> Outcome:
         with self._turn:
             # A rank has stopped when it has given its last snapshot; it leaves at once.
-            vote = replace(self._snapshot.vote, leaves=self._vote.leaves)
+            vote = replace(self._snapshot_info.vote, leaves=self._vote.leaves)
         outcome = count_votes(self._group.world, vote, f"averaging round {self.num_rounds}")
-        self._last_to_stop = outcome.goes_on
+        self._last_to_stop = outcome.running_rank
         return outcome
 
     def _hand_over(self) -> None:
@@ -274,16 +281,21 @@ class BackgroundRounds:
         self._group.wait_for_gpu(self._device, f"averaging round {self.num_rounds}")
         with self._turn:
             self._handoff.wait()
-            if self._pending is None:
+            if self._pending_info is None:
                 for one in self._weights:
                     one.difference, one.bucket.flat = one.bucket.flat, one.difference
-                self._pending = Pending(self._snapshot.step, buffers)
+                self._pending_info = PendingInfo(self._snapshot_info.step, buffers)
             else:  # the training thread has not come since the last round
                 for one in self._weights:
                     one.difference.add_(one.bucket.flat)
-                    one.snapshot.add_(one.bucket.flat)
-                self._snapshot = replace(self._snapshot, num_rounds=self.num_rounds)
+                self._carry_snapshot(_FLAT)
             self._handoff.record()
+
+    def _carry_snapshot(self, last_difference: FlatOf) -> None:
+        """Bring a snapshot that may be sent again up to this round, as the weights will be when they are given it."""
+        for one in self._weights:
+            one.snapshot.add_(last_difference(one))
+        self._snapshot_info = replace(self._snapshot_info, num_rounds=self.num_rounds)
 
     def _wait(self, timeout_s: float, is_done: Callable[[], bool]) -> None:
         """Wait for this, or until the rank leaves."""

@@ -15,7 +15,7 @@ from torchbagua.collectives import BaguaProcessGroup, check_topology
 from torchbagua.compressors import Compressor, Identity, MinMaxUInt8
 from torchbagua.lane import Job
 from torchbagua.topology import Topology, topology_of
-from torchbagua.weights import Flat
+from torchbagua.weights import FlatOf
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class DecentralizedAlgorithm(ModelAveragingAlgorithm):
             node's peers. With "all" the result is the mean of all ranks, also where nodes are of unequal size.
         peer_selection_mode: "all", or "shift_one" for one peer, another one in each round; that needs an even number of
             ranks (or nodes). Or any Topology, see `torchbagua.topology`.
-        communication_interval: average every so many steps.
+        communication_interval: average every so many steps: of k, the weights after steps 0, k, 2k and so on, while the
+            next step is taken; the mean is applied after steps 1, k + 1, 2k + 1 and so on.
         average_buffers, final_average, bucket_cap_mb: see `ModelAveragingAlgorithm`.
 
     Raises:
@@ -65,8 +66,8 @@ class DecentralizedAlgorithm(ModelAveragingAlgorithm):
         return DecentralizedAlgorithmImpl(process_group, self)
 
 
-_DIFFERENCE: Flat = attrgetter("difference")
-_SNAPSHOT: Flat = attrgetter("bucket.flat")
+_DIFFERENCE: FlatOf = attrgetter("difference")
+_FLAT: FlatOf = attrgetter("bucket.flat")
 
 
 class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
@@ -91,7 +92,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         bucket.num_runs = self.num_rounds  # which chooses the peers
-        # The mean is written to what becomes the difference.
+        # The mean is written to what becomes the difference: `average` subtracts the snapshot.
         bucket.append_decentralized_synchronous_op(
             self.weights[bucket].difference, self.algorithm.hierarchical, self.algorithm.topology
         )
@@ -106,32 +107,20 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         """Wait for the round in flight and add what it changes to the weights."""
         self._wait()
         if self._has_differences:
-            self.weights.add(_DIFFERENCE, _SNAPSHOT)
+            self.weights.add(_DIFFERENCE, snapshot=_FLAT)
             self._has_differences = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return step and rounds so far, and the finished round that is still to be added to the weights."""
         self._wait()
-        return {
-            **owner_of(self.process_group),
-            "step": self.step,
-            "num_rounds": self.num_rounds,
-            "has_differences": self._has_differences,
-            "differences": self.weights.by_name(_DIFFERENCE),
-            "buffer_snapshots": self.weights.by_name(_SNAPSHOT, self.weights.of_buffers),
-        }
+        differences = self.weights.by_name(_DIFFERENCE)
+        snapshots = self.weights.by_name(_FLAT, self.weights.of_buffers)
+        return {**self.pending_state(self._has_differences, differences, snapshots), "num_rounds": self.num_rounds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; the round in flight is dropped. Collective."""
-        check_rank_state(
-            type(self).__name__,
-            state,
-            ("step", "num_rounds", "has_differences", "differences", "buffer_snapshots"),
-            self.process_group,
-        )
         self._wait()
-        self.weights.load_by_name(_DIFFERENCE, state["differences"])
-        self.weights.load_by_name(_SNAPSHOT, state["buffer_snapshots"], self.weights.of_buffers)
+        self.load_pending(state, _DIFFERENCE, _FLAT, "num_rounds")
         self._has_differences = bool(state["has_differences"])
         self.step = state["step"]
         self.num_rounds = state["num_rounds"]
@@ -141,13 +130,14 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
     def _start_round(self) -> None:
         if not self.is_due:
             return
-        self.weights.read(_SNAPSHOT)
+        self.weights.read()
 
         def average() -> None:
             for one in self.weights:
-                one.difference.sub_(one.bucket.run())
+                snapshot = one.bucket.run()  # writes the mean to `difference`; the flat tensor is still the snapshot
+                one.difference.sub_(snapshot)
 
-        self._round = self.submit_round(average)
+        self._round = self.submit_in_lockstep(average)
         self.num_rounds += 1
 
     def _wait(self) -> None:
@@ -173,7 +163,7 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
 
     Args:
         hierarchical: where there are several nodes with several ranks: the mean of a node travels on a ring of nodes.
-        communication_interval: communicate every so many steps.
+        communication_interval: communicate every so many steps: of k, after steps 1, k + 1, 2k + 1 and so on.
         average_buffers, final_average, bucket_cap_mb: see `ModelAveragingAlgorithm`.
 
     Raises:
@@ -203,7 +193,7 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
         return arguments | {"hierarchical": True, **shards}
 
 
-_REPLICAS: dict[str, Flat] = {name: attrgetter(f"replicas.{name}") for name in ("weight", "left", "right")}
+_REPLICAS: dict[str, FlatOf] = {name: attrgetter(f"replicas.{name}") for name in ("weight", "left", "right")}
 
 
 class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
@@ -220,37 +210,40 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         """Make buckets again, and give replicas, which are zeros, the weights by a first round in full precision."""
         self.finish_round()
         super().reset()
-        if self.is_alone:
+        if self.is_single_rank:
             return
         self.weights.read()
 
         def first_round() -> None:
             for one in self.weights:
                 one.bucket.run()
-                if not one.are_buffers:
+                if not one.are_buffers:  # the ring in full precision has done its work
                     one.bucket.clear_ops()
                     self._append_ring(one.bucket, self.codec_for(one.bucket))
 
-        self._exchange = self.submit_round(first_round)
+        self._exchange = self.submit_in_lockstep(first_round)
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        # Of parameters for the first round only. Buffers stay so: a small variance beside a large one would not survive
-        # eight bits.
+        # For the first round, which turns replicas of zeros into the ranks' own weights, to the bit only in full
+        # precision; then that of parameters is replaced. Buffers keep it: a small variance beside a large one would not
+        # survive eight bits.
         self._append_ring(bucket, Identity())
 
     def after_step(self) -> None:
         """Where it is due, replace the weights by what the neighbours will hear of, and let the lane tell them."""
         is_due = self.is_due
         self.step += 1
+        # Between steps that are due, so that an exchange that has failed is heard of at the next step.
         if is_due or (self._exchange is not None and self._exchange.is_done()):
             self.finish_round()
         if is_due:
             self.weights.read()
-            # In a ring of ranks that sends nothing yet; nodes form their means first.
-            submit = self.submit_round if self._is_of_nodes else self.lane.submit
+            # Nodes form their means first, so ranks compare their progress. In a ring of ranks the update sends nothing
+            # yet: to compare would be to wait for the others, and the exchange does it.
+            submit = self.submit_in_lockstep if self._is_of_nodes else self.lane.submit
             submit(self._update).result()
             self.weights.write()
-            self._exchange = self.submit_round(self._tell_neighbours)
+            self._exchange = self.submit_in_lockstep(self._tell_neighbours)
             self.num_rounds += 1
 
     def _update(self) -> None:

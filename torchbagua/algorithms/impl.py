@@ -120,7 +120,7 @@ class AlgorithmImpl:
         raise TypeError(f"{type(self).__name__} is a gradient algorithm: DDP gives it its tensors")
 
     def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
-        """Group tensors into buckets. Overridden by weight algorithms only."""
+        """Group tensors into buckets; `do_flatten` is of Bagua's signature. Overridden by weight algorithms only."""
         raise TypeError(f"{type(self).__name__} must override tensors_to_buckets as it overrides init_tensors")
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:

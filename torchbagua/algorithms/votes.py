@@ -1,11 +1,14 @@
 """How ranks that average at their own paces agree on when to stop."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from torchbagua.collectives import CommunicationError, Communicator, all_reduce_max
 
-REASONS = ("abort", "detach", "new buckets", "load_state_dict")
+Reason = Literal["abort", "detach", "new buckets", "load_state_dict"]
 """Why a rank stops; all must have the same reason."""
+
+_REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 @dataclass(frozen=True)
@@ -16,13 +19,13 @@ class Vote:
         leaves: it ends the rounds of all ranks, at once.
         stops: its weights have stopped changing; when those of all ranks have, the rounds end.
         wants_mean: it wants one last mean then.
-        reason: why it stops, one of REASONS.
+        reason: why it stops; of no meaning where it does not.
     """
 
     leaves: bool = False
     stops: bool = False
     wants_mean: bool = False
-    reason: str = REASONS[0]
+    reason: Reason = _REASONS[0]
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,13 @@ class Outcome:
     """What the votes of all ranks come to; at last, how the rounds have ended.
 
     Attributes:
-        leaver: a rank that leaves; None where none does.
-        goes_on: a rank that has not stopped; None where all have.
+        leaving_rank: a rank that leaves; None where none does.
+        running_rank: a rank that has not stopped; None where all have.
         has_mean: whether a rank wants a last mean, which then all of them hold in their buckets.
     """
 
-    leaver: int | None
-    goes_on: int | None
+    leaving_rank: int | None
+    running_rank: int | None
     has_mean: bool
 
 
@@ -46,11 +49,15 @@ def count_votes(communicator: Communicator, vote: Vote, purpose: str) -> Outcome
     Raises:
         CommunicationError: ranks stop for different reasons, or communication failed.
     """
-    own, reason = communicator.rank + 1, REASONS.index(vote.reason)
+    own, reason = communicator.rank + 1, _REASONS.index(vote.reason)
     values = [own if vote.leaves else 0, 0 if vote.stops else own, int(vote.wants_mean), reason, -reason]
-    leaver, goes_on, wants_mean, last, minus_first = all_reduce_max(communicator, values, purpose)
-    ends = not leaver and not goes_on
+    leaving_rank, running_rank, wants_mean, last, minus_first = all_reduce_max(communicator, values, purpose)
+    ends = not leaving_rank and not running_rank
     if ends and last != -minus_first:
-        reasons = f"{REASONS[-minus_first]} and {REASONS[last]}"
+        reasons = f"{_REASONS[-minus_first]} and {_REASONS[last]}"
         raise CommunicationError(f"torchbagua: ranks have stopped averaging for different reasons: {reasons}")
-    return Outcome(leaver - 1 if leaver else None, goes_on - 1 if goes_on else None, ends and bool(wants_mean))
+    return Outcome(
+        leaving_rank - 1 if leaving_rank else None,
+        running_rank - 1 if running_rank else None,
+        ends and bool(wants_mean),
+    )

@@ -1,15 +1,16 @@
-"""Averaged gradients for a weight algorithm's first steps, with DDP silent or without DDP."""
+"""Averaged gradients for the asynchronous algorithm's first steps, with DDP silent or without DDP."""
 
 from collections.abc import Callable, Sequence
 
 from torchbagua.collectives import Communicator, all_reduce_max
+from torchbagua.lane import Job
 from torchbagua.weights import WeightBucket
 
 
 def average_gradients(
     buckets: Sequence[WeightBucket],
     communicator: Communicator,
-    run_on_lane: Callable[[Callable[[], list[int]]], list[int]],
+    submit_in_lockstep: Callable[[Callable[[], list[int]], str], Job[list[int]]],
 ) -> None:
     """Replace the gradients of the buckets' parameters by what the buckets' operations make of them.
 
@@ -17,9 +18,10 @@ def average_gradients(
     as under DDP. Called again after another backward, it averages what has been added since.
 
     Args:
-        buckets: of parameters. Their operations make of the snapshot the flat tensor, its mean; both are overwritten.
+        buckets: of parameters. Their operations make of the snapshot the flat tensor, its mean. Here the snapshot holds
+            gradients and the flat tensor their means; no round has begun that would need them otherwise.
         communicator: of the ranks.
-        run_on_lane: runs a function on the lane when all ranks have come here, and returns what it returns.
+        submit_in_lockstep: has the lane run a function when all ranks have come here, see `AveragingImpl`.
     """
     has_gradient = []
     for tensor, part in (member for one in buckets for member in one.bucket.views(one.snapshot)):
@@ -33,7 +35,7 @@ def average_gradients(
             one.bucket.run()
         return used
 
-    all_used = run_on_lane(average)
+    all_used = submit_in_lockstep(average, "the gradients").result()
     means = [member for one in buckets for member in one.bucket.views(one.bucket.flat)]
     for (tensor, part), is_used in zip(means, all_used, strict=True):
         if not is_used:
