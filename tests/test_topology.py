@@ -297,3 +297,22 @@ def test_what_has_no_name_to_be_told_by_is_refused(function: Any) -> None:
 def test_an_object_that_only_has_an_address() -> None:
     with pytest.raises(TypeError, match="Scheduled: more must have a repr that is the same on all ranks"):
         run_ranks(1, lambda group: Scheduled(more=Nameless()).reify(group))
+
+
+def test_is_checked_once_for_all_buckets() -> None:
+    """A check asks for the neighbours of all ranks in every round of the period."""
+
+    def body(group: dist.ProcessGroup) -> int:
+        checks: list[str] = []
+
+        class Checked(Ring):
+            def check(self, owner: str, size: int, members: str = "ranks") -> None:
+                checks.append(owner)
+
+        own, topology, flat = tb.BaguaProcessGroup(group), Checked(), torch.zeros(4)
+        for _ in range(3):
+            bucket = tb.BaguaBucket("b", [tb.BaguaTensor("w", flat)], own, flat)
+            bucket.append_decentralized_synchronous_op(flat, peer_selection_mode=topology)
+        return len(checks)
+
+    assert run_ranks(2, body) == [1, 1]
