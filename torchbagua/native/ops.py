@@ -83,58 +83,64 @@ def refusal(operation: str, argument: str, allowed: str, got: object) -> ValueEr
 
 
 class TensorKind(NamedTuple):
-    """What a tensor must be: one of the types, and the sizes, of which those with one name are equal within a call."""
+    """What a tensor must be: one of the types, and the sizes. Last sizes with one name are equal within a call."""
 
     dtypes: tuple[torch.dtype, ...]
     shape: tuple[int | str, ...]
 
+
+_BLOCK_FIELDS = 4
 
 # What the arguments of operations are; what a table holds is not looked at.
 ELEMENTS = TensorKind(ELEMENT_TYPES, ("N",))
 FLOATS = TensorKind((torch.float32,), ("N",))
 WIRE = TensorKind((torch.uint8,), ("W",))
 ROWS = TensorKind((torch.uint8,), ("R", "W"))
-TABLE = TensorKind((torch.int64,), ("B", 4))
-DIVISOR = None
+TABLE = TensorKind((torch.int64,), ("B", _BLOCK_FIELDS))
+DIVISOR = None  # a number, the only one there is
 
 
 def check_arguments(name: str, kinds: Mapping[str, TensorKind | None], *arguments: Any, **by_name: Any) -> None:
     """Raise ValueError for the first argument of an operation that is not of its kind, on the device of the first.
+
+    It runs before every launch of NVRTC's kernels, so what is right takes little time.
 
     Args:
         name: of the operation.
         kinds: of all its arguments, in their order; DIVISOR is that of a number.
         arguments, by_name: as it was called.
     """
-    given = {**dict(zip(kinds, arguments, strict=False)), **by_name}
-    device = given[next(iter(kinds))].device
-    sizes: dict[int | str, int] = {}
-    for argument, kind in kinds.items():
-        if isinstance(kind, TensorKind):
-            _check_tensor(name, argument, given[argument], kind, sizes, device)
-        else:
-            _check_divisor(name, given[argument])
+    if by_name:
+        given = {**dict(zip(kinds, arguments, strict=False)), **by_name}
+        arguments = tuple(given[argument] for argument in kinds)
+    device = arguments[0].device
+    # The last sizes of the tensors before, by what their kinds call them; a number is called itself.
+    sizes: dict[int | str, int] = {_BLOCK_FIELDS: _BLOCK_FIELDS}
+    for value, (argument, kind) in zip(arguments, kinds.items(), strict=True):
+        if kind is None:
+            if not 0 < ctypes.c_float(value).value < math.inf:
+                raise refusal(name, argument, "a positive finite float32", value)
+            continue
+        dtypes, shape = kind
+        if (
+            value.ndim != len(shape)
+            or value.dtype not in dtypes
+            or not value.is_contiguous()
+            or value.device != device
+            or sizes.setdefault(shape[-1], value.shape[-1]) != value.shape[-1]
+        ):
+            raise _tensor_refusal(name, argument, kind, sizes, device, value)
+        if kind is ROWS and not len(value):
+            raise refusal(name, argument, "of at least one row", describe_tensor(value))
 
 
-def _check_divisor(name: str, divisor: float) -> None:
-    if not 0 < ctypes.c_float(divisor).value < math.inf:
-        raise refusal(name, "divisor", "a positive finite float32", divisor)
-
-
-def _check_tensor(
-    name: str, argument: str, tensor: Tensor, kind: TensorKind, sizes: dict[int | str, int], device: torch.device
-) -> None:
-    """Refuse a tensor that is not of the kind; `sizes` has those of this call by name, and gets those of the tensor."""
-    shape = [sizes.get(size, size) for size in kind.shape]
-    has_shape = tensor.ndim == len(shape) and all(
-        isinstance(allowed, str) or allowed == own for allowed, own in zip(shape, tensor.shape, strict=True)
+def _tensor_refusal(
+    name: str, argument: str, kind: TensorKind, sizes: Mapping[int | str, int], device: torch.device, tensor: Tensor
+) -> ValueError:
+    shape = ", ".join(str(sizes.get(size, size)) for size in kind.shape)
+    return refusal(
+        name, argument, f"contiguous {names_of(*kind.dtypes)} [{shape}] on {device}", describe_tensor(tensor)
     )
-    if tensor.dtype not in kind.dtypes or not has_shape or not tensor.is_contiguous() or tensor.device != device:
-        allowed = f"contiguous {names_of(*kind.dtypes)} [{', '.join(map(str, shape))}] on {device}"
-        raise refusal(name, argument, allowed, describe_tensor(tensor))
-    if "R" in kind.shape and not len(tensor):
-        raise refusal(name, argument, "of at least one row", describe_tensor(tensor))
-    sizes.update(zip(kind.shape, tensor.shape, strict=True))
 
 
 def names_of(*dtypes: torch.dtype) -> str:
