@@ -105,7 +105,6 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         bucket.append_centralized_synchronous_op(
             hierarchical=self.algorithm.hierarchical,
             average=self.algorithm.average,
-            scattergather=True,
             compression=self.codec_for(bucket),
             error_feedback=feedback,
         )

@@ -198,7 +198,6 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         bucket.append_python_op(self._form_momenta)
         bucket.append_centralized_synchronous_op(
             hierarchical=self.algorithm.hierarchical,
-            scattergather=True,
             compression=self.compressor,
             error_feedback=feedback,
         )
