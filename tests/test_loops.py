@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from averaging import RARELY, Normed, alone, batches
 from ranks import run_ranks
+from torchbagua.ddp import ddps_around
 from training import build
 
 NUM_MICRO_STEPS = 2
@@ -197,3 +199,26 @@ def test_join_is_refused(name: str) -> None:
             tb.attach(ddp, optimizer, RARELY[name])
 
     run_ranks(2, body)
+
+
+def test_other_threads_may_make_tuples_while_wrappers_are_looked_for() -> None:
+    """CPython 3.11 fails to make a tuple of an iterator while another thread holds all objects that there are."""
+    is_over = threading.Event()
+    errors: list[SystemError] = []
+
+    def make_tuples() -> None:
+        while not is_over.is_set():
+            try:
+                tuple(number for number in range(20))
+            except SystemError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=make_tuples)
+    thread.start()
+    try:
+        for _ in range(5):
+            assert ddps_around(torch.nn.Linear(2, 2)) == []
+    finally:
+        is_over.set()
+        thread.join()
+    assert not errors

@@ -97,8 +97,8 @@ class BaguaBucket(BucketOperations):
     @property
     def spec(self) -> TensorSpec:
         """What `flat` is, for collectives."""
-        lengths = tuple(flat_length(tensor.parameter) for tensor in self.tensors)
-        return TensorSpec(lengths, self.flat.dtype, self.flat.device, self.name)
+        lengths = [flat_length(tensor.parameter) for tensor in self.tensors]
+        return TensorSpec(tuple(lengths), self.flat.dtype, self.flat.device, self.name)
 
     def parts(self, flat: torch.Tensor) -> list[tuple[BaguaTensor, torch.Tensor]]:
         """Return each tensor with its part of `flat`, elements in the order of the tensor's memory."""

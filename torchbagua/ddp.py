@@ -1,7 +1,7 @@
 """What attach does to a DistributedDataParallel module: its one communication hook, or its silence."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any, TypeVar
@@ -24,10 +24,27 @@ JOIN_REFUSAL = (
 Hook = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
-def living(cls: type[T]) -> list[T]:
-    """Return the instances of a class that there are in this process, also those that nobody uses any more."""
-    # Not isinstance, which asks proxies for their class, and takes five times as long of an abstract one.
-    return [one for one in gc.get_objects() if cls in type(one).__mro__]
+def parents_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the modules of which some of `modules` are direct children, also those that nobody uses any more."""
+    # Not among all objects that there are (gc.get_objects): while somebody holds a tuple that another thread is making
+    # of an iterator, CPython 3.11 fails there.
+    ids = {id(module) for module in modules}
+    children = [
+        one
+        for one in gc.get_referrers(*modules)
+        if isinstance(one, dict) and any(id(value) in ids for value in list(one.values()))
+    ]
+    children_ids = {id(one) for one in children}
+    if not children:
+        return []
+    # A dict of children is referred to by its module, or by that module's own dict.
+    owners = gc.get_referrers(*children)
+    states = [one for one in owners if isinstance(one, dict) and id(one.get("_modules")) in children_ids]
+    if states:
+        owners += gc.get_referrers(*states)
+    # Not isinstance, which asks proxies for their class.
+    found = {id(one): one for one in owners if torch.nn.Module in type(one).__mro__}
+    return [one for one in found.values() if id(vars(one).get("_modules")) in children_ids]
 
 
 def ddps_around(
@@ -36,9 +53,12 @@ def ddps_around(
     """Return those, `besides` apart, that wrap `module`, or what holds it, and that somebody may still call."""
 
     def around() -> list[DistributedDataParallel]:
-        # One whose constructor has raised, or that the garbage collector has emptied, wraps nothing.
-        others = (ddp for ddp in living(DistributedDataParallel) if ddp is not besides and "_modules" in vars(ddp))
-        return [ddp for ddp in others if any(part is module for part in ddp.modules())]
+        found: dict[int, torch.nn.Module] = {}
+        parents = parents_of([module])
+        while new := {id(one): one for one in parents if id(one) not in found}:
+            found |= new
+            parents = parents_of(list(new.values()))
+        return [one for one in found.values() if isinstance(one, DistributedDataParallel) and one is not besides]
 
     if not around():
         return []
