@@ -3,7 +3,8 @@
 import copy
 import gc
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -206,19 +207,26 @@ def test_other_threads_may_make_tuples_while_wrappers_are_looked_for() -> None:
     is_over = threading.Event()
     errors: list[SystemError] = []
 
+    def numbers() -> Iterator[int]:
+        for number in range(20):
+            time.sleep(0.0005)  # the other thread goes on
+            yield number
+
     def make_tuples() -> None:
         while not is_over.is_set():
             try:
-                tuple(number for number in range(20))
+                tuple(numbers())
             except SystemError as error:
                 errors.append(error)
 
+    others: list[list[int]] = [[] for _ in range(200_000)]  # to go through all takes longer than a thread's turn
     thread = threading.Thread(target=make_tuples)
     thread.start()
     try:
-        for _ in range(5):
+        for _ in range(20):
             assert ddps_around(torch.nn.Linear(2, 2)) == []
     finally:
         is_over.set()
         thread.join()
     assert not errors
+    assert not any(others)
