@@ -73,7 +73,7 @@ def test_wire_bytes_is_what_layout_uses(compressor: Compressor, num_elements: in
         promised = compressor.wire_bytes(last - first, num_blocks, torch.float32)
         row = layout.byte_slices[chunk]
         assert row.stop - row.start == promised
-        if not compressor.in_place:
+        if not compressor.wire_is_tensor:
             assert row.start % 32 == 0
         start, length_, header, payload = layout.table[slice(*layout.chunk_blocks[chunk : chunk + 2])].T
         payload_bytes = -(-length_ // 8) if isinstance(compressor, Sign1Bit) else length_

@@ -64,7 +64,7 @@ def test_the_ring_is_done_in_two_parts() -> None:
         replicas = torch.zeros(3, 6)
         other.append_low_precision_decentralized_synchronous_op(*replicas, compression=None).run()
         assert torch.equal(replicas, torch.stack([own, left, right]))
-        assert (bucket.num_runs, other.num_runs) == (1, 1)
+        assert (bucket.round_index, other.round_index) == (1, 1)
 
     run_ranks(3, body)
 

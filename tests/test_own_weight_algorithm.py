@@ -57,7 +57,7 @@ class LocalSGDImpl(tb.AlgorithmImpl):
 
     def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
         bucket.append_decentralized_synchronous_op(bucket.flat, peer_selection_mode=self.algorithm.topology)
-        bucket.num_runs = self.step // self.algorithm.every
+        bucket.round_index = self.step // self.algorithm.every
 
     def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
         return self.after_step
@@ -86,7 +86,7 @@ class LocalSGDImpl(tb.AlgorithmImpl):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step = state["step"]
         for bucket in self.buckets:
-            bucket.num_runs = self.step // self.algorithm.every
+            bucket.round_index = self.step // self.algorithm.every
 
     def finish(self, *, failed: bool) -> bool:
         if not failed:

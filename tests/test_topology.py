@@ -18,7 +18,7 @@ import torchbagua as tb
 from averaging import Normed, Trace, assert_same_weights, is_buffer, stacked, train
 from ranks import run_ranks
 from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES
-from torchbagua.topology import AllRanks, Graph, Ring, ShiftOne, Topology, meetings
+from torchbagua.topology import AllRanks, Graph, Ring, ShiftOne, Topology, peers_in_order
 from training import Wide, build
 
 F32 = np.float32
@@ -216,7 +216,7 @@ def test_ranks_that_take_turns_do_not_wait_in_a_circle() -> None:
 
 def test_a_ring_of_any_even_number_meets_twice() -> None:
     for size in (4, 6, 64):
-        orders = [meetings(Ring(), rank, size, 0) for rank in range(size)]
+        orders = [peers_in_order(Ring(), rank, size, 0) for rank in range(size)]
         for number in range(2):
             assert all(orders[orders[rank][number]][number] == rank for rank in range(size)), size
 

@@ -32,7 +32,7 @@ def _which_are_not_zero(numbers: Mapping[torch.Tensor, torch.Tensor]) -> set[tor
     }
 
 
-class SentAverage:
+class AverageInGradient:
     """What becomes of the average that DDP has put into a parameter's gradient, until the next synchronised backward.
 
     It looks when autograd is about to add something: after that, a gradient that had been cleared looks like any other.

@@ -60,7 +60,7 @@ class BaguaBucket(BucketOperations):
             (DDP's), it is set before `run`, and is alike.
 
     Attributes:
-        num_runs: how often it has run, the same on all ranks: the index of the round, which chooses a topology's peers.
+        round_index: which round this is, the same on all ranks: how often it has run. It chooses a topology's peers.
         operations: what it runs, in this order; `append_...` adds one.
 
     Raises:
@@ -86,7 +86,7 @@ class BaguaBucket(BucketOperations):
         self.tensors = tuple(tensors)
         self.group = group
         self.flat = flat
-        self.num_runs = 0
+        self.round_index = 0
         self.operations: list[Operation] = []
 
     def __repr__(self) -> str:
@@ -124,7 +124,7 @@ class BaguaBucket(BucketOperations):
             for operation in self.operations:
                 with self.group.tracer.range(operation.name):
                     operation.run(self)
-        self.num_runs += 1
+        self.round_index += 1
 
     def finish(self) -> None:
         """Do what the operations have left for later: of the low-precision ring, tell the neighbours of the change."""

@@ -99,7 +99,7 @@ class Lane:
         Args:
             run: called on the lane's thread.
             interrupt: a method that ends `run` where it would go on for ever; called when the lane is closed, if its
-                object is still there.
+                object is still there. It takes the place of an earlier one.
 
         Raises:
             RuntimeError: the lane is closed.

@@ -9,7 +9,7 @@ def flat_length(parameter: torch.Tensor) -> int:
 
 
 def flatten_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, real and of the parameter's shape, as one dimension in the order of the parameter's memory.
+    """Return `tensor`, of the parameter's shape, as one dimension in the order of the parameter's memory.
 
     A view, where its own memory has that order.
     """
@@ -19,7 +19,7 @@ def flatten_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shape_like(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """Return a view of `flat`, what `flatten_like` makes, in the parameter's shape; of a complex one, pairs."""
+    """Return a view of `flat`, what `flatten_like` makes, complex numbers as pairs, in the parameter's shape."""
     if parameter.is_complex():
         flat = torch.view_as_complex(flat.view(-1, 2))
     order = _slowest_first(parameter)

@@ -50,7 +50,7 @@ class BucketOperations:
     name: str
     flat: torch.Tensor
     group: BaguaProcessGroup
-    num_runs: int
+    round_index: int
     operations: list[Operation]
 
     @property
@@ -133,7 +133,7 @@ class BucketOperations:
         peer_selection_mode: str | Topology = "all",
         group: BaguaProcessGroup | None = None,
     ) -> B:
-        """Append the mean of the flat tensor with this rank's peers, chosen by `num_runs`.
+        """Append the mean of the flat tensor with this rank's peers, chosen by `round_index`.
 
         Args:
             peer_weight: receives the mean: like the flat tensor, which is left as it is; or that tensor itself. The
@@ -153,7 +153,7 @@ class BucketOperations:
         mean = neighbourhood_mean(group, topology, self.spec, hierarchical=hierarchical)
 
         def run(bucket: B) -> None:
-            mean(bucket.flat, peer_weight, bucket.num_runs)
+            mean(bucket.flat, peer_weight, bucket.round_index)
 
         return self._append(Operation(f"neighbourhood_mean over {topology!r}", group, run))
 

@@ -27,7 +27,7 @@ def wait_on_host(mark: torch.cuda.Event, timeout_s: float) -> None:
 
 
 class SideStream:
-    """A stream of one GPU. The host waits for it nowhere: streams wait for each other.
+    """A stream of one GPU. Nothing here makes the host wait for it: streams wait for each other.
 
     Memory that is allocated on it, as scratch is, is used on it alone. A tensor of another stream that it works on must
     live until whoever owns it has waited for the result.

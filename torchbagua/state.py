@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from torchbagua.averaged_gradients import SentAverage, with_average
+from torchbagua.averaged_gradients import AverageInGradient, with_average
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup, ResidualPair, TwoPhaseResiduals
 from torchbagua.memory_order import flat_length, flatten_like, shape_like
@@ -23,7 +23,7 @@ class BucketState(Protocol):
     """
 
     def continue_from_staged(self, parts: Sequence[slice]) -> None:
-        """Prepare for a backward in whose gradients, in `parts`, that is which was staged last and is not committed.
+        """Prepare for a backward whose gradients still contain, in `parts`, the averages of which something is staged.
 
         What is staged next of `parts` goes on from what is staged; of all others from what was committed.
         """
@@ -76,9 +76,9 @@ class ParameterState(Generic[S]):
         # All by the parameter's id. What is loaded is kept until the parameter is seen in a bucket.
         self._places: dict[int, tuple[S, slice]] = {}
         self._loaded: dict[int, Sequence[torch.Tensor]] = {}
-        self._sent: dict[int, SentAverage] = {}
+        self._averages: dict[int, AverageInGradient] = {}
         # Also where the impl is forgotten behind a hook of DDP.
-        self._let_go = weakref.finalize(self, _close, self._sent)
+        self._let_go = weakref.finalize(self, _close, self._averages)
         self._let_go.atexit = False
 
     @property
@@ -110,8 +110,8 @@ class ParameterState(Generic[S]):
         for parameter, part in zip(parameters, slices, strict=True):
             self._places[id(parameter)] = (state, part)
             self._loaded.pop(id(parameter), None)
-            if id(parameter) not in self._sent:
-                self._sent[id(parameter)] = SentAverage(parameter)
+            if id(parameter) not in self._averages:
+                self._averages[id(parameter)] = AverageInGradient(parameter)
         return state
 
     def resolve_last_backward(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
@@ -122,15 +122,15 @@ class ParameterState(Generic[S]):
         """
         still_there: list[slice] = []
         for tensor in bucket.tensors:
-            sent = self._sent[id(tensor.parameter)]
-            if sent.is_untouched_in_gradient:
+            average = self._averages[id(tensor.parameter)]
+            if average.is_untouched_in_gradient:
                 raise RuntimeError(
                     f"{self._owner}: {tensor.name} must have a gradient in every synchronised backward pass of a step "
                     "or in none, got one and then none; accumulate gradients under ddp.no_sync()"
                 )
-            if sent.is_still_in_gradient:
+            if average.is_still_in_gradient:
                 still_there.append(self._places[id(tensor.parameter)][1])
-            sent.begin()
+            average.begin()
         self._places[id(bucket.tensors[0].parameter)][0].continue_from_staged(still_there)
 
     def commit(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -138,8 +138,10 @@ class ParameterState(Generic[S]):
 
         Of the others nothing that was sent has been used. What is staged of them stays: another optimizer may step.
         """
-        sent = [one for one in parameters if id(one) in self._places and not self._sent[id(one)].is_used_or_cleared]
-        used_ids = {id(parameter) for parameter in with_average(sent)}
+        unused = [
+            one for one in parameters if id(one) in self._places and not self._averages[id(one)].is_used_or_cleared
+        ]
+        used_ids = {id(parameter) for parameter in with_average(unused)}
         by_state: dict[int, tuple[S, list[slice], list[slice]]] = {}
         for parameter_id, (state, part) in self._places.items():
             _, taken, left = by_state.setdefault(id(state), (state, [], []))
@@ -149,7 +151,7 @@ class ParameterState(Generic[S]):
             if taken:
                 state.commit(_merged(taken) if left else None)
         for parameter_id in used_ids:
-            self._sent[parameter_id].end()
+            self._averages[parameter_id].end()
 
     def commit_without_step(self, bucket: BaguaBucket) -> None:
         """Commit what is staged of a bucket on a rank that takes no steps, as other ranks' steps do with theirs.
@@ -157,7 +159,7 @@ class ParameterState(Generic[S]):
         These skip the step where the average is not finite.
         """
         for tensor in bucket.tensors:
-            self._sent[id(tensor.parameter)].end()
+            self._averages[id(tensor.parameter)].end()
         if bool(bucket.flat.isfinite().all()):
             self._places[id(bucket.tensors[0].parameter)][0].commit()
 
@@ -194,7 +196,7 @@ class ParameterState(Generic[S]):
                 "those of its parameters, in their shapes, got others" + (f", {list(wrong)[:5]}" if any(wrong) else "")
             )
         self._places = {}
-        for one in self._sent.values():
+        for one in self._averages.values():
             one.end()
         self._loaded = {
             id(named[name]): [
@@ -204,7 +206,7 @@ class ParameterState(Generic[S]):
         }
 
     def _is_still_in_gradient(self, parameter: torch.Tensor) -> bool:
-        return id(parameter) in self._sent and self._sent[id(parameter)].is_still_in_gradient
+        return id(parameter) in self._averages and self._averages[id(parameter)].is_still_in_gradient
 
     def _held(self, parameter: torch.Tensor) -> Sequence[torch.Tensor]:
         if id(parameter) in self._places:
@@ -226,7 +228,7 @@ def residual_state(owner: str) -> ParameterState[TwoPhaseResiduals]:
     return ParameterState(f"{owner} with error_feedback", make, dict.fromkeys(ResidualPair._fields))
 
 
-def _close(sent: dict[int, SentAverage]) -> None:
+def _close(sent: dict[int, AverageInGradient]) -> None:
     for one in sent.values():
         one.close()
 

@@ -158,16 +158,16 @@ def topology_of(owner: str, peer_selection_mode: str | Topology) -> Topology:
     return PEER_SELECTION_MODES[peer_selection_mode]
 
 
-def meetings(topology: Topology, rank: int, size: int, round: int) -> list[int]:
-    """Return the peers of `rank` in the order in which it meets them, so that ranks wait for each other little.
+def peers_in_order(topology: Topology, rank: int, size: int, round: int) -> list[int]:
+    """Return the peers of `rank` in the order of its exchanges with them, in which ranks wait for each other little.
 
-    Every meeting of the round has a number, and those of a rank have different ones, small ones if that can be. All
+    Every exchange of the round has a number, and those of a rank have different ones, small ones if that can be. All
     ranks take theirs in that order, and therefore two never wait for each other in a circle.
     """
     own_peers = [peer for peer in topology.neighbours(rank, size, round) if peer != rank]
     if len(own_peers) == 1:
         return own_peers
-    numbered: list[dict[int, int]] = [{} for _ in range(size)]  # of each rank, its peer in each meeting
+    numbered: list[dict[int, int]] = [{} for _ in range(size)]  # of each rank, its peer in each exchange
     for lower in range(size):
         for upper in sorted(topology.neighbours(lower, size, round)):
             if upper > lower:

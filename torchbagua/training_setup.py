@@ -58,7 +58,10 @@ class TrainingSetup:
         }
 
     def process_group(self) -> dist.ProcessGroup:
-        """Return the group of the DDPs, or the world; ValueError where there are several, or none."""
+        """Return the group of the module, if it is a DDP, else of the DDPs around it, else the world.
+
+        Raises ValueError where those around it have different groups, or there is no world.
+        """
         if self.ddp is not None:
             return self.ddp.process_group
         if self.ddps:

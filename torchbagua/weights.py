@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -16,6 +17,10 @@ from torchbagua.memory_order import flat_length
 T = TypeVar("T")
 FlatOf = Callable[["WeightBucket"], torch.Tensor]
 """Picks one of a bucket's flat tensors, or returns one like them."""
+
+FLAT: FlatOf = attrgetter("bucket.flat")
+SNAPSHOT: FlatOf = attrgetter("snapshot")
+DIFFERENCE: FlatOf = attrgetter("difference")
 
 
 @dataclass(eq=False)
@@ -187,14 +192,14 @@ class WeightBuckets:
         return list(self._buckets)
 
     @torch.no_grad()
-    def read(self, flat: FlatOf = lambda one: one.bucket.flat) -> None:
+    def read(self, flat: FlatOf = FLAT) -> None:
         """Copy the weights into their buckets' flat tensors, or into those that `flat` names."""
         for one in self:
             for weight, part in self._with_weights(one, flat(one)):
                 part.copy_(weight)
 
     @torch.no_grad()
-    def write(self, flat: FlatOf = lambda one: one.bucket.flat) -> None:
+    def write(self, flat: FlatOf = FLAT) -> None:
         """Replace the weights, in place, by their buckets' flat tensors, or by those that `flat` names."""
         with self._group.tracer.span("apply"):
             for one in self:

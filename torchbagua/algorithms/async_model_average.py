@@ -241,7 +241,7 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
         return has_mean
 
     def close(self) -> None:
-        """End the rounds of all ranks, where they are still running, and the lane."""
+        """End the lane, and by its `interrupt` the rounds of all ranks, where they are still running."""
         super().close()
         self._module = None
 

@@ -73,7 +73,7 @@ class AveragingImpl(AlgorithmImpl):
 
     Attributes:
         weights: what is averaged.
-        step: optimizer steps so far.
+        step: training steps so far.
     """
 
     algorithm: ModelAveragingAlgorithm
@@ -168,7 +168,11 @@ class SynchronousAveragingImpl(AveragingImpl):
 
     @property
     def is_due(self) -> bool:
-        """Whether step number `step` communicates: the next one, or one just taken that is not counted yet."""
+        """Whether step number `step` communicates.
+
+        DecentralizedAlgorithm asks after counting, for the round beside the next step; the low-precision ring before,
+        for the step just taken.
+        """
         return not self.is_single_rank and bool(self.step % self.algorithm.communication_interval == 0)
 
     @property
@@ -177,7 +181,7 @@ class SynchronousAveragingImpl(AveragingImpl):
         return not self.is_single_rank
 
     def after_step(self) -> None:
-        """Do what comes after an optimizer step; counts it."""
+        """Do what comes after a training step; counts it."""
         raise NotImplementedError
 
     def finish_round(self) -> None:

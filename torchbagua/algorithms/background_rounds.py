@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Literal, Protocol
 
 import torch
@@ -16,7 +15,7 @@ from torchbagua.collectives import require_same_progress
 from torchbagua.events import Details
 from torchbagua.side_stream import StreamHandoff
 from torchbagua.user_warning import warn_user
-from torchbagua.weights import FlatOf, WeightBucket, WeightBuckets
+from torchbagua.weights import DIFFERENCE, FLAT, SNAPSHOT, FlatOf, WeightBucket, WeightBuckets
 
 RoundPhase = Literal["pause", "asked", "ready", "averaging", "over"]
 """Of a round: the lane waits for the interval; for a snapshot; has one; averages it. At last the rounds are over."""
@@ -51,7 +50,7 @@ class MonotonicWaitClock:
 
 @dataclass(frozen=True)
 class SnapshotInfo:
-    """Of when the buckets' snapshots are.
+    """When the buckets' snapshots were taken.
 
     Attributes:
         step: the weights after so many steps since the rounds began.
@@ -77,11 +76,6 @@ class PendingInfo:
     buffers: Mapping[WeightBucket, torch.Tensor]
 
 
-_SNAPSHOT: FlatOf = attrgetter("snapshot")
-_DIFFERENCE: FlatOf = attrgetter("difference")
-_FLAT: FlatOf = attrgetter("bucket.flat")
-
-
 class BackgroundRounds:
     """Averages snapshots of the weights, round after round, until all ranks have stopped or one leaves.
 
@@ -96,7 +90,7 @@ class BackgroundRounds:
 
     Args:
         impl: on whose lane they run.
-        weights: what is averaged. The buckets' operations make of a snapshot the flat tensor, its mean.
+        weights: what is averaged. The buckets' operations write the mean of the snapshots to the flat tensor.
         progress: what ranks must have in common when they begin.
         interval_s: pause between two rounds.
         clock: measures it.
@@ -125,6 +119,7 @@ class BackgroundRounds:
         self._clock = clock
         self._device = next((one.bucket.flat.device for one in weights), torch.device("cpu"))
         self._handoff = StreamHandoff(self._device)
+        self._last_to_stop: int | None = None  # a rank that had not stopped yet at the last round; the lane writes it
         # Guards everything below. The buckets' snapshots are the training thread's while it is asked for them, and the
         # lane's otherwise.
         self._turn = threading.Condition()
@@ -132,11 +127,10 @@ class BackgroundRounds:
         self._vote = Vote()
         self._snapshot_info = SnapshotInfo(step=0, num_rounds=0, vote=self._vote)
         self._pending_info: PendingInfo | None = None
-        self._last_to_stop: int | None = None  # a rank that had not stopped yet at the last round
         self._num_steps = 0
         self._step_s = 0.0
         self._last_step_at_s = clock.now()
-        weights.read(_SNAPSHOT)
+        weights.read(SNAPSHOT)
         for one in weights:
             one.difference.zero_()  # made here, and so on this thread's stream
         self._handoff.record()
@@ -204,7 +198,7 @@ class BackgroundRounds:
                 return None
             self._handoff.wait()
             buffers = self._pending_info.buffers
-            copies = self._weights.by_name(_DIFFERENCE), self._weights.by_name(buffers.__getitem__, buffers)
+            copies = self._weights.by_name(DIFFERENCE), self._weights.by_name(buffers.__getitem__, buffers)
             self._handoff.record()
             return copies
 
@@ -212,14 +206,14 @@ class BackgroundRounds:
         """Give the weights what was averaged, and where the lane has asked for a snapshot, give it one."""
         self._handoff.wait()
         if self._pending_info is not None:
-            self._weights.add(_DIFFERENCE, self._pending_info.buffers.__getitem__)
+            self._weights.add(DIFFERENCE, self._pending_info.buffers.__getitem__)
             staleness = self._num_steps - self._pending_info.step
             self._pending_info = None
             now_ns = time.perf_counter_ns()
             values = {"rounds": self.num_rounds, "staleness in steps": staleness}
             self._tracer.tell("apply", now_ns, now_ns, Details(values=values))
         if self._phase == "asked":
-            self._weights.read(_SNAPSHOT)
+            self._weights.read(SNAPSHOT)
             self._snapshot_info = SnapshotInfo(self._num_steps, self.num_rounds, self._vote)
             self._phase = "ready"
             self._turn.notify_all()
@@ -264,7 +258,7 @@ class BackgroundRounds:
             self._phase = "averaging"
             self._handoff.wait()
             if self._snapshot_info.num_rounds < self.num_rounds:
-                self._carry_snapshot(_DIFFERENCE)
+                self._carry_snapshot(DIFFERENCE)
 
     def _agree(self) -> Outcome:
         with self._turn:
@@ -288,7 +282,7 @@ class BackgroundRounds:
             else:  # the training thread has not come since the last round
                 for one in self._weights:
                     one.difference.add_(one.bucket.flat)
-                self._carry_snapshot(_FLAT)
+                self._carry_snapshot(FLAT)
             self._handoff.record()
 
     def _carry_snapshot(self, last_difference: FlatOf) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from torchbagua.algorithms.base import Algorithm, check_flags, register
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.parts import append_parts, part_of
+from torchbagua.algorithms.sub_buckets import append_sub_buckets, sub_bucket_of
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup, TwoPhaseResiduals
 from torchbagua.compressors import DEFAULT_BLOCK, MinMaxUInt8, check_block
@@ -89,9 +89,9 @@ class ByteGradAlgorithmImpl(AlgorithmImpl):
         elif bucket.flat.dtype == torch.float32:
             self._append_mean_with_feedback(bucket, self.parameter_state)
         else:  # a shorter format would round what is added to it
-            part = part_of(bucket, bucket.tensors, torch.float32)
+            part = sub_bucket_of(bucket, bucket.tensors, torch.float32)
             self._append_mean_with_feedback(part, self.parameter_state)
-            append_parts(bucket, [part])
+            append_sub_buckets(bucket, [part])
 
     def _append_mean_with_feedback(self, bucket: BaguaBucket, state: ParameterState[TwoPhaseResiduals]) -> None:
         feedback = state.of_bucket(bucket)

@@ -15,7 +15,7 @@ from torchbagua.collectives import BaguaProcessGroup, check_topology
 from torchbagua.compressors import Compressor, Identity, MinMaxUInt8
 from torchbagua.lane import Job
 from torchbagua.topology import Topology, topology_of
-from torchbagua.weights import FlatOf
+from torchbagua.weights import DIFFERENCE, FLAT, FlatOf
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,6 @@ class DecentralizedAlgorithm(ModelAveragingAlgorithm):
         return DecentralizedAlgorithmImpl(process_group, self)
 
 
-_DIFFERENCE: FlatOf = attrgetter("difference")
-_FLAT: FlatOf = attrgetter("bucket.flat")
-
-
 class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
     """See `DecentralizedAlgorithm`. A bucket's flat tensor holds the snapshot that is being averaged."""
 
@@ -91,7 +87,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         super().reset()
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        bucket.num_runs = self.num_rounds  # which chooses the peers
+        bucket.round_index = self.num_rounds  # which chooses the peers
         # The mean is written to what becomes the difference: `average` subtracts the snapshot.
         bucket.append_decentralized_synchronous_op(
             self.weights[bucket].difference, self.algorithm.hierarchical, self.algorithm.topology
@@ -107,25 +103,25 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         """Wait for the round in flight and add what it changes to the weights."""
         self._wait()
         if self._has_differences:
-            self.weights.add(_DIFFERENCE, snapshot=_FLAT)
+            self.weights.add(DIFFERENCE, snapshot=FLAT)
             self._has_differences = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return step and rounds so far, and the finished round that is still to be added to the weights."""
         self._wait()
-        differences = self.weights.by_name(_DIFFERENCE)
-        snapshots = self.weights.by_name(_FLAT, self.weights.of_buffers)
+        differences = self.weights.by_name(DIFFERENCE)
+        snapshots = self.weights.by_name(FLAT, self.weights.of_buffers)
         return {**self.pending_state(self._has_differences, differences, snapshots), "num_rounds": self.num_rounds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; the round in flight is dropped. Collective."""
         self._wait()
-        self.load_pending(state, _DIFFERENCE, _FLAT, "num_rounds")
+        self.load_pending(state, DIFFERENCE, FLAT, "num_rounds")
         self._has_differences = bool(state["has_differences"])
         self.step = state["step"]
         self.num_rounds = state["num_rounds"]
         for bucket in self.buckets:
-            bucket.num_runs = self.num_rounds
+            bucket.round_index = self.num_rounds
 
     def _start_round(self) -> None:
         if not self.is_due:

@@ -8,8 +8,8 @@ import torch
 
 from torchbagua.algorithms.base import Algorithm, check_flags, register
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.parts import append_parts, part_of
 from torchbagua.algorithms.q_adam_optimizer import QAdamOptimizer
+from torchbagua.algorithms.sub_buckets import append_sub_buckets, sub_bucket_of
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup, require_same_progress
 from torchbagua.compressors import DEFAULT_BLOCK, Compressor, MinMaxUInt8, Sign1Bit, check_block
@@ -170,12 +170,12 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         else:
             rest = [tensor for tensor in bucket.tensors if tensor not in past]
             # Momenta in float32 always: (mean - b1 m) / (1 - b1) would magnify the rounding of a shorter format.
-            parts = [part_of(bucket, past, torch.float32)]
+            parts = [sub_bucket_of(bucket, past, torch.float32)]
             if rest:
-                parts.append(part_of(bucket, rest, bucket.flat.dtype))
+                parts.append(sub_bucket_of(bucket, rest, bucket.flat.dtype))
             for part in parts:
                 self.init_operations(None, part)
-            append_parts(bucket, parts)
+            append_sub_buckets(bucket, parts)
 
     def uncompressed(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return those of the optimizer's that travel in full precision, past their warm-up too."""

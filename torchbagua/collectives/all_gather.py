@@ -54,9 +54,11 @@ class Gathering:
         self._wire_W = chunks.wire(out_N)
         self.own_wire = self._wire_W[chunks.layout.byte_slices[chunks.rank]]
         self._exchange: Exchange | None = None
-        if not chunks.move_in_one_call:
-            wires = [self._wire_W[row] for row in chunks.layout.byte_slices]
-            self._exchange = Exchange(chunks.communicator, "all_gather", wires, chunks.name, counts=chunks.gathered)
+        if not chunks.nccl_moves_all_at_once:
+            wires = [self._wire_W[own_bytes] for own_bytes in chunks.layout.byte_slices]
+            self._exchange = Exchange(
+                chunks.communicator, "all_gather", wires, chunks.name, counts=chunks.gather_counts
+            )
 
     def post_first_receive(self) -> None:
         """Let the first sender send; worth a call where the caller computes before it runs."""
@@ -85,4 +87,4 @@ class Gathering:
         chunks = self._chunks
         with chunks.span("decode", "all_gather", peer):
             wire_W = self._wire_W[chunks.layout.byte_slices[peer]]
-            chunks.compressor.decode(wire_W, chunks.layouts[peer], self._out_N[chunks.layout.elements[peer]])
+            chunks.compressor.decode(wire_W, chunks.chunk_layouts[peer], self._out_N[chunks.layout.elements[peer]])

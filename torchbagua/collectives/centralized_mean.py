@@ -97,13 +97,13 @@ class RedistributingMean:
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
         """Write the mean of `x_N` to `out_N`, another tensor like it; by default in place."""
-        if (held := self._residuals.held) is not None:
-            sent_N = held.sent if self._senders is None else self._sum_over(self._senders, held.sent)
-            self._residuals.load_whole(ResidualPair(sent_N, self._sum_over(self._owners, held.mean)))
+        if (initial := self._residuals.initial) is not None:
+            sent_N = initial.sent if self._senders is None else self._sum_over(self._senders, initial.sent)
+            self._residuals.load_whole(ResidualPair(sent_N, self._sum_over(self._owners, initial.mean)))
         self._mean(x_N, out_N)
 
     def _sum_over(self, communicator: Communicator, x_N: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, of which all but one hold zero: the bits of that one."""
-        total_N = x_N.clone()  # what is held stays as it is where this fails
+        total_N = x_N.clone()  # `x_N` stays as it is where this fails
         TwoPhaseMean(communicator, Identity(), self._spec, 1.0)(total_N)
         return total_N

@@ -30,7 +30,7 @@ class EncodingErrorProbe:
     @property
     def is_wanted(self) -> bool:
         """Whether an observer samples this step, and the wire can leave something out."""
-        return self._tracer.samples and not self._compressor.in_place
+        return self._tracer.samples and not self._compressor.wire_is_tensor
 
     @cached_property
     def _beginning(self) -> WireLayout:

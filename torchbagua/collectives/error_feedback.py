@@ -90,16 +90,16 @@ class TwoPhaseResiduals:
 
     Args:
         device: of the bucket.
-        held: what this rank holds for the bucket; None on all ranks where no parameter has been sent before.
+        initial: what this rank holds for the bucket; None on all ranks where no parameter has been sent before.
 
     Attributes:
-        held: the same until the first run, then None.
+        initial: the same until the first run, then None.
         sent: of what this rank sends: its own values, or a shard of its node's sums.
         mean: of the means of the chunk that it owns.
     """
 
-    def __init__(self, device: torch.device, held: ResidualPair | None = None) -> None:
-        self.held = held
+    def __init__(self, device: torch.device, initial: ResidualPair | None = None) -> None:
+        self.initial = initial
         nothing = slice(0, 0)
         self.sent, self.mean = Residual(nothing, device), Residual(nothing, device)
 
@@ -114,15 +114,15 @@ class TwoPhaseResiduals:
         """Start from the residuals of the whole bucket, of which the own slices are taken."""
         self.sent.values.copy_(whole.sent[self.sent.bucket_slice])
         self.mean.values.copy_(whole.mean[self.mean.bucket_slice])
-        for tensor in self.held or ():
+        for tensor in self.initial or ():
             if tensor.is_cuda:  # made on the training thread's stream, and read until now on this one
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        self.held = None
+        self.initial = None
 
     def expand(self, part: slice) -> ResidualPair:
         """Return what this rank holds of `part` of the bucket."""
-        if self.held is not None:
-            return ResidualPair(self.held.sent[part], self.held.mean[part])
+        if self.initial is not None:
+            return ResidualPair(self.initial.sent[part], self.initial.mean[part])
         return ResidualPair(self.sent.expand(part), self.mean.expand(part))
 
     def continue_from_staged(self, parts: Sequence[slice]) -> None:

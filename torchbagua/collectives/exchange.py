@@ -50,7 +50,7 @@ class Exchange:
             some; "agreement" of small numbers.
         receives: tensors to fill, by the rank that sends; own entry, and empty ones, are left alone.
         bucket: what it serves, in events and errors.
-        rounds: (target, source) of each round, no rank twice in either place; default: all others, around the ring.
+        turns: (target, source) of each round, no rank twice in either place; default: all others, around the ring.
         counts: what the messages hold; default: tensors as they are.
 
     Raises:
@@ -63,7 +63,7 @@ class Exchange:
         operation: str,
         receives: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
         bucket: str,
-        rounds: Sequence[tuple[int, int]] | None = None,
+        turns: Sequence[tuple[int, int]] | None = None,
         counts: ElementCounts | None = None,
     ) -> None:
         self._communicator = communicator
@@ -71,11 +71,11 @@ class Exchange:
         self._receives = receives
         self._bucket = bucket
         self._counts = counts
-        if rounds is None:
+        if turns is None:
             distances = range(1, communicator.size)
-            rounds = [(communicator.rank_after(distance), communicator.rank_before(distance)) for distance in distances]
-        self._rounds = rounds
-        sources = [source for _, source in rounds]
+            turns = [(communicator.rank_after(distance), communicator.rank_before(distance)) for distance in distances]
+        self._turns = turns
+        sources = [source for _, source in turns]
         self._is_on_nccl = any(communicator.is_on_nccl(receives[source].device) for source in sources)
         self._takes_turns = (
             max((receives[source].nbytes for source in sources), default=0) > SMALL_MESSAGE_BYTES
@@ -83,7 +83,7 @@ class Exchange:
         )
         self._num_posted = 0
         if not self._takes_turns:
-            self._post_receives(len(rounds))
+            self._post_receives(len(turns))
 
     def post_first_receive(self) -> None:
         """Let the first sender send; `run` does so too. Worth a call where the caller computes before it runs."""
@@ -109,7 +109,7 @@ class Exchange:
             return
         communicator = self._communicator
         sends: list[Span] = []
-        for index, (target, _) in enumerate(self._rounds):
+        for index, (target, _) in enumerate(self._turns):
             self._post_receives(index + 1)
             tensor = send(target)
             sends.append(self._span("send", target, tensor))
@@ -118,16 +118,16 @@ class Exchange:
             if self._takes_turns:
                 self._receive(index, on_received)
         if not self._takes_turns:
-            for index in range(len(self._rounds)):
+            for index in range(len(self._turns)):
                 self._receive(index, on_received)
-        for (target, _), span in zip(self._rounds, sends, strict=True):
+        for (target, _), span in zip(self._turns, sends, strict=True):
             communicator.wait("sending to", target, tag=self._tag, purpose=self._purpose)
             span.end()
 
     def _run_on_nccl(self, send: Callable[[int], torch.Tensor], on_received: Callable[[int], None]) -> None:
         """Do the same on the current stream, where the functions only launch kernels."""
-        sends = {target: send(target) for target, _ in self._rounds}
-        receives = {source: self._receives[source] for _, source in self._rounds}
+        sends = {target: send(target) for target, _ in self._turns}
+        receives = {source: self._receives[source] for _, source in self._turns}
         nothing = next(iter(sends.values())).new_empty(0)
         everybody = range(self._communicator.size)
 
@@ -152,20 +152,20 @@ class Exchange:
     def _purpose(self) -> str:
         return f"{self._operation} of {self._bucket}"
 
-    def _post_receives(self, num_rounds: int) -> None:
-        """Post the receives of the first rounds, where that is still to be done; NCCL needs none."""
+    def _post_receives(self, num_turns: int) -> None:
+        """Post the receives of the first turns, where that is still to be done; NCCL needs none."""
         if self._is_on_nccl:
             return
-        while self._num_posted < min(num_rounds, len(self._rounds)):
-            _, source = self._rounds[self._num_posted]
+        while self._num_posted < min(num_turns, len(self._turns)):
+            _, source = self._turns[self._num_posted]
             self._num_posted += 1
             self._communicator.post(
                 "receiving from", source, self._receives[source], tag=self._tag, purpose=self._purpose
             )
 
     def _receive(self, index: int, on_received: Callable[[int], None]) -> None:
-        """Finish the receive of one round; the next sender sends while `on_received` computes."""
-        _, source = self._rounds[index]
+        """Finish the receive of one turn; the next sender sends while `on_received` computes."""
+        _, source = self._turns[index]
         with self._span("receive", source, self._receives[source]):
             self._communicator.wait("receiving from", source, tag=self._tag, purpose=self._purpose)
         self._post_receives(index + 2)

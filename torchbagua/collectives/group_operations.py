@@ -151,20 +151,20 @@ class GroupOperations(NodeGroups):
         # As bytes: NCCL moves tensors of one dtype at a time, and gloo does not know all.
         outgoing = {peer: _bytes_of(f"sends[{peer}]", tensor) for peer, tensor in sends.items()}
         incoming = {peer: _bytes_of(f"receives[{peer}]", tensor) for peer, tensor in receives.items()}
-        rounds = []
+        turns = []
         for distance in range(1, self.size):
             target, source = self.world.rank_after(distance), self.world.rank_before(distance)
             if target in sends or source in receives:
-                rounds.append((target, source))
-        if not rounds:
+                turns.append((target, source))
+        if not turns:
             return
         nothing = next(iter((*outgoing.values(), *incoming.values()))).new_empty(0)
-        of_all = {source: incoming.get(source, nothing) for _, source in rounds}
+        of_all = {source: incoming.get(source, nothing) for _, source in turns}
         counts = ElementCounts(
             sent={peer: tensor.numel() for peer, tensor in sends.items()},
             received={peer: tensor.numel() for peer, tensor in receives.items()},
         )
-        exchange = Exchange(self.world, "peer_exchange", of_all, name, rounds, counts)
+        exchange = Exchange(self.world, "peer_exchange", of_all, name, turns, counts)
         exchange.run(lambda target: outgoing.get(target, nothing))
 
     def _equal_chunks(self, spec: TensorSpec) -> RankChunks:

@@ -76,8 +76,8 @@ class Hierarchical:
         """
         out_N = x_N if out_N is None else out_N
         scattering = self._scatter.begin(x_N)
-        # Made before own shards are sent, into which it receives: a rank sends a result only when it has received that
-        # shard from everybody.
+        # Made before own shards are sent from the memory into which it receives: a rank sends a result only when it
+        # has received that shard from everybody.
         gathering = self._gather.begin(out_N)
         received_RW = scattering.run()
         gathering.post_first_receive()
@@ -85,5 +85,7 @@ class Hierarchical:
             with self._chunks.span("reduce", "all_to_all", self._chunks.rank):
                 sum_L = sum_of_rows(typed(received_RW, self._dtype))
             self._between_nodes(sum_L, round_index)
-            out_N[self._chunks.own] = sum_L
+            out_N[self._chunks.own] = (
+                sum_L  # which is also the wire that is gathered: full precision is sent as it lies
+            )
         gathering.run()

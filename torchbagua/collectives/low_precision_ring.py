@@ -79,9 +79,9 @@ class LowPrecisionRing:
         num_chunks = max(1, len(replicas.weight) // _CHUNK_ELEMENTS) if device.type == "cpu" else 1
         spec = replace(spec, dtype=dtype)
         layout = compressor.layout(spec, spec.even_cuts(num_chunks, compressor.block_elements))
-        self._elements, self._rows = layout.elements, layout.byte_slices
+        self._elements, self._byte_slices = layout.elements, layout.byte_slices
         self._chunks = [layout.chunk(index) for index in range(num_chunks)]
-        self._error = EncodingErrorProbe(communicator.tracer, compressor, self._chunks[0], spec.name)
+        self._error_probe = EncodingErrorProbe(communicator.tracer, compressor, self._chunks[0], spec.name)
         self._wire_W = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
         of_all = [len(replicas.weight)] * communicator.size
         self._contents = ElementCounts(sent=of_all, received=of_all, element_bytes=replicas.weight.element_size())
@@ -97,8 +97,8 @@ class LowPrecisionRing:
             self._update(x_N)
 
     def _update(self, x_N: torch.Tensor) -> None:
-        is_sampled = self._error.is_wanted
-        for elements, row, layout in zip(self._elements, self._rows, self._chunks, strict=True):
+        is_sampled = self._error_probe.is_wanted
+        for elements, own_bytes, layout in zip(self._elements, self._byte_slices, self._chunks, strict=True):
             own = self._replicas[elements]
             x_L = x_N[elements]
             d_L, third_L = self._difference_L[: len(x_L)], self._third_L[: len(x_L)]
@@ -112,11 +112,11 @@ class LowPrecisionRing:
                 mean_L = (own.weight + own.left + own.right) / self._three
                 d_L.add_(own.weight)
                 d_L.copy_(clamp_to_mean(d_L, x_L, mean_L)).sub_(own.weight)
-            self._compressor.encode(d_L, layout, self._wire_W[row])
+            self._compressor.encode(d_L, layout, self._wire_W[own_bytes])
             if is_sampled:
-                self._error.tell(d_L, self._wire_W[row])
+                self._error_probe.tell(d_L, self._wire_W[own_bytes])
                 is_sampled = False  # the first chunk will do
-            self._compressor.decode(self._wire_W[row], layout, d_L)
+            self._compressor.decode(self._wire_W[own_bytes], layout, d_L)
             own.weight.add_(d_L)
             x_L.copy_(own.weight)
 
@@ -129,22 +129,22 @@ class LowPrecisionRing:
         communicator = self._communicator
         left, right = communicator.rank_before(1), communicator.rank_after(1)
         # Between two ranks, left and right are the same one, which sends once.
-        rounds = [(right, left)] if left == right else [(right, left), (left, right)]
-        rows_RW = communicator.scratch("rows", len(rounds) * len(self._wire_W), self._wire_W.device)
-        receives = dict(zip((left, right), rows_RW.view(len(rounds), -1), strict=False))
+        turns = [(right, left)] if left == right else [(right, left), (left, right)]
+        wires_RW = communicator.scratch("rows", len(turns) * len(self._wire_W), self._wire_W.device)
+        receives = dict(zip((left, right), wires_RW.view(len(turns), -1), strict=False))
 
         def take(source: int) -> None:
             copies = [(left, self._replicas.left), (right, self._replicas.right)]
             with self._span("decode"):
                 self._add(receives[source], [copy_N for neighbour, copy_N in copies if neighbour == source])
 
-        exchange = Exchange(communicator, "peer_exchange", receives, self._bucket, rounds, self._contents)
+        exchange = Exchange(communicator, "peer_exchange", receives, self._bucket, turns, self._contents)
         exchange.run(lambda _: self._wire_W, take)
 
     def _add(self, wire_W: torch.Tensor, copies: list[torch.Tensor]) -> None:
-        for elements, row, layout in zip(self._elements, self._rows, self._chunks, strict=True):
+        for elements, own_bytes, layout in zip(self._elements, self._byte_slices, self._chunks, strict=True):
             d_L = self._difference_L[: elements.stop - elements.start]
-            self._compressor.decode(wire_W[row], layout, d_L)
+            self._compressor.decode(wire_W[own_bytes], layout, d_L)
             for copy_N in copies:
                 copy_N[elements].add_(d_L)
 

@@ -16,7 +16,7 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.compressors import Identity, TensorSpec, sum_dtype
 from torchbagua.compressors.base import divide
 from torchbagua.events import Details
-from torchbagua.topology import AllRanks, Topology, meetings
+from torchbagua.topology import AllRanks, Topology, peers_in_order
 
 NeighbourhoodMean = Callable[[torch.Tensor, torch.Tensor, int], None]
 """Writes the mean of a flat tensor over a rank's neighbourhood to another one, given the round's index, from 0."""
@@ -87,7 +87,7 @@ class _MeanWithPeers:
         self._communicator = communicator
         self._topology = topology
         self._bucket = bucket
-        self._meetings: dict[int, tuple[list[int], Mapping[int, float]]] = {}  # by place in the period, with weights
+        self._peers: dict[int, tuple[list[int], Mapping[int, float]]] = {}  # by place in the period, with weights
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor, round_index: int) -> None:
         """Write the mean of `x_N` with the peers to `out_N`, like it or the same.
@@ -97,10 +97,10 @@ class _MeanWithPeers:
         """
         communicator, rank, size = self._communicator, self._communicator.rank, self._communicator.size
         round = round_index % self._topology.period(size)
-        if round not in self._meetings:
+        if round not in self._peers:
             weights = self._topology.neighbours(rank, size, round)
-            self._meetings[round] = meetings(self._topology, rank, size, round), weights
-        peers, weights = self._meetings[round]
+            self._peers[round] = peers_in_order(self._topology, rank, size, round), weights
+        peers, weights = self._peers[round]
         rows = communicator.scratch("rows", len(peers) * x_N.nbytes, x_N.device)
         values = dict(zip(peers, rows.view(x_N.dtype).view(len(peers), x_N.numel()), strict=True))
         exchange = Exchange(communicator, "peer_exchange", values, self._bucket, [(peer, peer) for peer in peers])

@@ -43,14 +43,14 @@ def all_to_all(group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: li
     _finish(group.alltoall(outputs, inputs, options))
 
 
-def all_to_all_rows(group: dist.ProcessGroup, output: torch.Tensor, input: torch.Tensor) -> None:
+def all_to_all_equal(group: dist.ProcessGroup, output: torch.Tensor, input: torch.Tensor) -> None:
     """Send the r-th part of `input`, one of equal length for each rank, to each rank r, and receive theirs in order."""
     options = dist.AllToAllOptions()
     options.asyncOp = False
     _finish(group.alltoall_base(output, input, [], [], options))
 
 
-def all_gather_rows(group: dist.ProcessGroup, output: torch.Tensor, own: torch.Tensor) -> None:
+def all_gather_equal(group: dist.ProcessGroup, output: torch.Tensor, own: torch.Tensor) -> None:
     """Receive all ranks' `own` in `output`, in rank order; `own` may be its part of `output`."""
     _finish(all_gather_base(group, output, own))
 

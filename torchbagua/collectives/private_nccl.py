@@ -38,12 +38,12 @@ class PrivateNccl:
 
     Attributes:
         group: torch's.
-        is_watched: whether somebody asks for what is under way; else launches are not noted.
+        is_polled: whether somebody asks for what is under way; else launches are not noted.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self.group = nccl_group(store, rank, size, timeout + _WATCHDOG_LATER)
-        self.is_watched = False
+        self.is_polled = False
         self._timeout_s = timeout.total_seconds()
         self._device: torch.device | None = None
         self._launches: deque[Launch] = deque()
@@ -63,7 +63,7 @@ class PrivateNccl:
 
     def note(self, purpose: str) -> None:
         """Note that the current stream has been told to do `purpose`."""
-        if self.is_watched:
+        if self.is_polled:
             done = torch.cuda.current_stream(self._device).record_event()
             self._launches.append(Launch(purpose, done, time.monotonic()))
 

@@ -173,7 +173,7 @@ class BaguaProcessGroup(GroupOperations):
             warn_of_launch_order()
             self._open_nccl(self.world, "world")
             for _, nccl in self._private_nccl:
-                nccl.is_watched = True
+                nccl.is_polled = True
 
     def _open_nccl(self, communicator: Communicator, key: str) -> None:
         if self.has_nccl:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.exchange import ElementCounts
-from torchbagua.collectives.private_groups import all_gather_rows, all_to_all_rows
+from torchbagua.collectives.private_groups import all_gather_equal, all_to_all_equal
 from torchbagua.compressors import Compressor, TensorSpec, WireLayout
 from torchbagua.events import Details, Phase
 from torchbagua.tracer import NO_SPAN, Span
@@ -25,7 +25,7 @@ class RankChunks:
         communicator: whose ranks own the chunks.
         compressor: makes bytes of them; it encodes the tensor's dtype.
         spec: the tensor.
-        cuts: where chunks begin and end, one for each rank, see `TensorSpec.even_cuts`; default: even ones.
+        cuts: where chunks begin and end, one for each rank, see `TensorSpec.even_cuts`.
 
     Attributes:
         communicator, compressor: the same.
@@ -35,9 +35,10 @@ class RankChunks:
         own: the elements of this rank's chunk.
         own_layout: of that chunk, in a tensor and a wire of its own.
         lengths: elements of each chunk.
-        scattered, gathered: elements of the messages when chunks go to their owners, and when owners send them to all.
-        move_in_one_call: whether NCCL moves all chunks with one call of its own, for which they are padded to equal
-            length.
+        scatter_counts, gather_counts: elements of the messages when chunks go to their owners, and when owners send
+            them to all.
+        nccl_moves_all_at_once: whether NCCL moves all chunks with one call of its own, for which they are padded to
+            equal length.
         are_coded_at_once: whether one launch encodes or decodes all chunks, as on a GPU; else it is done chunk by
             chunk, while others are under way.
 
@@ -46,7 +47,7 @@ class RankChunks:
     """
 
     def __init__(
-        self, communicator: Communicator, compressor: Compressor, spec: TensorSpec, cuts: Sequence[int] | None = None
+        self, communicator: Communicator, compressor: Compressor, spec: TensorSpec, cuts: Sequence[int]
     ) -> None:
         self.communicator = communicator
         self.compressor = compressor
@@ -54,26 +55,24 @@ class RankChunks:
         self.element_bytes = spec.dtype.itemsize
         self.rank = communicator.rank
         is_on_nccl = communicator.is_on_nccl(spec.device)
-        self.move_in_one_call = is_on_nccl and not compressor.in_place
+        self.nccl_moves_all_at_once = is_on_nccl and not compressor.wire_is_tensor
         self.are_coded_at_once = is_on_nccl or spec.device.type == "cuda"
-        if cuts is None:
-            cuts = spec.even_cuts(communicator.size, compressor.block_elements)
-        self.layout = compressor.layout(spec, cuts, equal_bytes=self.move_in_one_call)
+        self.layout = compressor.layout(spec, cuts, equal_bytes=self.nccl_moves_all_at_once)
         self.own = self.layout.elements[self.rank]
         self.own_layout = self.layout.chunk(self.rank)
         self.lengths = [elements.stop - elements.start for elements in self.layout.elements]
         own_length = [self.lengths[self.rank]] * communicator.size
-        self.scattered = ElementCounts(self.lengths, own_length, self.element_bytes)
-        self.gathered = ElementCounts(own_length, self.lengths, self.element_bytes)
+        self.scatter_counts = ElementCounts(self.lengths, own_length, self.element_bytes)
+        self.gather_counts = ElementCounts(own_length, self.lengths, self.element_bytes)
 
     @cached_property
-    def layouts(self) -> list[WireLayout]:
+    def chunk_layouts(self) -> list[WireLayout]:
         """The layout of each chunk, in a tensor and a wire of its own."""
         return [self.layout.chunk(rank) for rank in range(self.communicator.size)]
 
     def wire(self, x_N: torch.Tensor) -> torch.Tensor:
         """Return memory for the wire of `x_N`: its own, or the communicator's scratch."""
-        if self.compressor.in_place:
+        if self.compressor.wire_is_tensor:
             return x_N.view(torch.uint8)
         return self.communicator.scratch("wire", self.layout.num_bytes, x_N.device)
 
@@ -83,14 +82,14 @@ class RankChunks:
         return self.communicator.scratch("received", size * num_bytes, device).view(size, num_bytes)
 
     def all_to_all(self, received_RW: torch.Tensor, wire_W: torch.Tensor) -> None:
-        """Send each rank its chunk's part of `wire_W` and receive own chunk from all, where they `move_in_one_call`."""
-        with self._launching("all_to_all", self.scattered) as nccl:
-            all_to_all_rows(nccl, received_RW.view(-1), wire_W)
+        """Send each rank its chunk's part of `wire_W` and receive own chunk from all, in one call of NCCL."""
+        with self._launching("all_to_all", self.scatter_counts) as nccl:
+            all_to_all_equal(nccl, received_RW.view(-1), wire_W)
 
     def all_gather(self, wire_W: torch.Tensor, own_wire: torch.Tensor) -> None:
-        """Send `own_wire`, own part of `wire_W`, to all ranks and receive theirs, where they `move_in_one_call`."""
-        with self._launching("all_gather", self.gathered) as nccl:
-            all_gather_rows(nccl, wire_W, own_wire)
+        """Send `own_wire`, own part of `wire_W`, to all ranks and receive theirs, in one call of NCCL."""
+        with self._launching("all_gather", self.gather_counts) as nccl:
+            all_gather_equal(nccl, wire_W, own_wire)
 
     def span(self, phase: Phase, operation: str, peer: int | None = None) -> Span:
         """Return a phase of the work on the chunk that `peer` owns, or on all chunks."""

@@ -33,10 +33,14 @@ class ReduceScatter:
         self.chunks = chunks
         self._divisor = divisor
         self._residual = residual
-        self._error = EncodingErrorProbe(chunks.communicator.tracer, chunks.compressor, chunks.own_layout, chunks.name)
+        self._error_probe = EncodingErrorProbe(
+            chunks.communicator.tracer, chunks.compressor, chunks.own_layout, chunks.name
+        )
 
     def __call__(self, x_N: torch.Tensor, out_L: torch.Tensor) -> None:
-        """Write the mean of own chunk to `out_L`, in the dtype that sums are formed in. What `x_N` holds then is open.
+        """Write the mean of own chunk to `out_L`, in the dtype that sums are formed in.
+
+        What `x_N` holds afterwards is not defined.
 
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
@@ -58,7 +62,7 @@ class ReduceScatter:
     def encode_chunk(self, x_N: torch.Tensor, peer: int, wire_W: torch.Tensor) -> torch.Tensor:
         """Encode the chunk that `peer` owns into `wire_W`, and return that."""
         elements = self.chunks.layout.elements[peer]
-        self._encode(x_N[elements], self.chunks.layouts[peer], wire_W, elements, peer)
+        self._encode(x_N[elements], self.chunks.chunk_layouts[peer], wire_W, elements, peer)
         if peer == self.chunks.rank:
             self._tell_error(x_N[elements], wire_W)
         return wire_W
@@ -74,8 +78,10 @@ class ReduceScatter:
 
     def _tell_error(self, x_L: torch.Tensor, wire_W: torch.Tensor) -> None:
         """Tell observers what encoding own chunk has left out of it."""
-        if self._error.is_wanted:
-            self._error.tell(x_L, wire_W, None if self._residual is None else self._residual.staged(self.chunks.own))
+        if self._error_probe.is_wanted:
+            self._error_probe.tell(
+                x_L, wire_W, None if self._residual is None else self._residual.staged(self.chunks.own)
+            )
 
 
 class Scattering:
@@ -88,9 +94,11 @@ class Scattering:
         self._wire_W = chunks.wire(x_N)
         self._received_RW = chunks.received(x_N.device)
         self._exchange: Exchange | None = None
-        if not chunks.move_in_one_call:
+        if not chunks.nccl_moves_all_at_once:
             received = list(self._received_RW)
-            self._exchange = Exchange(chunks.communicator, "all_to_all", received, chunks.name, counts=chunks.scattered)
+            self._exchange = Exchange(
+                chunks.communicator, "all_to_all", received, chunks.name, counts=chunks.scatter_counts
+            )
             self._exchange.post_first_receive()
 
     def run(self) -> torch.Tensor:
@@ -105,7 +113,7 @@ class Scattering:
             scatter.encode_all(x_N, wire_W)
             chunks.all_to_all(received_RW, wire_W)
             return received_RW
-        wires = [wire_W[row] for row in chunks.layout.byte_slices]
+        wires = [wire_W[own_bytes] for own_bytes in chunks.layout.byte_slices]
         if chunks.are_coded_at_once:
             scatter.encode_all(x_N, wire_W)
             received_RW[chunks.rank].copy_(wires[chunks.rank])

@@ -17,7 +17,7 @@ class TwoPhaseMean:
     """Mean of a flat tensor, compressed when it is scattered and when it is gathered (ScatterReduce, arXiv 2107.01499).
 
     1. Reduce-scatter: each rank decodes what all ranks have sent of its own chunk, adds it in rank order and divides.
-    2. The mean of own chunk is encoded, in one pass with that.
+    2. The mean of own chunk is encoded: in one pass with that, with residuals in a second.
     3. All-gather: all ranks decode all means, of their own chunk too, so they end with the same bits.
 
     Args:

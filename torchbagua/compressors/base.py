@@ -16,8 +16,8 @@ class Compressor(ABC):
     """Turns a flat tensor into wire bytes and back. Deterministic, without state, group or hidden randomness.
 
     A *wire* is a contiguous uint8 tensor, laid out by `layout`; what it decodes to does not depend on how blocks are
-    assigned to chunks. All methods write into memory that is handed to them and may hold anything: what a codec does
-    not write it must not read.
+    assigned to chunks, unless a codec has `block=None`. All methods write into memory that is handed to them and may
+    hold anything: what a codec does not write it must not read.
 
     A subclass, a frozen dataclass, implements `wire_bytes`, `encode` and `decode`. One that codes block by block is a
     `BlockCodec`, which lays out a header and a payload for each. The other methods follow from these; a codec that has
@@ -30,7 +30,7 @@ class Compressor(ABC):
         return DEFAULT_BLOCK
 
     @property
-    def in_place(self) -> bool:
+    def wire_is_tensor(self) -> bool:
         """Whether the wire is the tensor's own bytes, so that a view of the tensor can serve as its wire."""
         return False
 
@@ -93,24 +93,24 @@ class Compressor(ABC):
     def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
         """Read `wire_W`, write `x_N`, of any floating-point dtype, rounding to it."""
 
-    def decode_mean(self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
-        """Decode R wires of one chunk, add them in row order, divide by `divisor`, write `x_N`.
+    def decode_mean(self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
+        """Decode R wires of one chunk, add them in rank order, divide by `divisor`, write `x_N`.
 
         Sums are formed in the dtype of `x_N`: float32, or float64 for float64.
         """
-        self.decode(rows_RW[0], layout, x_N)
+        self.decode(wires_RW[0], layout, x_N)
         one_N = torch.empty_like(x_N)
-        for row_W in rows_RW[1:]:
-            self.decode(row_W, layout, one_N)
+        for wire_W in wires_RW[1:]:
+            self.decode(wire_W, layout, one_N)
             x_N.add_(one_N)
         divide(x_N, divisor, x_N)
 
     def decode_mean_encode(
-        self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
+        self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:
-        """Encode into `wire_W` what `decode_mean` makes of R wires. What `rows_RW` holds afterwards is not defined."""
+        """Encode into `wire_W` what `decode_mean` makes of R wires. What `wires_RW` holds afterwards is not defined."""
         mean_N = torch.empty(layout.elements[0].stop, dtype=sum_dtype(layout.dtype), device=wire_W.device)
-        self.decode_mean(rows_RW, layout, divisor, mean_N)
+        self.decode_mean(wires_RW, layout, divisor, mean_N)
         self.encode(mean_N, layout, wire_W)
 
     def encode_feedback(

@@ -110,13 +110,13 @@ class NativeBlockCodec(BlockCodec):
     def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
         self._op("decode")(wire_W, layout.table, x_N)
 
-    def decode_mean(self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
-        self._op("decode_mean")(rows_RW, layout.table, divisor, x_N)
+    def decode_mean(self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
+        self._op("decode_mean")(wires_RW, layout.table, divisor, x_N)
 
     def decode_mean_encode(
-        self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
+        self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:
-        self._op("decode_mean_encode")(rows_RW, layout.table, divisor, wire_W)
+        self._op("decode_mean_encode")(wires_RW, layout.table, divisor, wire_W)
 
     def encode_feedback(
         self,

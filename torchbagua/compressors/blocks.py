@@ -1,7 +1,8 @@
 """What is communicated, how it is cut into blocks and chunks, and where the chunks lie in the bytes that are sent.
 
 A *segment* is one parameter's elements in a flat tensor. A *block* is a piece of a segment that a codec codes as a
-whole. A *chunk* is several blocks, which one rank owns; a *shard* is a chunk within a node.
+whole. A *chunk* is several blocks, which one rank owns; a *shard* is a chunk within a node. A codec with `block=None`
+codes a whole chunk as one, and blocks only say where chunks may begin.
 
 Shape suffixes in this package: N elements, C chunks, B blocks, L elements of a chunk, W wire bytes, R ranks.
 """
@@ -65,8 +66,8 @@ class TensorSpec:
         cuts: list[int] = bounds_B[torch.searchsorted(bounds_B, targets)].tolist()
         return (*cuts, self.num_elements)
 
-    def restricted_to(self, elements: slice, dtype: torch.dtype | None = None) -> "TensorSpec":
-        """Return the description of some of its elements, in another dtype perhaps, as a tensor of their own."""
+    def restricted_to(self, elements: slice, dtype: torch.dtype) -> "TensorSpec":
+        """Return the description of some of its elements as a tensor of their own, of `dtype`."""
         lengths = []
         start = 0
         for length in self.segment_lengths:
@@ -74,7 +75,7 @@ class TensorSpec:
             if first < last:
                 lengths.append(last - first)
             start += length
-        return replace(self, segment_lengths=tuple(lengths), dtype=dtype or self.dtype)
+        return replace(self, segment_lengths=tuple(lengths), dtype=dtype)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ class Identity(Compressor):
     """Full precision: the wire is the tensor's own bytes, in its own memory."""
 
     @property
-    def in_place(self) -> bool:
+    def wire_is_tensor(self) -> bool:
         return True
 
     @property
@@ -37,13 +37,13 @@ class Identity(Compressor):
         if wire_W.data_ptr() != x_N.data_ptr():
             x_N.copy_(typed(wire_W, layout.dtype))
 
-    def decode_mean(self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
-        divide(sum_of_rows(typed(rows_RW, layout.dtype)), divisor, x_N)
+    def decode_mean(self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
+        divide(sum_of_rows(typed(wires_RW, layout.dtype)), divisor, x_N)
 
     def decode_mean_encode(
-        self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
+        self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:
-        self.decode_mean(rows_RW, layout, divisor, typed(wire_W, layout.dtype))
+        self.decode_mean(wires_RW, layout, divisor, typed(wire_W, layout.dtype))
 
     def encode_feedback(
         self,
@@ -92,23 +92,23 @@ class Cast(Compressor):
             chunk_L = x_N[elements]
             chunk_L.copy_(typed(wire_W[own_bytes], _DTYPES[self.dtype])[: len(chunk_L)])
 
-    def decode_mean(self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
-        divide(sum_of_rows(typed(rows_RW, _DTYPES[self.dtype])[:, : x_N.numel()]), divisor, x_N)
+    def decode_mean(self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
+        divide(sum_of_rows(typed(wires_RW, _DTYPES[self.dtype])[:, : x_N.numel()]), divisor, x_N)
 
     def decode_mean_encode(
-        self, rows_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
+        self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:
-        self.decode_mean(rows_RW, layout, divisor, typed(wire_W, _DTYPES[self.dtype])[: layout.elements[0].stop])
+        self.decode_mean(wires_RW, layout, divisor, typed(wire_W, _DTYPES[self.dtype])[: layout.elements[0].stop])
 
 
 def typed(wire: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return bytes as the elements of `dtype` that they are."""
-    # In a table of empty rows each lies one byte behind the other, where there may be no place for an element.
+    # Of empty wires, [R, 0], each begins one byte behind the other, where `view` finds no place for an element.
     return wire.view(dtype) if wire.numel() else wire.new_empty(wire.shape, dtype=dtype)
 
 
 def sum_of_rows(rows_RL: torch.Tensor) -> torch.Tensor:
-    """Return the sum of rows in their `sum_dtype`, added in row order; it may use their memory."""
+    """Return the sum of rows in their `sum_dtype`, added in the order of the rows; it may use their memory."""
     total_L = rows_RL[0].to(sum_dtype(rows_RL.dtype))
     for row_L in rows_RL[1:]:
         total_L.add_(row_L)
