@@ -288,7 +288,7 @@ def test_operations_of_a_group_fail_with_their_own_errors(operation: str) -> Non
         if group.rank() == 1:
             world.close()
             return
-        world.nccl = world.process_group  # gloo plays it, which knows no all-to-all
+        world.nccl = world.gloo  # gloo plays it, which knows no all-to-all
         x = torch.ones(4)
         if operation.startswith("broadcast"):
             broadcast_tensors(world, [x], "a test")

@@ -72,7 +72,7 @@ def mean_of_ranks(
         own = tb.BaguaProcessGroup(group, nodes=nodes)
         for communicator in (own.world, own.intra_node, own.inter_node):
             if nccl_calls is not None and communicator is not None:
-                communicator.nccl = PlayedNccl(communicator.process_group, nccl_calls)  # type: ignore[assignment]
+                communicator.nccl = PlayedNccl(communicator.gloo, nccl_calls)  # type: ignore[assignment]
         spec = TensorSpec(LENGTHS, torch.float32, torch.device("cpu"), "bucket 0")
         residuals = TwoPhaseResiduals(spec.device) if has_feedback else None
         mean = centralized_mean(own, compressor, spec, hierarchical=True, residuals=residuals)
@@ -323,7 +323,7 @@ def test_mean_in_full_precision_is_one_all_reduce(dtype: torch.dtype, average: b
 
     def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
         own = tb.BaguaProcessGroup(group, observers=[recorder] if group.rank() == 0 else [])
-        own.world.nccl = own.world.process_group
+        own.world.nccl = own.world.gloo
         divisor = float(size) if average else 1.0
         mean = AllReduceMean(own.world, TensorSpec((1000,), dtype, torch.device("cpu"), "bucket 0"), divisor)
         x, out = whole[group.rank()].clone(), torch.empty(1000, dtype=dtype)

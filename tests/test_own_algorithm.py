@@ -136,7 +136,7 @@ def test_python_op_that_fails_after_communicating_tells_the_others_at_once() -> 
 
     class FailingImpl(SignSGDImpl):
         def vote(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
-            private = group.world.process_group
+            private = group.world.gloo
             dist.all_reduce(bucket.flat, group=private)
             if private.rank() == 1:
                 raise ZeroDivisionError("on one rank")

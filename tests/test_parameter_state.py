@@ -78,7 +78,7 @@ class LowRankImpl(tb.AlgorithmImpl):
         bucket.append_python_op(average)
 
     def mean(self, x: torch.Tensor, group: tb.BaguaProcessGroup) -> torch.Tensor:
-        dist.all_reduce(x, group=group.world.process_group)
+        dist.all_reduce(x, group=group.world.gloo)
         return x / group.size
 
 

@@ -246,7 +246,7 @@ def test_what_nccl_is_not_done_with_ends_the_lane(nccl: Nccl) -> None:
         own, lane = watched_lane(group)
 
         def launch(purpose: str) -> None:
-            with own.world.launching(purpose):
+            with own.world.launching(purpose, list):
                 pass
 
         good = lane.submit(functools.partial(launch, "all_reduce of weight bucket 0"))
@@ -274,7 +274,7 @@ def test_what_another_failure_breaks_off_was_not_done(nccl: Nccl) -> None:
         own, lane = watched_lane(group)
 
         def launch() -> None:
-            with own.world.launching("all_to_all of weight bucket 0"):
+            with own.world.launching("all_to_all of weight bucket 0", list):
                 pass
 
         def fail() -> None:
@@ -297,7 +297,7 @@ def test_waits_of_the_host_for_the_gpu_are_bounded(nccl: Nccl) -> None:
             tb.CommunicationError, match=r"round 3 over .* rank 0: the GPU has not come to it within 1 s"
         ):
             own.wait_for_gpu(GPU, "averaging round 3")
-        with own.world.launching("all_to_all of weight bucket 0"):
+        with own.world.launching("all_to_all of weight bucket 0", list):
             pass
         with pytest.raises(tb.CommunicationError, match=OVERDUE):
             own.wait_for_gpu(GPU, "averaging round 3")

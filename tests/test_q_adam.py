@@ -219,6 +219,52 @@ def test_a_bucket_of_parameters_in_and_past_their_warm_up() -> None:
         assert torch.allclose(runs[0][name][1], mean, atol=0.05 * float(mean.abs().max()) + 1e-3)
 
 
+def test_a_state_with_as_many_other_parameters_past_their_warm_up() -> None:
+    """What travels as a momentum follows the state that is loaded, and not the number of such parameters."""
+
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+        weight, bias = ddp.module.weight, ddp.module.bias
+
+        def optimizer_with(warmup_of_weight: int, warmup_of_bias: int) -> tb.QAdamOptimizer:
+            groups = [
+                {"params": [weight], "warmup_steps": warmup_of_weight},
+                {"params": [bias], "warmup_steps": warmup_of_bias},
+            ]
+            return tb.QAdamOptimizer(groups, lr=0.01)
+
+        def step(optimizer: tb.QAdamOptimizer, index: int) -> None:
+            torch.manual_seed(10 * index + group.rank())
+            optimizer.zero_grad()
+            ddp(torch.randn(3, 4)).square().sum().backward()
+            optimizer.step()
+
+        def run(optimizer: tb.QAdamOptimizer, steps: range) -> None:
+            for index in steps:
+                step(optimizer, index)
+
+        # The bias is past its warm-up.
+        other = optimizer_with(100, 1)
+        with tb.attach(ddp, other, tb.QAdamAlgorithm(other)):
+            run(other, range(3))
+        model, state = copy.deepcopy(ddp.module.state_dict()), copy.deepcopy(other.state_dict())
+
+        results = []
+        for steps_before in (0, 3):  # of an optimizer whose weight is past its warm-up
+            own = optimizer_with(1, 100)
+            with tb.attach(ddp, own, tb.QAdamAlgorithm(own)):
+                run(own, range(steps_before))
+                ddp.module.load_state_dict(model)
+                own.load_state_dict(copy.deepcopy(state))
+                run(own, range(3, 6))
+            results.append(torch.cat([weight.detach().flatten(), bias.detach()]))
+        return results
+
+    for fresh, reloaded in run_ranks(2, body):
+        assert torch.equal(fresh, reloaded)
+
+
 @pytest.mark.parametrize("stop", [NUM_WARM - 1, NUM_WARM, NUM_WARM + 2])
 def test_resume_bit_for_bit(stop: int) -> None:
     model = build(Tower)

@@ -20,7 +20,7 @@ def group() -> dist.ProcessGroup:
     """A group of one, that torch's registry does not know."""
     store, timeout = dist.HashStore(), timedelta(seconds=7)
     backend = dist.ProcessGroupGloo(store, 0, 1, timeout)
-    return torch_private.new_group(store, 0, 1, "cpu", dist.ProcessGroup.BackendType.GLOO, backend)
+    return torch_private.unregistered_group(store, 0, 1, "cpu", dist.ProcessGroup.BackendType.GLOO, backend)
 
 
 def test_groups(group: dist.ProcessGroup) -> None:

@@ -3,14 +3,17 @@
 The whole order:
 
 1. `attach` checks what can fail on one rank alone.
-2. `Algorithm.reify` checks the rest of it, and opens private groups over which ranks compare what must agree.
-3. `Algorithm.make_impl` binds the algorithm to them; the impl watches the optimizers' steps.
-4. `Attachment` gives ranks the same weights where no DDP has, and `AlgorithmImpl.set_module` makes buckets.
-5. It installs the hooks: step hooks (step_hooks.py), then DDP's one hook (comm_hook.py), or DDP's silence.
+2. `Algorithm.reify` checks the rest of it, has ranks compare over their group's store what must agree, and opens
+   private groups.
+3. Within that, `Algorithm.make_impl` binds the algorithm to them, and the impl watches the optimizers' steps.
+4. `Attachment` gives ranks the same weights where no DDP has, and `AlgorithmImpl.set_module` makes the buckets of a
+   weight algorithm; a gradient algorithm's are made when DDP first hands them over (`gradient_bucket`).
+5. It installs the hooks: step hooks (step_hooks.py), then DDP's one hook, which ddp.py has call comm_hook.py, or DDP's
+   silence.
 6. A step of a gradient algorithm: DDP hands a bucket to the hook, the lane runs it, backward waits for all, the
    optimizer steps and commits what the algorithm keeps, the `StepClock` ends the step. A weight algorithm
    communicates at that end, in buckets of its own.
-7. `detach` finishes what is in flight, and undoes 5, 4 and 3 in reverse.
+7. `detach` finishes what is in flight, removes the hooks of 5, and closes the lane and the groups of 3 and 2.
 """
 
 from collections.abc import Mapping, Sequence
@@ -244,6 +247,7 @@ class Attachment:
         Raises:
             ValueError: it is the state of another algorithm or of a later format, or of other arguments that it depends
                 on.
+            CommunicationError: ranks have states of different parameters, or communication failed.
         """
         load_state(self.algorithm, self.impl, state)
 

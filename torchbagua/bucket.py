@@ -19,7 +19,8 @@ class BaguaTensor:
     """A parameter's place in a bucket.
 
     Attributes:
-        name: the parameter's name in its module; behind the plain hook, which knows no module, its place in the bucket.
+        name: the parameter's name in its module; behind the plain hook, which knows no module, its place in the
+            optimizers that `reify` was given, or else in the bucket.
         parameter: the parameter itself, or the buffer.
     """
 
@@ -109,13 +110,16 @@ class BaguaBucket(BucketOperations):
         return [(tensor, shape_like(tensor.parameter, part)) for tensor, part in self.parts(flat)]
 
     def run(self) -> torch.Tensor:
-        """Run the operations in order, in place on `flat`, and return it; one that raises fails the step."""
+        """Run the operations in order, and return `flat`, on which, or from which, they work.
+
+        One that raises fails the step.
+        """
         self.start()
         self.finish()
         return self.flat
 
     def start(self) -> None:
-        """Run the operations up to where `flat` is final, which the caller may use before `finish` does the rest.
+        """Run all operations, and return when `flat` is final. What only peers wait for is left to `finish`.
 
         An operation that raises fails the step, and closes the groups of all operations, since no later message on them
         would be matched, and so that peers hear of it at once.

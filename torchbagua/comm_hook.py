@@ -16,10 +16,10 @@ from torchbagua.wait_timer import WaitTimer
 def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the gradients of one DDP bucket; for `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`.
 
-    Returns at once (over NCCL QAdam first compares how far the ranks have come), so that backward goes on while the
-    impl's lane communicates. The bucket's buffer is changed in place. Of a group that has NCCL, gradients on a GPU stay
-    there: all is launched at once, on one stream beside backward's. With gloo the bytes that are sent pass through the
-    host's memory.
+    Returns at once, so that backward goes on while the impl's lane communicates. (Over NCCL QAdam first compares how
+    far the ranks have come; with a GradScaler QAdam and error feedback first read the loss scale from the GPU.) The
+    bucket's buffer is changed in place. Of a group that has NCCL, gradients on a GPU stay there: all is launched at
+    once, on one stream beside backward's. With gloo the bytes that are sent pass through the host's memory.
 
     Under `torch.distributed.algorithms.Join` a rank that has run out of data goes on to take part with zeros, and the
     mean is that of all ranks of the group, whatever `divide_by_initial_world_size` says: DDP leaves the division to its

@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua.torch_private import comm_hooks_of, has_learnt_graph, is_joining
-
-T = TypeVar("T")
 
 JOIN_REFUSAL = (
     "an algorithm that averages weights does not take torch.distributed.algorithms.Join, in which ranks that have run "

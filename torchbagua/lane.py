@@ -169,7 +169,7 @@ class Job(Generic[T]):
         self._done: torch.futures.Future[Any] = torch.futures.Future() if side is None else side.new_future()
 
     def future(self) -> "torch.futures.Future[T]":
-        """Return the same for torch; an error is raised as a RuntimeError, if it is none."""
+        """Return a torch future of what `result` returns; an error is raised as a RuntimeError, if it is none."""
         return future_of(self._done, self._outcome)
 
     def is_done(self) -> bool:

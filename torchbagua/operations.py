@@ -71,7 +71,7 @@ class BucketOperations:
         """Append a function of the bucket and the group, which changes `bucket.flat` in place, on the CPU or a GPU.
 
         Leave sending to the operations beside it, which work on both. The function may also send tensors of the CPU
-        with torch.distributed over `group.world.process_group`, a gloo group, which fails with tensors of a GPU, and
+        with torch.distributed over `group.world.gloo`, a gloo group, which fails with tensors of a GPU, and
         of which observers hear nothing. It runs on the lane's thread, or over NCCL on that of backward; with a GPU, on
         the lane's stream. Where it raises, the training step raises a RuntimeError that names the function, the bucket,
         the rank and the error.
@@ -107,7 +107,7 @@ class BucketOperations:
         Args:
             hierarchical: respect node boundaries, where there are several nodes: full precision within them.
             average: divide by the number of ranks.
-            scattergather: of Bagua's signature, without effect: every mean here is a scatter and a gather.
+            scattergather: of Bagua's signature, without effect: `centralized_mean` chooses how the mean is formed.
             compression: None for full precision, "MinMaxUInt8", "sign1bit", "bfloat16", "float16", or a Compressor.
             group: default the bucket's.
             error_feedback: what compression leaves out is kept there, and added the next time, when it has been

@@ -228,8 +228,8 @@ def residual_state(owner: str) -> ParameterState[TwoPhaseResiduals]:
     return ParameterState(f"{owner} with error_feedback", make, dict.fromkeys(ResidualPair._fields))
 
 
-def _close(sent: dict[int, AverageInGradient]) -> None:
-    for one in sent.values():
+def _close(averages: dict[int, AverageInGradient]) -> None:
+    for one in averages.values():
         one.close()
 
 

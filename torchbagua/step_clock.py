@@ -37,7 +37,7 @@ class StepClock:
         raises_if_never_stepped: bool,
     ) -> None:
         self._on_end = on_end
-        self._progress = {id(watch.optimizer): _Progress(watch.optimizer) for watch in watches}
+        self._progress = {id(watch.optimizer): _OptimizerSteps(watch.optimizer) for watch in watches}
         self._watches = watches
         for watch in watches:
             watch.add(self._after_step)
@@ -112,7 +112,7 @@ class StepClock:
             self._on_end(optimizer)
 
 
-class _Progress:
+class _OptimizerSteps:
     """What one optimizer has done since the last training step ended.
 
     Attributes:

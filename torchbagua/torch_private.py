@@ -24,7 +24,7 @@ FindInf = Callable[..., FoundInf]
 # world to take part. Seen in 2.11 to 2.13.
 
 
-def new_group(
+def unregistered_group(
     store: dist.Store, rank: int, size: int, device_type: str, kind: dist.ProcessGroup.BackendType, backend: Any
 ) -> dist.ProcessGroup:
     """Return a group whose tensors on devices of one type `backend` moves."""

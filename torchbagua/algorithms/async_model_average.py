@@ -25,9 +25,10 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
 
     A round averages snapshots that the ranks took between two steps; then, between two steps, x += mean - snapshot, so
     that no rank loses what it has learnt meanwhile. After the warm-up training waits for no network operation but in
-    `abort`, `resume`, detach, and where layers are unfrozen; and ranks may take different numbers of steps (AD-PSGD,
-    Lian et al., arXiv 1710.06952; Bagua, arXiv 2107.01499). A rank sends 8 (n-1)/n bytes a float32 parameter and round.
-    Rounds go on until detach or the end of the process, also where a script has let go of module and attachment.
+    `abort`, `resume`, `load_state_dict`, detach, and where layers are unfrozen; and ranks may take different numbers of
+    steps (AD-PSGD, Lian et al., arXiv 1710.06952; Bagua, arXiv 2107.01499). A rank sends 8 (n-1)/n bytes a float32
+    parameter and round. Rounds go on until detach or the end of the process, also where a script has let go of module
+    and attachment.
 
     A state goes on under any arguments but another `average_buffers`, and but a longer warm-up than the one that it is
     past: ranks whose weights differ, after different numbers of steps, would average gradients again.
@@ -88,7 +89,7 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
 
 
 class AsyncModelAverageAlgorithmImpl(AveragingImpl):
-    """See `AsyncModelAverageAlgorithm`. A bucket's flat tensor is the mean of the ranks' snapshots.
+    """See `AsyncModelAverageAlgorithm`. `WeightBucket` says what a bucket's tensors hold when.
 
     Attributes:
         clock: measures the interval.

@@ -31,8 +31,8 @@ class WaitClock(Protocol):
         """Return the seconds since some moment."""
         ...
 
-    def wait(self, turn: threading.Condition, timeout_s: float) -> None:
-        """Wait until `turn` is notified, at most `timeout_s`."""
+    def wait(self, changed: threading.Condition, timeout_s: float) -> None:
+        """Wait until `changed` is notified, at most `timeout_s`."""
         ...
 
 
@@ -43,9 +43,9 @@ class MonotonicWaitClock:
         """Return `time.monotonic()`."""
         return time.monotonic()
 
-    def wait(self, turn: threading.Condition, timeout_s: float) -> None:
-        """Wait until `turn` is notified, at most `timeout_s`."""
-        turn.wait(timeout_s)
+    def wait(self, changed: threading.Condition, timeout_s: float) -> None:
+        """Wait until `changed` is notified, at most `timeout_s`."""
+        changed.wait(timeout_s)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class BackgroundRounds:
         self._last_to_stop: int | None = None  # a rank that had not stopped yet at the last round; the lane writes it
         # Guards everything below. The buckets' snapshots are the training thread's while it is asked for them, and the
         # lane's otherwise.
-        self._turn = threading.Condition()
+        self._changed = threading.Condition()
         self._phase: RoundPhase = "pause"
         self._vote = Vote()
         self._snapshot_info = SnapshotInfo(step=0, num_rounds=0, vote=self._vote)
@@ -143,7 +143,7 @@ class BackgroundRounds:
 
     def after_step(self) -> None:
         """Between two steps, on the training thread: add what was averaged, give a snapshot where one is wanted."""
-        with self._turn:
+        with self._changed:
             now_s = self._clock.now()
             self._step_s, self._last_step_at_s = now_s - self._last_step_at_s, now_s
             self._num_steps += 1
@@ -162,13 +162,13 @@ class BackgroundRounds:
         Raises:
             CommunicationError: communication failed, or another rank stops for another reason.
         """
-        with self._tracer.span("wait"), self._turn:
+        with self._tracer.span("wait"), self._changed:
             self._vote = replace(self._vote, stops=True, wants_mean=with_mean, reason=reason)
-            self._turn.notify_all()
+            self._changed.notify_all()
             warn_at_s = self._clock.now() + self._timeout_s
             while self._phase != "over" and not self._job.is_done():  # which it is at once on a lane that has failed
                 # Not for ever: a lane that fails before it comes to the rounds notifies nobody.
-                self._turn.wait_for(lambda: self._phase in ("asked", "over"), timeout=1.0)
+                self._changed.wait_for(lambda: self._phase in ("asked", "over"), timeout=1.0)
                 self._serve()
                 if self._clock.now() > warn_at_s and self._last_to_stop is not None:
                     warn_at_s = math.inf
@@ -187,13 +187,13 @@ class BackgroundRounds:
 
     def leave(self) -> None:
         """End the rounds of all ranks, without waiting for it."""
-        with self._turn:
+        with self._changed:
             self._vote = replace(self._vote, leaves=True)
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     def pending(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
         """Return what the weights are still to be given, or None: differences, and snapshots of buffers, by name."""
-        with self._turn:
+        with self._changed:
             if self._pending_info is None:
                 return None
             self._handoff.wait()
@@ -216,7 +216,7 @@ class BackgroundRounds:
             self._weights.read(SNAPSHOT)
             self._snapshot_info = SnapshotInfo(self._num_steps, self.num_rounds, self._vote)
             self._phase = "ready"
-            self._turn.notify_all()
+            self._changed.notify_all()
         self._handoff.record()
 
     def _run(self) -> Outcome:
@@ -237,12 +237,12 @@ class BackgroundRounds:
                     return outcome
                 self._hand_over()
         finally:
-            with self._turn:
+            with self._changed:
                 self._phase = "over"
-                self._turn.notify_all()
+                self._changed.notify_all()
 
     def _await_snapshot(self) -> None:
-        with self._turn:
+        with self._changed:
             # 1. The interval, unless this rank stops.
             self._phase = "pause"
             self._wait(self._interval_s, lambda: self._vote.stops)
@@ -250,7 +250,7 @@ class BackgroundRounds:
             # 2. A snapshot, or word that this rank stops. One that trains answers within a step; one that has not by
             # then evaluates, say, and its last snapshot is sent again.
             self._phase = "asked"
-            self._turn.notify_all()
+            self._changed.notify_all()
             patience_s = min(max(self._interval_s, 2 * self._step_s, _FIRST_PATIENCE_S), self._longest_patience_s)
             self._wait(patience_s, lambda: self._phase == "ready" or self._vote.stops)
             # 3. One that stops must answer, and does at once: its last snapshot are its last weights.
@@ -261,7 +261,7 @@ class BackgroundRounds:
                 self._carry_snapshot(DIFFERENCE)
 
     def _agree(self) -> Outcome:
-        with self._turn:
+        with self._changed:
             # A rank has stopped when it has given its last snapshot; it leaves at once.
             vote = replace(self._snapshot_info.vote, leaves=self._vote.leaves)
         outcome = count_votes(self._group.world, vote, f"averaging round {self.num_rounds}")
@@ -273,7 +273,7 @@ class BackgroundRounds:
         buffers = {one: one.snapshot.clone() for one in self._weights.of_buffers}
         # So that a training thread that takes them does not wait for the network.
         self._group.wait_for_gpu(self._device, f"averaging round {self.num_rounds}")
-        with self._turn:
+        with self._changed:
             self._handoff.wait()
             if self._pending_info is None:
                 for one in self._weights:
@@ -295,4 +295,4 @@ class BackgroundRounds:
         """Wait for this, or until the rank leaves."""
         deadline_s = self._clock.now() + timeout_s
         while not (is_done() or self._vote.leaves) and (left_s := deadline_s - self._clock.now()) > 0:
-            self._clock.wait(self._turn, left_s)
+            self._clock.wait(self._changed, left_s)

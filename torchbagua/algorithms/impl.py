@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 
 class AlgorithmImpl:
-    """An algorithm bound to a group, with all of its changing state. Override what the algorithm needs.
+    """An algorithm bound to a group, with all of its changing state.
+
+    What a subclass may override: `needs_grad_scaler`, `need_reset`, `on_backward_begin`, `init_tensors`,
+    `tensors_to_buckets`, `init_operations`, `uncompressed`, the four `init_..._hook`, `on_step_taken`,
+    `state_parameters`, `state_dict`, `load_state_dict`, `agree_on_overflow` and `finish`; and, where the override calls
+    this class's, `set_module`, `reset` and `close`. The rest is called by `reify`, `attach` and `comm_hook`.
 
     An impl that overrides `init_tensors` communicates weights in buckets of its own; any other communicates gradients
     in DDP's buckets, from a DDP communication hook.
@@ -295,7 +300,7 @@ class AlgorithmImpl:
             self.tracer.end()
 
     def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
-        """Make the module and its parameters' names known, and make buckets. Collective where they are on a GPU.
+        """Make the module and its names known, and make a weight algorithm's buckets. Collective on GPUs.
 
         Called by `attach` when the impl has been reified, `tell_uncompressed` was called and rank 0's weights and
         optimizer state were broadcast, if they had to be, and before hooks are installed. The names take the place of

@@ -12,12 +12,12 @@ from torchbagua.algorithms.q_adam_optimizer import QAdamOptimizer
 from torchbagua.algorithms.sub_buckets import append_sub_buckets, sub_bucket_of
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup, require_same_progress
-from torchbagua.compressors import DEFAULT_BLOCK, Compressor, MinMaxUInt8, Sign1Bit, check_block
+from torchbagua.compressors import DEFAULT_BLOCK, Compressor, by_name, check_block
 from torchbagua.memory_order import flatten_like
 from torchbagua.optimizers import unwrap
 from torchbagua.state import residual_state
 
-_COMPRESSORS: dict[str, type[MinMaxUInt8 | Sign1Bit]] = {"MinMaxUInt8": MinMaxUInt8, "sign1bit": Sign1Bit}
+_COMPRESSIONS = ("MinMaxUInt8", "sign1bit")
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 
@@ -73,9 +73,9 @@ class QAdamAlgorithm(Algorithm):
             )
         check_flags(self, "hierarchical", "error_feedback")
         check_block("QAdamAlgorithm", self.block)
-        if not isinstance(self.compression, str) or self.compression not in _COMPRESSORS:
+        if not isinstance(self.compression, str) or self.compression not in _COMPRESSIONS:
             raise ValueError(
-                f"QAdamAlgorithm: compression must be one of {sorted(_COMPRESSORS)}, got {self.compression!r}"
+                f"QAdamAlgorithm: compression must be one of {sorted(_COMPRESSIONS)}, got {self.compression!r}"
             )
         if self.compression == "sign1bit" and not self.error_feedback:
             raise ValueError(
@@ -127,10 +127,10 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def __init__(self, process_group: BaguaProcessGroup, algorithm: QAdamAlgorithm) -> None:
         super().__init__(process_group, algorithm)
         self.q_adam = algorithm.q_adam_optimizer
-        self.compressor: Compressor = _COMPRESSORS[algorithm.compression](algorithm.block)
+        self.compressor: Compressor = by_name(algorithm.compression, block=algorithm.block)
         self.parameter_state = residual_state("QAdamAlgorithm") if algorithm.error_feedback else None
-        self._num_past_warmup = 0
-        self._others_are_past_warmup = False  # than at the last backward
+        self._past_warmup: list[int] = []
+        self._has_changed_kinds = False  # which travel as momenta, since the last backward
         self.q_adam.attach_averager(self)
 
     @property
@@ -139,20 +139,20 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         return True
 
     def need_reset(self) -> bool:
-        """Return True where parameters have come to the end of their warm-up since the last backward."""
-        return self._others_are_past_warmup
+        """Return True where other parameters are past their warm-up than in the last backward."""
+        return self._has_changed_kinds
 
     def on_backward_begin(self) -> None:
         """Look which parameters are past their warm-up, and compare over the ranks how far these have come."""
         num_updates = self.q_adam.num_updates_past_warmup
-        before, self._num_past_warmup = self._num_past_warmup, len(num_updates)
-        self._others_are_past_warmup = before != self._num_past_warmup
+        before, self._past_warmup = self._past_warmup, list(num_updates)
+        self._has_changed_kinds = before != self._past_warmup
         if self.process_group.size > 1:
             # Each time: what is sent may change its form after the warm-up too, by a state that is loaded, and a rank
             # that has not loaded it does not know.
             must_agree = {
                 "parameters past their warm-up": len(num_updates),
-                "updates of parameters past their warm-up": sum(num_updates),
+                "updates of parameters past their warm-up": sum(num_updates.values()),
             }
             world = self.process_group.world
             # Where it fails the lane ends, and this backward's buckets raise it.

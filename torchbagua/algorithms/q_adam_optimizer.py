@@ -171,9 +171,13 @@ class QAdamOptimizer(torch.optim.Adam):
         return list(map(self._num_updates_of, self.parameters))
 
     @property
-    def num_updates_past_warmup(self) -> list[int]:
-        """Updates so far of each parameter whose second moment stands still."""
-        return list(map(self._num_updates_of, filter(self.is_past_warmup, self.parameters)))
+    def num_updates_past_warmup(self) -> dict[int, int]:
+        """Updates so far of each parameter whose second moment stands still, by its place in `parameters`."""
+        return {
+            index: self._num_updates_of(parameter)
+            for index, parameter in enumerate(self.parameters)
+            if self.is_past_warmup(parameter)
+        }
 
     def _num_updates_of(self, parameter: Tensor) -> int:
         state = self.state.get(parameter, {})

@@ -17,7 +17,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor
     Raises:
         CommunicationError: a peer is gone or did not take part within the group's timeout.
     """
-    group = communicator.process_group
+    group = communicator.gloo
     with torch.no_grad():
         for tensor in tensors:
             # As bytes, since gloo does not know every dtype; a copy, since weights need not be contiguous.

@@ -17,7 +17,7 @@ class Mean(Protocol):
     """Forms the mean (or sum) of a flat tensor over the ranks."""
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
-        """Write the mean of `x_N` to `out_N`, another tensor like it; by default in place."""
+        """Write the mean of `x_N` to `out_N`, another tensor like it, and leave `x_N` as it is; by default in place."""
         ...
 
 
@@ -32,8 +32,8 @@ def centralized_mean(
 ) -> Mean:
     """Return the function that averages a flat tensor over `group`; it leaves the same bits on all ranks.
 
-    In full precision, and on GPUs with NCCL, that is NCCL's all-reduce, which knows of nodes itself. A group of one
-    changes nothing.
+    In full precision on GPUs with NCCL that is NCCL's all-reduce, which knows of nodes itself: `hierarchical` has no
+    effect there. A group of one changes nothing.
 
     Args:
         group: who takes part.

@@ -31,15 +31,14 @@ class _Pending(NamedTuple):
 
 
 class Communicator:
-    """A group of ranks that exchange tensors among themselves and nobody else on these connections.
+    """A group of ranks that exchange tensors: over a private gloo group, and over `nccl`, which may be the user's.
 
     The gloo group is private (DDP communicates on the user's group from its own thread, and two users of one gloo group
     can deadlock), and every use must come in the same order on all its ranks: one lane, one thread. What lies on a GPU
     passes through pinned memory of the host, unless `nccl` moves it.
 
     Args:
-        store: the key-value store that all `ranks` share; `name` is the prefix of this group's keys in it.
-        name: unique to this group, the same on all its ranks.
+        store: the key-value store that all `ranks` share, with keys of this group alone.
         rank: own index in `ranks`.
         ranks: the members, as ranks of the user's group; they name the peers in errors.
         scope: "world", "intra_node" or "inter_node", for events and errors.
@@ -60,7 +59,6 @@ class Communicator:
     def __init__(
         self,
         store: dist.Store,
-        name: str,
         *,
         rank: int,
         ranks: Sequence[int],
@@ -82,9 +80,9 @@ class Communicator:
         self._pending: dict[tuple[int, Direction, int], _Pending] = {}
         self._scratch: dict[str, torch.Tensor] = {}
         self._num_messages: Counter[tuple[str, int]] = Counter()
-        self._process_group: dist.ProcessGroup | None = None
+        self._gloo: dist.ProcessGroup | None = None
         try:
-            self._process_group = gloo_group(dist.PrefixStore(name, store), rank, len(ranks), timeout)
+            self._gloo = gloo_group(store, rank, len(ranks), timeout)
         except RuntimeError as error:
             raise CommunicationError(
                 f"torchbagua: the {scope} group of ranks {list(ranks)} could not be opened on rank {ranks[rank]} "
@@ -97,7 +95,7 @@ class Communicator:
         return len(self.ranks)
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
+    def gloo(self) -> dist.ProcessGroup:
         """The private gloo group, for operations of one's own on tensors of the CPU, of which observers do not hear.
 
         Raises CommunicationError once it is closed.
@@ -109,9 +107,7 @@ class Communicator:
         self.nccl, self.private_nccl = nccl.group, nccl
 
     @contextmanager
-    def launching(
-        self, purpose: str, messages: Callable[[], Sequence[Span]] = lambda: ()
-    ) -> Iterator[dist.ProcessGroup]:
+    def launching(self, purpose: str, messages: Callable[[], Sequence[Span]]) -> Iterator[dist.ProcessGroup]:
         """Give NCCL's group for an operation on the current stream, which is launched within this context.
 
         Args:
@@ -119,8 +115,8 @@ class Communicator:
             messages: returns the messages of the operation, of which observers are told; called where somebody listens.
 
         Raises:
-            CommunicationError: NCCL refuses, or the group is closed. What fails later is found by who polls a private
-                group, and by NCCL's own watchdog.
+            CommunicationError: NCCL refuses, or the private group is closed; the user's own stays open. What fails
+                later is found by who polls a private group, and by NCCL's own watchdog.
         """
         if self.nccl is None:
             raise self.failure(purpose, "the group is closed")
@@ -243,7 +239,7 @@ class Communicator:
         A wait that is under way on another thread keeps them open until it ends. What NCCL has under way over a private
         group is broken off, for which its `join` waits.
         """
-        self._process_group = None
+        self._gloo = None
         self._pending.clear()
         if self.private_nccl is not None:
             self.nccl = None
@@ -257,9 +253,9 @@ class Communicator:
         )
 
     def _open_group(self, purpose: str) -> dist.ProcessGroup:
-        if self._process_group is None:
+        if self._gloo is None:
             raise self.failure(purpose, "the group is closed")
-        return self._process_group
+        return self._gloo
 
     def _fail(self, direction: Direction, peer: int, purpose: str, cause: str) -> NoReturn:
         # Closing the connections is what tells the other ranks. The frames that the error's traceback keeps must not

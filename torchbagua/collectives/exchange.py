@@ -31,16 +31,16 @@ class ElementCounts(NamedTuple):
 
 
 class Exchange:
-    """Receives, which are posted when this is made unless ranks take turns, and sends, which `run` makes.
+    """Receives, which are posted when this is made unless turns come one at a time, and sends, which `run` makes.
 
-    In each round a rank sends to one peer and receives from one; by default, in round d, it sends to the rank d places
+    In each turn a rank sends to one peer and receives from one; by default, in turn d, it sends to the rank d places
     after it and receives from the one d places before it. Where messages are long and not every link is known to be
-    fast, ranks take turns: the receive of a round is posted when the data of the round before is there. gloo holds a
-    send back until its receive is posted, so every link carries one stream in each direction; more streams at a time
-    took up to twice as long over a slow network. Otherwise what costs is how often ranks wait for each other, and all
-    receives are posted when the exchange is made.
+    fast, turns come one at a time: the receive of a turn is posted when the data of the turn before is there. gloo
+    holds a send back until its receive is posted, so every link carries one stream in each direction; more streams at a
+    time took up to twice as long over a slow network. Otherwise what costs is how often ranks wait for each other, and
+    all receives are posted when the exchange is made.
 
-    Ranks need not agree on whether to take turns: it decides when data moves, and not what moves.
+    Ranks need not agree on whether turns come one at a time: it decides when data moves, and not what moves.
 
     What NCCL moves goes in one all-to-all, for which no host waits.
 
@@ -50,7 +50,7 @@ class Exchange:
             some; "agreement" of small numbers.
         receives: tensors to fill, by the rank that sends; own entry, and empty ones, are left alone.
         bucket: what it serves, in events and errors.
-        turns: (target, source) of each round, no rank twice in either place; default: all others, around the ring.
+        turns: (target, source) of each turn, no rank twice in either place; default: all others, around the ring.
         counts: what the messages hold; default: tensors as they are.
 
     Raises:
@@ -77,12 +77,12 @@ class Exchange:
         self._turns = turns
         sources = [source for _, source in turns]
         self._is_on_nccl = any(communicator.is_on_nccl(receives[source].device) for source in sources)
-        self._takes_turns = (
+        self._is_one_at_a_time = (
             max((receives[source].nbytes for source in sources), default=0) > SMALL_MESSAGE_BYTES
             and min(communicator.link_bytes_per_s[source] for source in sources) < _FAST_LINK_BYTES_PER_S
         )
         self._num_posted = 0
-        if not self._takes_turns:
+        if not self._is_one_at_a_time:
             self._post_receives(len(turns))
 
     def post_first_receive(self) -> None:
@@ -115,9 +115,9 @@ class Exchange:
             sends.append(self._span("send", target, tensor))
             sends[-1].begin()
             communicator.post("sending to", target, tensor, tag=self._tag, purpose=self._purpose)
-            if self._takes_turns:
+            if self._is_one_at_a_time:
                 self._receive(index, on_received)
-        if not self._takes_turns:
+        if not self._is_one_at_a_time:
             for index in range(len(self._turns)):
                 self._receive(index, on_received)
         for (target, _), span in zip(self._turns, sends, strict=True):

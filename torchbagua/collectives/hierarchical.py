@@ -1,6 +1,6 @@
 """The combinator that respects node boundaries: full precision within nodes, any collective between them.
 
-Shape suffixes: N elements, R ranks, L elements of a shard.
+Shape suffixes: N elements, R ranks, L elements of a shard, W wire bytes.
 """
 
 from collections.abc import Callable
@@ -85,7 +85,6 @@ class Hierarchical:
             with self._chunks.span("reduce", "all_to_all", self._chunks.rank):
                 sum_L = sum_of_rows(typed(received_RW, self._dtype))
             self._between_nodes(sum_L, round_index)
-            out_N[self._chunks.own] = (
-                sum_L  # which is also the wire that is gathered: full precision is sent as it lies
-            )
+            # This part of `out_N` is the wire that is gathered: full precision is sent as it lies.
+            out_N[self._chunks.own] = sum_L
         gathering.run()

@@ -1,6 +1,6 @@
 """The ring of low-precision decentralized training: compressed differences of weights, to two neighbours.
 
-Shape suffixes: N elements, C chunks, L elements of a chunk, W wire bytes.
+Shape suffixes: N elements, L elements of a piece, W wire bytes.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from torchbagua.compressors.base import divide
 from torchbagua.events import Details, Phase
 from torchbagua.tracer import Span
 
-# What the arithmetic of one chunk touches stays in a core's cache. On a GPU there is one chunk, and few launches.
-_CHUNK_ELEMENTS = 1 << 16
+# What the arithmetic of one piece touches stays in a core's cache. On a GPU there is one piece, and few launches.
+_PIECE_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -76,18 +76,18 @@ class LowPrecisionRing:
         self._bucket = spec.name
         self._is_bounded = is_bounded
         device, dtype = replicas.weight.device, replicas.weight.dtype
-        num_chunks = max(1, len(replicas.weight) // _CHUNK_ELEMENTS) if device.type == "cpu" else 1
+        num_pieces = max(1, len(replicas.weight) // _PIECE_ELEMENTS) if device.type == "cpu" else 1
         spec = replace(spec, dtype=dtype)
-        layout = compressor.layout(spec, spec.even_cuts(num_chunks, compressor.block_elements))
+        layout = compressor.layout(spec, spec.even_cuts(num_pieces, compressor.block_elements))
         self._elements, self._byte_slices = layout.elements, layout.byte_slices
-        self._chunks = [layout.chunk(index) for index in range(num_chunks)]
-        self._error_probe = EncodingErrorProbe(communicator.tracer, compressor, self._chunks[0], spec.name)
+        self._layouts = [layout.chunk(index) for index in range(num_pieces)]
+        self._error_probe = EncodingErrorProbe(communicator.tracer, compressor, self._layouts[0], spec.name)
         self._wire_W = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
         of_all = [len(replicas.weight)] * communicator.size
         self._contents = ElementCounts(sent=of_all, received=of_all, element_bytes=replicas.weight.element_size())
         longest = max(elements.stop - elements.start for elements in layout.elements)
         self._difference_L, self._third_L = torch.empty(2, longest, dtype=dtype, device=device).unbind()
-        # Tensors for the reason that `compressors.base.divide` has one, and kept, since every chunk needs them.
+        # Tensors for the reason that `compressors.base.divide` has one, and kept, since every piece needs them.
         self._three = torch.full((1,), 3.0, dtype=dtype, device=device)
         self._five_thirds = torch.full((1,), 5.0, dtype=dtype, device=device) / self._three
 
@@ -98,7 +98,7 @@ class LowPrecisionRing:
 
     def _update(self, x_N: torch.Tensor) -> None:
         is_sampled = self._error_probe.is_wanted
-        for elements, own_bytes, layout in zip(self._elements, self._byte_slices, self._chunks, strict=True):
+        for elements, own_bytes, layout in zip(self._elements, self._byte_slices, self._layouts, strict=True):
             own = self._replicas[elements]
             x_L = x_N[elements]
             d_L, third_L = self._difference_L[: len(x_L)], self._third_L[: len(x_L)]
@@ -115,7 +115,7 @@ class LowPrecisionRing:
             self._compressor.encode(d_L, layout, self._wire_W[own_bytes])
             if is_sampled:
                 self._error_probe.tell(d_L, self._wire_W[own_bytes])
-                is_sampled = False  # the first chunk will do
+                is_sampled = False  # the first piece will do
             self._compressor.decode(self._wire_W[own_bytes], layout, d_L)
             own.weight.add_(d_L)
             x_L.copy_(own.weight)
@@ -130,8 +130,8 @@ class LowPrecisionRing:
         left, right = communicator.rank_before(1), communicator.rank_after(1)
         # Between two ranks, left and right are the same one, which sends once.
         turns = [(right, left)] if left == right else [(right, left), (left, right)]
-        wires_RW = communicator.scratch("rows", len(turns) * len(self._wire_W), self._wire_W.device)
-        receives = dict(zip((left, right), wires_RW.view(len(turns), -1), strict=False))
+        memory = communicator.scratch("rows", len(turns) * len(self._wire_W), self._wire_W.device)
+        receives = dict(zip((left, right), memory.view(len(turns), -1), strict=False))
 
         def take(source: int) -> None:
             copies = [(left, self._replicas.left), (right, self._replicas.right)]
@@ -142,7 +142,7 @@ class LowPrecisionRing:
         exchange.run(lambda _: self._wire_W, take)
 
     def _add(self, wire_W: torch.Tensor, copies: list[torch.Tensor]) -> None:
-        for elements, own_bytes, layout in zip(self._elements, self._byte_slices, self._chunks, strict=True):
+        for elements, own_bytes, layout in zip(self._elements, self._byte_slices, self._layouts, strict=True):
             d_L = self._difference_L[: elements.stop - elements.start]
             self._compressor.decode(wire_W[own_bytes], layout, d_L)
             for copy_N in copies:

@@ -3,7 +3,6 @@
 Shape suffixes: N elements, L elements of a shard.
 """
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -21,20 +20,17 @@ from torchbagua.topology import AllRanks, Topology, peers_in_order
 NeighbourhoodMean = Callable[[torch.Tensor, torch.Tensor, int], None]
 """Writes the mean of a flat tensor over a rank's neighbourhood to another one, given the round's index, from 0."""
 
-# Of each group, what has been found to fit it: all buckets of an algorithm ask for the same.
-_FITTING: "weakref.WeakKeyDictionary[BaguaProcessGroup, list[tuple[Topology, bool]]]" = weakref.WeakKeyDictionary()
-
 
 def check_topology(owner: str, topology: Topology, group: BaguaProcessGroup, *, hierarchical: bool) -> None:
     """Raise ValueError, with `owner` as its subject, where `topology` does not fit the ranks, or nodes, of `group`."""
-    fitting = _FITTING.setdefault(group, [])
-    if any(known is topology and of_nodes == hierarchical for known, of_nodes in fitting):
+    # All buckets of an algorithm ask for the same.
+    if any(known is topology and of_nodes == hierarchical for known, of_nodes in group.fitting_topologies):
         return
     if hierarchical and group.intra_node is not None:
         topology.check(owner, len(group.node_ranks), "nodes")
     elif group.size > 1:
         topology.check(owner, group.size)
-    fitting.append((topology, hierarchical))
+    group.fitting_topologies.append((topology, hierarchical))
 
 
 def neighbourhood_mean(

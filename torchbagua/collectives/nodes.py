@@ -12,8 +12,8 @@ class NodeGroups:
 
     Attributes:
         rank, size: own place among all ranks.
-        has_nccl: whether NCCL moves tensors of GPUs: over the user's group itself, and over private groups in and
-            between nodes.
+        has_nccl: whether NCCL moves tensors of GPUs: in and between nodes over private groups; over all ranks over the
+            user's own, in whose place `open_private_nccl` puts a private one for algorithms that average weights.
         num_shards: the smallest number of ranks on a node: so many shards of a tensor can be owned on every node.
         world: over all ranks.
         intra_node: over the ranks of own node; None where there is one node, or one rank a node.

@@ -1,23 +1,23 @@
-"""Groups that torch's registry does not know: `new_group` wants the whole world to take part."""
+"""Groups that torch's registry does not know: `torch.distributed.new_group` wants the whole world to take part."""
 
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from torchbagua.torch_private import all_gather_base, backend_of, is_nccl, nccl_options, new_group
+from torchbagua.torch_private import all_gather_base, backend_of, is_nccl, nccl_options, unregistered_group
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Return a gloo group for tensors of the CPU. Collective."""
     backend = dist.ProcessGroupGloo(store, rank, size, timeout)
-    return new_group(store, rank, size, "cpu", dist.ProcessGroup.BackendType.GLOO, backend)
+    return unregistered_group(store, rank, size, "cpu", dist.ProcessGroup.BackendType.GLOO, backend)
 
 
 def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Return an NCCL group for tensors of GPUs, which connects when it is first used."""
     backend = dist.ProcessGroupNCCL(store, rank, size, nccl_options(timeout))
-    return new_group(store, rank, size, "cuda", dist.ProcessGroup.BackendType.NCCL, backend)
+    return unregistered_group(store, rank, size, "cuda", dist.ProcessGroup.BackendType.NCCL, backend)
 
 
 # Torch's own functions (`dist.all_reduce` and its like) look the group up in torch's registry when they fail, and raise

@@ -21,6 +21,7 @@ from torchbagua.collectives.private_groups import has_nccl
 from torchbagua.collectives.private_nccl import PrivateNccl, warn_of_launch_order
 from torchbagua.events import ClockOffset, Observer, check_observers
 from torchbagua.side_stream import wait_on_host
+from torchbagua.topology import Topology
 from torchbagua.torch_private import timeout_of
 from torchbagua.tracer import Tracer
 from torchbagua.user_warning import warn_user
@@ -41,6 +42,8 @@ class BaguaProcessGroup(GroupOperations):
         must_agree: further values that all ranks must have in common, by what an error calls them.
 
     Attributes:
+        process_group: the torch group that it was made of, on which DDP communicates too.
+        timeout: the bound on every wait.
         id: the same on all ranks, and that of no other group.
         rank, size: own place in `process_group`, as in torch.
         nodes: node index of each rank, numbered in order of first appearance.
@@ -49,12 +52,14 @@ class BaguaProcessGroup(GroupOperations):
         board: where ranks pin up texts for each other.
         compares_clocks: whether an observer of any rank needs to know how far the ranks' clocks are apart.
         clock_offsets: one whenever ranks have compared them.
+        fitting_topologies: those found to fit the ranks, or the nodes: see `check_topology`.
         has_nccl, num_shards, world, intra_node, inter_node: see `NodeGroups`.
 
     Raises:
         TypeError, ValueError: unusable arguments; ranks that disagree in `nodes`, the package's version or
             `must_agree`.
         TimeoutError: ranks that did not construct it in time.
+        CommunicationError: a private group could not be opened.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class BaguaProcessGroup(GroupOperations):
         self._observers = tuple(observers)
         self.tracer = Tracer(observers)
         self.clock_offsets: list[ClockOffset] = []
+        self.fitting_topologies: list[tuple[Topology, bool]] = []
         given_nodes = None if nodes is None else number_given_nodes(nodes, self.size)
         every = self._gather_settings({**(must_agree or {}), "nodes": given_nodes}, must_agree or {})
         self.id = str(every[0]["id"])
@@ -131,8 +137,7 @@ class BaguaProcessGroup(GroupOperations):
 
     def _communicator(self, scope: str, key: str, ranks: list[int]) -> Communicator:
         return Communicator(
-            self._store,
-            key,
+            dist.PrefixStore(key, self._store),
             rank=ranks.index(self.rank),
             ranks=ranks,
             scope=scope,

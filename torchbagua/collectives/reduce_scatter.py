@@ -40,7 +40,7 @@ class ReduceScatter:
     def __call__(self, x_N: torch.Tensor, out_L: torch.Tensor) -> None:
         """Write the mean of own chunk to `out_L`, in the dtype that sums are formed in.
 
-        What `x_N` holds afterwards is not defined.
+        `x_N` is left as it is, unless there is a residual: then what it holds afterwards is not defined.
 
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.

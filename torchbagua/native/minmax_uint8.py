@@ -57,7 +57,7 @@ def _make_coder(header_k2: Tensor) -> _Coder:
     return _Coder(low, high, pivot, inverse, step, highest - steps, highest, usable)
 
 
-class MinMaxUInt8(BlockFormat):
+class MinMaxUInt8Format(BlockFormat):
     """Minimum and maximum, float32 each, in the header; a byte for each element."""
 
     name = "minmax_uint8"
@@ -85,4 +85,4 @@ class MinMaxUInt8(BlockFormat):
         return torch.where(coder.usable, _clamp(values_kl, coder.min, coder.max), torch.nan)
 
 
-register_codec(MinMaxUInt8())
+register_codec(MinMaxUInt8Format())

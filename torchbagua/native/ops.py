@@ -26,14 +26,12 @@ class NativeOp:
 
     Attributes:
         family: what it belongs to, a codec's name or "qadam"; the file of its CUDA kernels is called so.
-        name: `torchbagua::<name>`, the family and what is done.
         check: raises ValueError for arguments that no kernel may be given.
         compute: does it, for any device.
         derived_numbers: what its CUDA kernels take after the numbers of a call, formed of these.
     """
 
     family: str
-    name: str
     check: Callable[..., None]
     compute: Callable[..., None]
     derived_numbers: Callable[[Mapping[str, float]], list[float]]
@@ -59,7 +57,7 @@ def define_op(
 ) -> None:
     """Add the operation `<family>_<suffix>` to the table, and give it to torch; `writes` names what it writes."""
     name = f"{family}_{suffix}"
-    op = NATIVE_OPS[name] = NativeOp(family, name, check, compute, derived_numbers)
+    op = NATIVE_OPS[name] = NativeOp(family, check, compute, derived_numbers)
     torch.library.define(f"torchbagua::{name}", torch.library.infer_schema(compute, mutates_args=writes))
     # The fallback: torch takes it on every device for which no kernel of its own is registered.
     torch.library.impl(f"torchbagua::{name}", "CompositeExplicitAutograd", op.__call__)

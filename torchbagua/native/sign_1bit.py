@@ -30,7 +30,7 @@ def _sum_of_magnitudes(values_kl: Tensor) -> Tensor:
     return lanes
 
 
-class Sign1Bit(BlockFormat):
+class Sign1BitFormat(BlockFormat):
     """The mean magnitude, float32, in the header; a bit for each element, set where it is negative."""
 
     name = "sign_1bit"
@@ -58,4 +58,4 @@ class Sign1Bit(BlockFormat):
         return torch.where(_is_usable(scale_k1), values, torch.nan)
 
 
-register_codec(Sign1Bit())
+register_codec(Sign1BitFormat())

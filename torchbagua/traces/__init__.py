@@ -1,4 +1,4 @@
-"""Observers of communication. They know `torchbagua.events` and nothing else of the package."""
+"""Observers of communication. Of the package they know `events`, and the helpers `text_table` and `torch_private`."""
 
 from torchbagua.events import Trace
 from torchbagua.traces.perfetto import PerfettoTrace
