@@ -351,12 +351,18 @@ def test_a_group_of_one_sends_nothing_and_goes_on_past_the_warm_up() -> None:
     recorder = tb.traces.Recorder()
 
     def body(group: dist.ProcessGroup) -> None:
-        trainer = Trainer(group, model)
-        with tb.attach(trainer.ddp, trainer.optimizer, tb.QAdamAlgorithm(trainer.optimizer), observers=[recorder]):
+        hooked, attached = Trainer(group, model), Trainer(group, model)
+        impl = hooked.hook(error_feedback=True)
+        algorithm = tb.QAdamAlgorithm(attached.optimizer)
+        with tb.attach(attached.ddp, attached.optimizer, algorithm, observers=[recorder]):
             for _ in range(NUM_STEPS):
-                trainer.step()
-        for local, averaged in zip(trainer.life.local, trainer.life.gradients, strict=True):
-            assert all(torch.equal(averaged[name], gradient) for name, gradient in local.items())
+                hooked.step()
+                attached.step()
+        impl.close()
+        for trainer in (hooked, attached):
+            for local, averaged in zip(hooked.life.local, trainer.life.gradients, strict=True):
+                assert local.keys() == averaged.keys() == trainer.named.keys()
+                assert all(torch.equal(averaged[name], gradient) for name, gradient in local.items())
 
     run_ranks(1, body)
     assert recorder.bytes_sent == 0

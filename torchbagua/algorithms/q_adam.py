@@ -163,7 +163,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         """Append the mean of gradients, or of momenta; where it is of both kinds, of each apart."""
         past = [tensor for tensor in bucket.tensors if self._sends_momentum(tensor.parameter)]
-        if not past:
+        if not past or self.process_group.size == 1:  # the mean of one gradient is itself, to the last bit
             bucket.append_centralized_synchronous_op(hierarchical=self.algorithm.hierarchical)
         elif len(past) == len(bucket.tensors) and bucket.flat.dtype == torch.float32:
             self._append_mean_of_momenta(bucket)
@@ -192,7 +192,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def _append_mean_of_momenta(self, bucket: BaguaBucket) -> None:
         feedback = None
-        if self.parameter_state is not None and self.process_group.size > 1:  # one rank leaves nothing out
+        if self.parameter_state is not None:
             feedback = self.parameter_state.of_bucket(bucket)
             bucket.append_python_op(self.parameter_state.resolve_last_backward)
         bucket.append_python_op(self._form_momenta)
