@@ -223,7 +223,6 @@ def test_a_state_with_as_many_other_parameters_past_their_warm_up() -> None:
     """What travels as a momentum follows the state that is loaded, and not the number of such parameters."""
 
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
-        torch.manual_seed(0)
         ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
         weight, bias = ddp.module.weight, ddp.module.bias
 
@@ -235,9 +234,9 @@ def test_a_state_with_as_many_other_parameters_past_their_warm_up() -> None:
             return tb.QAdamOptimizer(groups, lr=0.01)
 
         def step(optimizer: tb.QAdamOptimizer, index: int) -> None:
-            torch.manual_seed(10 * index + group.rank())
+            data = torch.Generator().manual_seed(10 * index + group.rank())
             optimizer.zero_grad()
-            ddp(torch.randn(3, 4)).square().sum().backward()
+            ddp(torch.randn(3, 4, generator=data)).square().sum().backward()
             optimizer.step()
 
         def run(optimizer: tb.QAdamOptimizer, steps: range) -> None:
