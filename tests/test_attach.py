@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
@@ -47,6 +48,21 @@ def attach_with_partly_foreign_optimizer(group: dist.ProcessGroup) -> None:
 
 def attach_with_no_optimizer(group: dist.ProcessGroup) -> None:
     tb.attach(wrapped(group)[0], ["sgd"], "bytegrad")
+
+
+def attach_with_a_name_for_an_optimizer(group: dist.ProcessGroup) -> None:
+    tb.attach(wrapped(group)[0], "sgd", "bytegrad")
+
+
+def attach_python_reducer(group: dist.ProcessGroup) -> None:
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        tb.attach(*wrapped(group), "bytegrad")
+
+
+def attach_with_optimizer_in_backward(group: dist.ProcessGroup) -> None:
+    ddp, optimizer = wrapped(group)
+    _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": 0.1})
+    tb.attach(ddp, optimizer, "decentralized")
 
 
 def attach_after_own_hook(group: dist.ProcessGroup) -> None:
@@ -133,6 +149,9 @@ def hook_with_sparse_gradients(group: dist.ProcessGroup) -> None:
         (attach_with_foreign_optimizer, ValueError, r"SGD has 2 parameters that are not the .* \(3, 3\)"),
         (attach_with_partly_foreign_optimizer, ValueError, r"SGD has 1 parameters that are not the .* \(5,\)"),
         (attach_with_no_optimizer, TypeError, "attach: optimizer must be a torch.optim.Optimizer, got 'sgd'"),
+        (attach_with_a_name_for_an_optimizer, TypeError, "must be a torch.optim.Optimizer, got 'sgd'"),
+        (attach_python_reducer, ValueError, "attach: the module was made with .* = \"python_reducer\""),
+        (attach_with_optimizer_in_backward, ValueError, "attach: weight has an optimizer that steps it in backward"),
         (attach_after_own_hook, ValueError, "attach: the module has the communication hook allreduce_hook already"),
         (attach_twice, ValueError, "attach: ByteGradAlgorithmImpl is attached to the module already; detach it first"),
         (attach_inside_of_the_wrapper, ValueError, "DecentralizedAlgorithmImpl is attached to the module already"),
@@ -151,6 +170,21 @@ def hook_with_sparse_gradients(group: dist.ProcessGroup) -> None:
 def test_refused(body: Body, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run_ranks(1, body)
+
+
+@pytest.mark.parametrize("algorithm", ["bytegrad", "decentralized"])
+def test_sharded_modules_are_refused(algorithm: str) -> None:
+    """Those of FSDP2, its parameters in another module, and those of FSDP1, which cannot be made without a GPU."""
+    init_default_group()
+    sharded = fully_shard(nn.Linear(4, 2))
+    parts = nn.Module()
+    parts.weight = sharded.weight
+    flat = nn.Sequential(nn.Linear(4, 2))
+    flat[0].__class__ = FullyShardedDataParallel
+    for module, what in ((sharded, "the module"), (parts, "weight"), (flat, "0")):
+        message = f"attach: {what} is sharded .*ranks hold different parts of the weights, which is not supported"
+        with pytest.raises(TypeError, match=message):
+            tb.attach(module, torch.optim.SGD(sharded.parameters()), algorithm)
 
 
 @pytest.mark.parametrize("algorithm", [tb.ByteGradAlgorithm(), tb.ByteGradAlgorithm(error_feedback=True)], ids=str)

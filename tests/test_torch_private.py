@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._jit_internal import _extract_tensors
 from torch.distributed.algorithms.join import _JoinConfig
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
 
@@ -64,6 +65,12 @@ def test_ddp(group: dist.ProcessGroup) -> None:
         param_to_hook_all_reduce=module.bias,
     )
     assert torch_private.has_delayed_all_reduce(delayed)
+    assert not torch_private.uses_python_reducer(delayed)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        assert torch_private.uses_python_reducer(DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group))
+    assert not torch_private.is_stepped_in_backward(module.weight)
+    _apply_optimizer_in_backward(torch.optim.SGD, [module.weight], {"lr": 0.1})
+    assert torch_private.is_stepped_in_backward(module.weight)
 
 
 def test_autograd() -> None:

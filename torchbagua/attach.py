@@ -97,7 +97,8 @@ def attach(
     # Whatever can fail on one rank alone comes before reify, the first collective: the others would wait for this rank.
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"attach: module must be a torch.nn.Module, got {type(module).__name__}")
-    optimizers = [unwrap(one) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
+    given = optimizer if isinstance(optimizer, Sequence) and not isinstance(optimizer, str) else [optimizer]
+    optimizers = [unwrap(one) for one in given]
     check_module(module)
     check_optimizers(optimizers, module)
     if isinstance(algorithm, str):

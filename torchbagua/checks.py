@@ -14,7 +14,12 @@ from torchbagua.bucket import check_elements
 from torchbagua.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, ddps_around, named_tensors
 from torchbagua.grad_scaler import is_stepped_by_scaler
 from torchbagua.optimizers import check_optimizer, parameters_of
-from torchbagua.torch_private import has_delayed_all_reduce, is_joining
+from torchbagua.torch_private import (
+    has_delayed_all_reduce,
+    is_joining,
+    is_stepped_in_backward,
+    uses_python_reducer,
+)
 from torchbagua.training_setup import TrainingSetup
 from torchbagua.user_warning import warn_user
 
@@ -57,6 +62,8 @@ def check_module(module: torch.nn.Module) -> None:
                 f"attach: module must be the DistributedDataParallel itself, got {type(module).__name__} with one in "
                 f"it ({name}); with torch.compile, attach to it and then call ddp.compile()"
             )
+        if _is_sharded(submodule):
+            raise TypeError(_refusal_of_shards(name or "the module", submodule))
         if getattr(submodule, "sparse", False) and isinstance(submodule, torch.nn.Embedding | torch.nn.EmbeddingBag):
             raise ValueError(f"attach: {name or 'the module'} has sparse=True; sparse gradients are not supported")
     for name, tensor in named_tensors(inner):
@@ -64,9 +71,29 @@ def check_module(module: torch.nn.Module) -> None:
             raise ValueError(f"attach: {name} has no shape yet; run a forward of the module first")
         if tensor.is_meta:
             raise ValueError(f"attach: {name} must have values, got one on the meta device")
+        if _is_sharded(tensor):
+            raise TypeError(_refusal_of_shards(name, tensor))
     for name, parameter in inner.named_parameters():
+        if is_stepped_in_backward(parameter):
+            raise ValueError(
+                f"attach: {name} has an optimizer that steps it in backward (_apply_optimizer_in_backward), before any "
+                "average; have optimizers step after backward"
+            )
         if parameter.requires_grad and name not in ignored_names:
             check_elements(f"attach: parameter {name}", parameter)
+
+
+def _is_sharded(one: torch.nn.Module | torch.Tensor) -> bool:
+    """By where its classes come from: to import them takes a second, and whoever has such a one has done so."""
+    origins = ("torch.distributed.fsdp", "torch.distributed.tensor")
+    return any(cls.__module__.startswith(origins) for cls in type(one).__mro__)
+
+
+def _refusal_of_shards(name: str, one: torch.nn.Module | torch.Tensor) -> str:
+    return (
+        f"attach: {name} is sharded ({type(one).__name__}): ranks hold different parts of the weights, which is not "
+        "supported"
+    )
 
 
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module) -> None:
@@ -101,6 +128,11 @@ def check_kind(algorithm: Algorithm, setup: TrainingSetup, *, averages_weights: 
                 f"{type(setup.module).__name__}: {type(algorithm).__name__} averages gradients. Hugging Face's Trainer "
                 "keeps it as trainer.model_wrapped, accelerate's prepare returns it, Lightning keeps it as "
                 "trainer.strategy.model"
+            )
+        if uses_python_reducer(setup.ddp):
+            raise ValueError(
+                'attach: the module was made with torch._dynamo.config.optimize_ddp = "python_reducer", which does not '
+                "call a communication hook as DDP does; wrap the model with another value of it"
             )
         return
     for optimizer in setup.optimizers:

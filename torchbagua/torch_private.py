@@ -87,6 +87,16 @@ def has_delayed_all_reduce(ddp: DistributedDataParallel) -> bool:
     return bool(ddp._delay_all_reduce_params)
 
 
+def uses_python_reducer(ddp: DistributedDataParallel) -> bool:
+    """Return whether compiled autograd reduces its gradients, which calls hooks with something else than a bucket."""
+    return bool(ddp._use_python_reducer)
+
+
+def is_stepped_in_backward(parameter: torch.Tensor) -> bool:
+    """Return whether `_apply_optimizer_in_backward` gave it an optimizer, which steps when its gradient is there."""
+    return hasattr(parameter, "_in_backward_optimizers")
+
+
 def is_joining(ddp: DistributedDataParallel) -> bool:
     """Return whether `ddp` is in a Join context, or has been in one, which torch takes for the same."""
     return bool(ddp._join_config.enable)
