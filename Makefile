@@ -39,8 +39,24 @@ test: lint ## lint and run the tests, one a core; some minutes
 
 .PHONY: test-all
 test-all: test ## then those that take longer, and those that nothing may run beside: faults, tutorials, networks
-	$(PYTEST_PARALLEL) -m 'slow and not alone and not gpu' $(ARGS)
+	$(PYTEST_PARALLEL) -m '(slow or docs) and not alone and not gpu' $(ARGS)
 	$(BIN)/pytest -m alone $(ARGS)
+
+.PHONY: test-docs
+test-docs: $(STAMPS)/dev ## run every code block of README and docs, each alone
+	$(PYTEST_PARALLEL) -m docs $(ARGS)
+
+# Its own steps find what zensical lets pass: docs_build/check.py says what. A warning of the API reference fails too.
+.PHONY: docs
+docs: $(STAMPS)/docs ## build the documentation in site/; strict
+	$(BIN)/python docs_build/vendor.py
+	$(BIN)/zensical build --clean --strict
+	$(BIN)/python docs_build/check.py site
+
+.PHONY: docs-serve
+docs-serve: $(STAMPS)/docs ## show the documentation on localhost:8000, anew whenever a page changes
+	$(BIN)/python docs_build/vendor.py
+	$(BIN)/zensical serve $(ARGS)
 
 .PHONY: lint
 lint: $(STAMPS)/dev ## ruff, mypy, import-linter, clang-format
@@ -92,13 +108,13 @@ soak: $(STAMPS)/dev ## the tests that take minutes
 
 # Debian calls it chromium; it is installed where that takes no password.
 .PHONY: test-browser
-test-browser: $(STAMPS)/dev ## open the traces in TensorBoard with headless Chromium (Debian: the package chromium)
+test-browser: $(STAMPS)/dev docs ## open traces in TensorBoard, and the documentation, with headless Chromium
 	command -v chromium || { test "$$(id -u)" = 0 && apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; }
 	$(BIN)/pytest -m browser $(ARGS)
 
 .PHONY: clean
 clean: ## remove .venv and everything built
-	rm -rf .venv build dist runs *.egg-info torchbagua/native/*.so .hypothesis .*_cache
+	rm -rf .venv build dist runs site docs/assets/vendor *.egg-info torchbagua/native/*.so .hypothesis .*_cache .cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS)/venv:
@@ -122,3 +138,9 @@ $(STAMPS)/bench: $(STAMPS)/torch $(BUILT_FROM)
 $(STAMPS)/dev: $(STAMPS)/torch $(BUILT_FROM)
 	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	touch $(STAMPS)/package $(STAMPS)/bench $@
+
+# zensical and what it uses need a newer Python than the package does.
+$(STAMPS)/docs: $(STAMPS)/package
+	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11, 5) and "make docs needs Python 3.11.5 or newer, .venv has " + sys.version)'
+	$(PIP_INSTALL) --no-build-isolation --editable '.[docs]'
+	touch $@

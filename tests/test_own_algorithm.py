@@ -1,10 +1,8 @@
 """Users' own algorithms, written only against the documented interface, through the plain hook and through attach."""
 
 import copy
-import re
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,23 +11,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
+from documentation import names_in
 from ranks import run_ranks
 from training import Tower, build, train
 
-ROOT = Path(__file__).parent.parent
-
-
-def shown_in_readme() -> dict[str, Any]:
-    """What the README's section on algorithms of one's own defines."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    (block,) = (block for block in blocks if "class SignSGDAlgorithm" in block)
-    names: dict[str, Any] = {"tb": tb, "torch": torch, "dist": dist}
-    exec(block.partition("\nwith ")[0], names)
-    return names
-
-
+NAMES = names_in("extend/algorithm.md", "class SignSGDAlgorithm", module=__name__)
 # The sign of each gradient element, by majority vote (Bernstein et al., arXiv 1810.05291).
-SignSGDAlgorithm, SignSGDImpl = (shown_in_readme()[name] for name in ("SignSGDAlgorithm", "SignSGDImpl"))
+SignSGDAlgorithm, SignSGDImpl = NAMES["SignSGDAlgorithm"], NAMES["SignSGDImpl"]
 
 
 def majority(gradients: list[torch.Tensor]) -> torch.Tensor:

@@ -1,9 +1,6 @@
-"""A codec as somebody else writes it, shown in docs/extending.md: one class, and one line that registers it."""
+"""A codec as somebody else writes it, shown in docs/extend/codec.md: one class, and one line that registers it."""
 
 import itertools
-import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +8,13 @@ import torch
 import torch.distributed as dist
 
 import torchbagua as tb
+from documentation import names_in
 from oracle import ordered_sum
 from ranks import run_ranks
 from torchbagua.compressors import Compressor, TensorSpec, by_name, register_compressor
 from torchbagua.compressors.base import REGISTRY
 
-PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
-(SHOWN,) = re.findall(r"^```python\n(.*?class TopK.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-NAMES: dict[str, Any] = {"__name__": __name__}
-exec(SHOWN, NAMES)
+NAMES = names_in("extend/codec.md", "class TopK", module=__name__)
 TopK = NAMES["TopK"]
 REGISTERED = REGISTRY.pop("topk")  # other tests list the names that there are
 

@@ -1,10 +1,7 @@
-"""A weight algorithm as somebody else would write it: local SGD over any topology, on the documented interface only."""
+"""A weight algorithm as somebody else would write it: local SGD of docs/extend/algorithm.md."""
 
 import copy
 import io
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,91 +11,15 @@ import torch.distributed as dist
 import oracle
 import torchbagua as tb
 from averaging import Normed, Trace, Trainer, assert_same_weights, check_unchanged, stacked, train, weights_of
+from documentation import names_in
 from ranks import run_ranks
 from training import Wide, build
 
-
-@dataclass(frozen=True)
-class LocalSGD(tb.Algorithm):
-    """Every rank trains alone, and after some steps takes the mean of weights with its neighbours (arXiv 1805.09767).
-
-    Args:
-        every: steps from one mean to the next.
-        topology: whose mean.
-    """
-
-    every: int = 3
-    topology: tb.Topology | str = "all"
-
-    def prepare(self) -> None:
-        """Nothing: no native kernel is used."""
-
-    def make_impl(self, process_group: tb.BaguaProcessGroup) -> "LocalSGDImpl":
-        """Return what runs it."""
-        return LocalSGDImpl(process_group, self)
-
-
-class LocalSGDImpl(tb.AlgorithmImpl):
-    """See `LocalSGD`."""
-
-    def __init__(self, process_group: tb.BaguaProcessGroup, algorithm: LocalSGD) -> None:
-        super().__init__(process_group, algorithm)
-        self.weights = tb.WeightBuckets(process_group, "LocalSGD", bucket_cap_mb=0.01)
-        self.step = 0
-
-    def init_tensors(self, module: torch.nn.Module) -> list[tb.BaguaTensor]:
-        return self.weights.select(module, self.ignored_names)
-
-    def tensors_to_buckets(self, tensors: list[tb.BaguaTensor], do_flatten: bool) -> list[tb.BaguaBucket]:
-        return self.weights.make_buckets(tensors)
-
-    def need_reset(self) -> bool:
-        return self.weights.need_reset()
-
-    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
-        bucket.append_decentralized_synchronous_op(bucket.flat, peer_selection_mode=self.algorithm.topology)
-        bucket.round_index = self.step // self.algorithm.every
-
-    def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
-        return self.after_step
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the step, and average where it is time."""
-        self.step += 1
-        if self.step % self.algorithm.every == 0:
-            self.weights.read()
-            self.weights.submit_in_lockstep(self.lane, self.run_buckets, "a round", self.progress).result()
-            self.weights.write()
-
-    def run_buckets(self) -> None:
-        """On the lane."""
-        for bucket in self.buckets:
-            bucket.run()
-
-    @property
-    def progress(self) -> dict[str, int]:
-        """What ranks have in common when they average."""
-        return {"steps": self.step, "as fingerprint of the weights": self.weights.fingerprint}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.step = state["step"]
-        for bucket in self.buckets:
-            bucket.round_index = self.step // self.algorithm.every
-
-    def finish(self, *, failed: bool) -> bool:
-        if not failed:
-            self.weights.take_mean(self.lane, self.progress)
-            self.ends_in_order = True
-        return not failed
-
-
+LocalSGD = names_in("extend/algorithm.md", "class LocalSGD", module=__name__)["LocalSGD"]
 TOPOLOGIES = [tb.topology.AllRanks(), tb.topology.Ring(), tb.topology.ShiftOne()]
 
 
-def check_local_sgd(traces: list[Trace], algorithm: LocalSGD) -> None:
+def check_local_sgd(traces: list[Trace], algorithm: tb.Algorithm) -> None:
     size, num_rounds = len(traces), 0
     for step in range(len(traces[0].updated)):
         is_due = step % algorithm.every == algorithm.every - 1

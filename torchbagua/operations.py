@@ -168,14 +168,15 @@ class BucketOperations:
         *,
         is_bounded: bool = False,
     ) -> B:
-        """Append one round of the ring of compressed differences (see `LowPrecisionRing`).
+        """Append one round of the ring of compressed differences, see `LowPrecisionDecentralizedAlgorithm`.
 
         The flat tensor becomes what this rank has agreed on with its neighbours; what they have to hear of it is sent
         by `finish`.
 
         Args:
-            weight, left_peer_weight, right_peer_weight: own and the neighbours' replicas, as long as the flat tensor,
-                float32, or float64 where that is; changed in place.
+            weight: own replica, as long as the flat tensor, float32, or float64 where that is; changed in place.
+            left_peer_weight: the replica of the rank before this one, alike.
+            right_peer_weight: the replica of the rank after this one, alike.
             hierarchical: where there are several nodes with several ranks: a ring of nodes.
             compression: of the differences: "MinMaxUInt8", None for full precision, or a Compressor.
             group: default the bucket's.

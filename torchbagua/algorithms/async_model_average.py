@@ -37,7 +37,11 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
         peer_selection_mode: "all"; there is no other.
         sync_interval_ms: pause between two rounds, in milliseconds.
         warmup_steps: optimizer steps with gradients averaged over all ranks in full precision, before the first round.
-        average_buffers, final_average, bucket_cap_mb: see `ModelAveragingAlgorithm`.
+        average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, those that
+            `state_dict` holds. Integer buffers are left alone.
+        final_average: when the attachment ends in order, give all ranks the mean of their weights, and rank 0's
+            optimizer state.
+        bucket_cap_mb: size of the buckets that are sent one after the other, in MiB.
 
     Raises:
         TypeError, ValueError: an argument is none of these.

@@ -36,7 +36,11 @@ class DecentralizedAlgorithm(ModelAveragingAlgorithm):
             ranks (or nodes). Or any Topology, see `torchbagua.topology`.
         communication_interval: average every so many steps: of k, the weights after steps 0, k, 2k and so on, while the
             next step is taken; the mean is applied after steps 1, k + 1, 2k + 1 and so on.
-        average_buffers, final_average, bucket_cap_mb: see `ModelAveragingAlgorithm`.
+        average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, those that
+            `state_dict` holds. Integer buffers are left alone.
+        final_average: when the attachment ends in order, give all ranks the mean of their weights, and rank 0's
+            optimizer state.
+        bucket_cap_mb: size of the buckets that are sent one after the other, in MiB.
 
     Raises:
         TypeError, ValueError: an argument is none of these.
@@ -160,7 +164,11 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
     Args:
         hierarchical: where there are several nodes with several ranks: the mean of a node travels on a ring of nodes.
         communication_interval: communicate every so many steps: of k, after steps 1, k + 1, 2k + 1 and so on.
-        average_buffers, final_average, bucket_cap_mb: see `ModelAveragingAlgorithm`.
+        average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, those that
+            `state_dict` holds. Integer buffers are left alone.
+        final_average: when the attachment ends in order, give all ranks the mean of their weights, and rank 0's
+            optimizer state.
+        bucket_cap_mb: size of the buckets that are sent one after the other, in MiB.
 
     Raises:
         TypeError, ValueError: an argument is none of these.

@@ -36,10 +36,15 @@ class QAdamOptimizer(torch.optim.Adam):
 
     Args:
         params: parameters or groups of them; real ones. Of float64 ones every step is computed in float64.
-        lr, betas, eps, weight_decay: as Adam's.
+        lr: the learning rate, as Adam's.
         warmup_steps: updates of a parameter before its second moment stands still.
-        decoupled_weight_decay: AdamW's.
-        maximize, foreach, fused: as Adam's; the last two concern the warm-up.
+        betas: decay of the two moments, as Adam's.
+        eps: what is added to the denominator, as Adam's.
+        weight_decay: as Adam's.
+        decoupled_weight_decay: decay weights as AdamW does.
+        maximize: as Adam's.
+        foreach: as Adam's; concerns the warm-up only.
+        fused: as Adam's; concerns the warm-up only.
 
     Raises:
         TypeError, ValueError: an argument is none of these.

@@ -45,7 +45,8 @@ class BaguaProcessGroup(GroupOperations):
         process_group: the torch group that it was made of, on which DDP communicates too.
         timeout: the bound on every wait.
         id: the same on all ranks, and that of no other group.
-        rank, size: own place in `process_group`, as in torch.
+        rank: own number in `process_group`, as in torch.
+        size: the number of ranks.
         nodes: node index of each rank, numbered in order of first appearance.
         node_ranks: for each node, its ranks in ascending order.
         tracer: tells the observers, for whatever runs over the private groups.
@@ -53,7 +54,11 @@ class BaguaProcessGroup(GroupOperations):
         compares_clocks: whether an observer of any rank needs to know how far the ranks' clocks are apart.
         clock_offsets: one whenever ranks have compared them.
         fitting_topologies: those found to fit the ranks, or the nodes: see `check_topology`.
-        has_nccl, num_shards, world, intra_node, inter_node: see `NodeGroups`.
+        has_nccl: whether NCCL moves tensors of GPUs.
+        num_shards: the smallest number of ranks on a node: so many shards of a tensor can be owned on every node.
+        world: over all ranks.
+        intra_node: over the ranks of own node; None where there is one node, or one rank a node.
+        inter_node: over the ranks that own the same shard on all nodes; None likewise, and on ranks that own no shard.
 
     Raises:
         TypeError, ValueError: unusable arguments; ranks that disagree in `nodes`, the package's version or

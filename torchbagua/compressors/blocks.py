@@ -28,7 +28,8 @@ class TensorSpec:
     Attributes:
         segment_lengths: elements of the parameters that lie one after the other in it. No block crosses from one to
             another.
-        dtype, device: its own.
+        dtype: its own.
+        device: its own.
         name: in events and errors.
     """
 

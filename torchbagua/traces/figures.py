@@ -31,11 +31,13 @@ class Figures:
 
     Attributes:
         num_steps: steps that have ended.
-        step_ns, wait_ns: of the training thread: whole steps, and what they waited for communication (exposed time).
+        step_ns: what they took.
+        wait_ns: for how long training stood still in them until communication was done (exposed time).
         communication_ns: in which the lane or the network was busy, hidden behind training or not.
         network_ns: in which a message was under way, or waited for.
         phase_ns: by phase, also where phases were under way at the same time.
-        bytes_sent, bytes_received: on the wire, without headers of the transport.
+        bytes_sent: on the wire, without headers of the transport.
+        bytes_received: likewise.
         num_elements: of what was sent.
         bucket_ns: for each bucket of each step.
         latest: by name, the last value that was told of; and `peer`, where a mean is taken with one.

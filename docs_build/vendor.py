@@ -1,0 +1,63 @@
+"""Puts the scripts that pages need, KaTeX and Mermaid, into docs/assets/vendor, so that the site loads nothing else.
+
+npm packs each by its version, and what comes must have the checksum that stands here. Does nothing where they are.
+"""
+
+import base64
+import hashlib
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+VENDOR = Path(__file__).parent.parent / "docs" / "assets" / "vendor"
+# By npm's name and version: the checksum of the archive, as a lock file of npm's writes it, and what is taken of it.
+PACKAGES = {
+    "katex@0.19.1": ("sha512-?", ["dist/katex.min.js", "dist/katex.min.css", "dist/fonts/*.woff2", "LICENSE"]),
+    "mermaid@12.3.0": ("sha512-?", ["dist/mermaid.min.js", "LICENSE"]),
+}
+
+
+def main() -> None:
+    if shutil.which("npm") is None and not all(is_there(name) for name in PACKAGES):
+        sys.exit("make docs: npm is needed, which fetches KaTeX and Mermaid (Debian: the package npm)")
+    for name, (checksum, patterns) in PACKAGES.items():
+        if not is_there(name):
+            fetch(name, checksum, patterns)
+
+
+def folder_of(name: str) -> Path:
+    return VENDOR / name.partition("@")[0]
+
+
+def is_there(name: str) -> bool:
+    version = folder_of(name) / "version"
+    return version.is_file() and version.read_text() == name
+
+
+def fetch(name: str, checksum: str, patterns: list[str]) -> None:
+    """Download one package and take of it what `patterns` name, without the folder that they are in."""
+    with tempfile.TemporaryDirectory() as temporary:
+        subprocess.run(
+            ["npm", "pack", "--silent", "--ignore-scripts", name], cwd=temporary, check=True, stdout=subprocess.DEVNULL
+        )
+        (archive,) = Path(temporary).glob("*.tgz")
+        found = "sha512-" + base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+        if found != checksum:
+            sys.exit(f"make docs: {name} must have the checksum {checksum}, got {found}")
+        with tarfile.open(archive) as members:
+            members.extractall(temporary, filter="data")
+        target = folder_of(name)
+        shutil.rmtree(target, ignore_errors=True)
+        for pattern in patterns:
+            for source in sorted((Path(temporary) / "package").glob(pattern)):
+                place = target / source.relative_to(Path(temporary) / "package").as_posix().removeprefix("dist/")
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, place)
+        (target / "version").write_text(name)
+
+
+if __name__ == "__main__":
+    main()

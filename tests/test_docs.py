@@ -1,0 +1,127 @@
+"""Every fenced block of README, CONTRIBUTING and docs, each alone: programs run, commands are checked as far as can be.
+
+`make test-docs` runs them. What a page shows as output of a program is not compared.
+"""
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed.run
+
+import programs
+from documentation import FENCED, PAGES, ROOT, Block, blocks_of
+
+# With their processes they run beside others, on two cores.
+LIMIT_S = 120
+
+# A rank that ends at once after a backward can abort in torch itself (2.13: a gloo thread that frees the all-reduce's
+# context asks for the interpreter's lock while the interpreter ends), with or without torchbagua.
+LAST_LINE = re.compile(r"^( *)(dist\.destroy_process_group\(\))\s*\Z", re.MULTILINE)
+ENDING = r"\1__import__('time').sleep(1)\n\1\2\n"
+
+
+BLOCKS = [block for path in PAGES for block in blocks_of(path)]
+
+
+def cases(*languages: str) -> list[object]:
+    """The blocks of a language, as cases of a test."""
+    return [
+        pytest.param(block, id=str(block), marks=pytest.mark.docs)
+        for block in BLOCKS
+        if block.language in languages and not block.includes
+    ]
+
+
+def run_program(program: str, folder: Path) -> None:
+    """Runs a program by the command in its first line, or else as one process; in an empty folder."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "program.py"]
+    if started := re.match(r"# ((?:\w+=\S* )*torchrun .*)\n", program):
+        words = shlex.split(started[1])
+        first = next(index for index, word in enumerate(words) if word == "torchrun")
+        environment |= dict(word.split("=", 1) for word in words[:first])
+        environment["PET_STANDALONE"] = "1"  # what --standalone does: a port of its own, beside other tests
+        command = [sys.executable, "-m", "torch.distributed.run", *words[first + 1 :]]
+    script = next(word for word in command if word.endswith(".py"))
+    (folder / script).parent.mkdir(parents=True, exist_ok=True)
+    (folder / script).write_text(LAST_LINE.sub(ENDING, program), encoding="utf-8")
+    programs.run(command, timeout_s=LIMIT_S, cwd=folder, env=environment)
+
+
+def side_of_diff(diff: str, marker: str) -> str:
+    """Return the old ("-") or the new ("+") side of a diff."""
+    return "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in (" ", marker) or line == "\n")
+
+
+@pytest.mark.parametrize("block", cases("python"))
+def test_program(block: Block, tmp_path: Path) -> None:
+    run_program(block.text, tmp_path)
+
+
+@pytest.mark.parametrize("side", ["-", "+"])
+@pytest.mark.parametrize("block", cases("diff"))
+def test_diff(block: Block, side: str, tmp_path: Path) -> None:
+    program = side_of_diff(block.text, side)
+    assert ("torchbagua" in program) == (side == "+")
+    run_program(program, tmp_path)
+
+
+@pytest.mark.parametrize("block", cases("sh", "bash"))
+def test_commands(block: Block) -> None:
+    """They exist as written; what they do is tested where they are."""
+    programs.run(["bash", "-n", "-c", block.text])
+    if block.language == "sh":
+        for line in block.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words and re.fullmatch(r"\w+=.*", words[0]):
+                words.pop(0)
+            if words:
+                check_command(*words)
+
+
+def check_command(program: str, *arguments: str) -> None:
+    """Fails where a program that is known here would refuse these arguments."""
+    if program == "make":
+        programs.run(["make", "--dry-run", *arguments], cwd=ROOT)
+    elif program == "torchrun":
+        torch.distributed.run.get_args_parser().parse_args(arguments)
+    elif program == "torchbagua":
+        programs.run([sys.executable, "-m", "torchbagua.cli", *arguments, "--help"], cwd=ROOT)
+    elif (program, *arguments[:1]) == ("pip", "install"):
+        dry = ["--dry-run", "--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
+        programs.run([sys.executable, "-m", "pip", *arguments, *dry], timeout_s=200, cwd=ROOT)
+
+
+def test_every_block_is_of_a_language_that_is_tested() -> None:
+    """Or of one in which nothing is claimed that could be: what was printed, diagrams, files of others."""
+    tested, others = {"python", "diff", "sh", "bash"}, {"text", "mermaid", "yaml", "toml", "json"}
+    assert [str(block) for block in BLOCKS if block.language not in tested | others] == []
+
+
+def test_what_blocks_include_is_there_and_tested() -> None:
+    included = [name for block in BLOCKS for name in block.includes]
+    assert [name for name in included if not (ROOT / name).is_file() or not name.startswith("tutorials/")] == []
+
+
+def slugs(page: Path) -> set[str]:
+    """The anchors that headings of a page have, by the rules of GitHub and by those of Python-Markdown."""
+    headings = re.findall(r"^#+ +(.*?)(?: *\{ *#[\w.-]+ *\})?$", FENCED.sub("", page.read_text(encoding="utf-8")), re.M)
+    given = re.findall(r"\{ *#([\w.-]+) *\}", page.read_text(encoding="utf-8"))
+    plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
+    return {*given, *(one.replace(" ", "-") for one in plain), *(re.sub(r"[-\s]+", "-", one) for one in plain)}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    """Those of the pages in docs are checked by `make docs`."""
+    broken = []
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = ROOT / name if name else ROOT / page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in slugs(target)):
+            broken.append(link)
+    assert broken == []
