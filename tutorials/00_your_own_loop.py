@@ -15,8 +15,8 @@ bytes that are not sent are time (where it is not permitted, as root without the
 loop sets `require_backward_grad_sync` by hand, as nanoGPT's does. There is autocast with a GradScaler, clipping, a
 learning rate that rises and then falls along a cosine, an evaluation now and then, and a checkpoint.
 
-It runs three times, always from the same weights on the same batches: with plain DDP, with 8-bit gradients, and with
-8-bit gradients from the checkpoint of the second run. Nothing in `train` knows which of these it is. The line that
+It runs three times: with plain DDP, with 8-bit gradients, from the same weights on the same batches, and once more with
+8-bit gradients, from the checkpoint of the second run. Nothing in `train` knows which of these it is. The line that
 makes the difference is marked.
 """
 
