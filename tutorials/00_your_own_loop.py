@@ -154,11 +154,12 @@ def main() -> None:
     say(f"  ends with the same weights: {torch.equal(weights_of(ddp), finished)}\n")
 
     # gloo's all-reduce is a ring, in which each of n ranks sends 2 (n-1)/n of the float32 gradients.
-    ranks, figures = dist.get_world_size(), summary.figures
-    plain_bytes = 2 * (ranks - 1) / ranks * 4 * finished.numel()
+    ranks = dist.get_world_size()
+    plain_mb = 2 * (ranks - 1) / ranks * 4 * finished.numel() / 1e6
+    bytegrad_mb = summary.figures.bytes_sent / summary.figures.num_steps / 1e6
     say("                 held-out loss   MB sent a step and rank   ms a step")
-    say(f"plain DDP        {plain_loss:13.4f} {plain_bytes / 1e6:25.3f} {plain_ms:11.1f}")
-    say(f"8-bit gradients  {bytegrad_loss:13.4f} {figures.bytes_sent / figures.num_steps / 1e6:25.3f} {bytegrad_ms:11.1f}")
+    say(f"plain DDP        {plain_loss:13.4f} {plain_mb:25.3f} {plain_ms:11.1f}")
+    say(f"8-bit gradients  {bytegrad_loss:13.4f} {bytegrad_mb:25.3f} {bytegrad_ms:11.1f}")
     say(f"\n{summary}")
     dist.destroy_process_group()
 
