@@ -4,14 +4,14 @@ Run it over two processes on this machine; it takes about fifteen seconds:
 
     torchrun --standalone --nproc-per-node=2 tutorials/00_your_own_loop.py
 
-The network within a machine is fast. On Linux this gives the processes a network of their own, of 1 Gbit/s, where the
-bytes that are not sent are time (where it is not permitted, as root without the two options about users):
+The network within a machine is fast. On Linux this gives the processes a network of their own, of 1 Gbit/s, where
+sending less takes less time (where it is not permitted, as root without the two options about users):
 
     unshare --user --map-root-user --net sh -c "ip link set lo up &&
         tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 100ms &&
         torchrun --standalone --local-addr=localhost --nproc-per-node=2 tutorials/00_your_own_loop.py"
 
-`train` is the loop of many scripts. Gradients are accumulated over micro-batches, of which only the last is sent: the
+`train` is the loop of many scripts. Gradients are accumulated over micro-batches and sent with the last of them: the
 loop sets `require_backward_grad_sync` by hand, as nanoGPT's does. There is autocast with a GradScaler, clipping, a
 learning rate that rises and then falls along a cosine, an evaluation now and then, and a checkpoint.
 
@@ -91,7 +91,7 @@ def train(
         # Batches follow from step and rank, so that a run that is resumed sees the same ones.
         batches = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
         for micro_step in range(MICRO_STEPS):
-            ddp.require_backward_grad_sync = micro_step == MICRO_STEPS - 1  # the others stay on this rank
+            ddp.require_backward_grad_sync = micro_step == MICRO_STEPS - 1  # only the last one sends
             chosen = torch.randint(NUM_HELD_OUT, NUM_EXAMPLES, (BATCH,), generator=batches)
             with torch.autocast("cpu", dtype=DTYPE):
                 loss = F.cross_entropy(ddp(POINTS[chosen]), CLASSES[chosen]) / MICRO_STEPS
@@ -135,8 +135,8 @@ def main() -> None:
 
     say("8-bit gradients")
     ddp, optimizer, scaler = build()
-    summary = tb.traces.Summary()  # notes what is sent and when; leave it out if you do not want to know
-    attachment = tb.attach(ddp, optimizer, "bytegrad", grad_scaler=scaler, observers=[summary])  # <-- the one line
+    costs = [tb.traces.Summary()]  # what is sent, and when; leave it out if you do not want to know
+    attachment = tb.attach(ddp, optimizer, "bytegrad", grad_scaler=scaler, observers=costs)  # <-- the one line
     bytegrad_ms = train(ddp, optimizer, scaler)
     bytegrad_loss, _ = evaluate(ddp.module)
     finished = weights_of(ddp)
@@ -156,6 +156,7 @@ def main() -> None:
     # gloo's all-reduce is a ring, in which each of n ranks sends 2 (n-1)/n of the float32 gradients.
     ranks = dist.get_world_size()
     plain_mb = 2 * (ranks - 1) / ranks * 4 * finished.numel() / 1e6
+    summary = attachment.summary()
     bytegrad_mb = summary.figures.bytes_sent / summary.figures.num_steps / 1e6
     say("                 held-out loss   MB sent a step and rank   ms a step")
     say(f"plain DDP        {plain_loss:13.4f} {plain_mb:25.3f} {plain_ms:11.1f}")
