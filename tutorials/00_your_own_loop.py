@@ -135,8 +135,8 @@ def main() -> None:
 
     say("8-bit gradients")
     ddp, optimizer, scaler = build()
-    costs = [tb.traces.Summary()]  # what is sent, and when; leave it out if you do not want to know
-    attachment = tb.attach(ddp, optimizer, "bytegrad", grad_scaler=scaler, observers=costs)  # <-- the one line
+    summary = tb.traces.Summary()  # notes what is sent and when; leave it out if you do not want to know
+    attachment = tb.attach(ddp, optimizer, "bytegrad", grad_scaler=scaler, observers=[summary])  # <-- the one line
     bytegrad_ms = train(ddp, optimizer, scaler)
     bytegrad_loss, _ = evaluate(ddp.module)
     finished = weights_of(ddp)
@@ -156,7 +156,6 @@ def main() -> None:
     # gloo's all-reduce is a ring, in which each of n ranks sends 2 (n-1)/n of the float32 gradients.
     ranks = dist.get_world_size()
     plain_mb = 2 * (ranks - 1) / ranks * 4 * finished.numel() / 1e6
-    summary = attachment.summary()
     bytegrad_mb = summary.figures.bytes_sent / summary.figures.num_steps / 1e6
     say("                 held-out loss   MB sent a step and rank   ms a step")
     say(f"plain DDP        {plain_loss:13.4f} {plain_mb:25.3f} {plain_ms:11.1f}")
