@@ -1,4 +1,4 @@
-"""Draws the pictures of the tutorials' pages, from what the pages show as output.
+"""Draws the pictures of the tutorials' pages, from the output that the pages show.
 
     python docs/pictures/draw.py
 
@@ -6,149 +6,118 @@ The others are made elsewhere: timeline.png by `torchbagua trace draw` (tutorial
 `TORCHBAGUA_PICTURES=docs/pictures make test-browser`, convergence-*.png by `make bench-convergence`.
 """
 
-import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 PICTURES = Path(__file__).parent
-TUTORIALS = PICTURES.parent / "tutorials"
-# Okabe and Ito's palette, which people who cannot tell red from green can tell apart.
-PLAIN, OURS, SECOND, THIRD = "#999999", "#0072b2", "#e69f00", "#009e73"
+# Okabe and Ito's, which people who cannot tell red from green can tell apart; the first is for what DDP does.
+COLOURS = ("#999999", "#0072b2", "#e69f00", "#009e73")
 
 
-def outputs_of(page: str) -> list[str]:
-    """What stands in the blocks of text of a page."""
-    return re.findall(r"^```text\n(.*?)^```$", (TUTORIALS / f"{page}.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+def output_of(page: str) -> str:
+    """What stands first in a block of text of a tutorial's page."""
+    text = (PICTURES.parent / "tutorials" / f"{page}.md").read_text("utf-8")
+    return re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[0]
 
 
-def numbers(pattern: str, text: str) -> list[list[float]]:
-    """The groups of every match that are numbers, in order; DOTALL off."""
-    rows = re.findall(pattern, text, re.MULTILINE)
-    return [[float(one) for one in (row if isinstance(row, tuple) else (row,))] for row in rows]
+def rows_of(output: str, *names: str) -> dict[str, list[float]]:
+    """The numbers of the last line that begins with each name."""
+    lines = {name: re.findall(rf"^{name}\b(.*\d.*)$", output, re.MULTILINE)[-1] for name in names}
+    return {name: [float(number) for number in re.findall(r"\d+(?:\.\d+)?", line)] for name, line in lines.items()}
 
 
-def panels(count: int) -> tuple[Figure, Sequence[Axes]]:
-    figure = Figure(figsize=(4 * count, 3.2), dpi=110, layout="constrained")
-    return figure, np.atleast_1d(figure.subplots(1, count))
+def steps_of(output: str, what: str, *names: str) -> dict[str, list[tuple[int, float]]]:
+    """The lines about steps below the line that is each name: step, and the number behind `what`."""
+    parts = {name: output.split(f"{name}\n", 1)[1] for name in names}
+    blocks = {name: re.match(r"(?:  step.*\n)*", part)[0] for name, part in parts.items()}
+    pattern = rf"step +(\d+):.*{what} ([\d.]+)"
+    return {n: [(int(step), float(one)) for step, one in re.findall(pattern, block)] for n, block in blocks.items()}
 
 
-def finish(axes: Axes, title: str, label: str = "") -> None:
-    axes.set_title(title, fontsize="medium", loc="left")
-    axes.set_ylabel(label)
-    axes.spines[["top", "right"]].set_visible(False)
+def panels(*titles: str) -> tuple[Figure, Sequence[Axes]]:
+    figure = Figure(figsize=(4.2 * len(titles), 3.2), dpi=110, layout="constrained")
+    all_axes = figure.subplots(1, len(titles))
+    for axes, title in zip(all_axes, titles, strict=True):
+        axes.set_title(title, fontsize="medium", loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, all_axes
 
 
-def bars(axes: Axes, names: Sequence[str], values: Sequence[float], colours: Sequence[str], form: str) -> None:
-    axes.bar_label(axes.bar(names, values, color=colours), fmt=form, padding=2)
-    axes.margins(y=0.15)
+def curves(axes: Axes, lines: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    for (name, points), colour, width in zip(lines.items(), COLOURS, (5, 2, 2, 2), strict=False):
+        axes.plot(*zip(*points, strict=True), color=colour, linewidth=width, marker="o", label=name)
+    axes.set_xlabel("step")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+
+
+def bars(axes: Axes, names: Sequence[str], values: Mapping[str, Sequence[float]], form: str) -> None:
+    """One bar for each name; or several, one for each key of `values`."""
+    width = 0.8 / len(values)
+    for index, (label, heights) in enumerate(values.items()):
+        colours = COLOURS[: len(names)] if len(values) == 1 else COLOURS[index]
+        places = [place + width * (index - (len(values) - 1) / 2) for place in range(len(names))]
+        drawn = axes.bar(places, heights, 0.95 * width, color=colours, label=label)
+        axes.bar_label(drawn, fmt=form, padding=2, fontsize="small")
+    axes.set_xticks(range(len(names)), names, fontsize="small")
+    axes.margins(y=0.3)
+    if len(values) > 1:
+        axes.legend(frameon=False, loc="upper right")
 
 
 def your_own_loop() -> Figure:
-    slow, _ = outputs_of("00_your_own_loop")
-    steps = numbers(r"step +(\d+): .*held-out loss ([\d.]+)", slow)
-    per_run = 1 + next(i for i, (one, after) in enumerate(itertools.pairwise(steps)) if after < one)
-    rows = numbers(r"^(?:plain DDP|8-bit gradients) +([\d.]+) +([\d.]+) +([\d.]+)$", slow)
-    figure, (loss, size, time) = panels(3)
-    names, colours = ("plain DDP", "8-bit gradients"), (PLAIN, OURS)
-    for name, colour, width, run in zip(names, colours, (5, 2), (steps[:per_run], steps[per_run:]), strict=True):
-        loss.plot(*zip(*run[:per_run], strict=True), color=colour, linewidth=width, marker="o", label=name)
-    loss.legend(frameon=False)
-    loss.set_xlabel("step")
-    finish(loss, "held-out loss", "nats")
-    bars(size, names, [row[1] for row in rows], colours, "%.2f")
-    finish(size, "sent by each rank in a step", "MB")
-    bars(time, names, [row[2] for row in rows], colours, "%.0f")
-    finish(time, "a step over 1 Gbit/s", "ms")
+    output, names = output_of("00_your_own_loop"), ("plain DDP", "8-bit gradients")
+    rows = rows_of(output, *names)
+    figure, (loss, size, time) = panels("held-out loss", "MB sent, a step and rank", "ms a step, over 1 Gbit/s")
+    curves(loss, steps_of(output, "held-out loss", *names))
+    bars(size, names, {"": [row[1] for row in rows.values()]}, "%.2f")
+    bars(time, names, {"": [row[2] for row in rows.values()]}, "%.0f")
     return figure
 
 
 def ddp_to_bytegrad() -> Figure:
-    (output,) = outputs_of("01_ddp_to_bytegrad")
-    steps = numbers(r"step +(\d+): loss ([\d.]+)", output)
-    half = len(steps) // 2
-    last = numbers(r"^(?:plain DDP|ByteGrad): +loss ([\d.]+), ([\d.]+) MB", output)
-    figure, (loss, size) = panels(2)
-    names, colours = ("plain DDP", "ByteGrad"), (PLAIN, OURS)
-    for index, run in enumerate((steps[:half], steps[half:])):
-        points = [*run, [190, last[index][0]]]  # the mean over the last 20 of 200 steps
-        loss.plot(
-            *zip(*points, strict=True), color=colours[index], linewidth=(5, 2)[index], marker="o", label=names[index]
-        )
-    loss.legend(frameon=False)
-    loss.set_xlabel("step")
-    finish(loss, "training loss", "nats a byte")
-    bars(size, names, [row[1] for row in last], colours, "%.1f")
-    finish(size, "sent by each rank", "MB")
+    output, names = output_of("01_ddp_to_bytegrad"), ("plain DDP", "ByteGrad")
+    figure, (loss, size) = panels("loss of a batch, nats a byte", "MB sent by each rank")
+    curves(loss, steps_of(output, "loss", *names))
+    bars(size, names, {"": [row[1] for row in rows_of(output, *names).values()]}, "%.1f")
     return figure
 
 
 def decentralized() -> Figure:
-    (output,) = outputs_of("02_decentralized")
-    rows = {
-        name: [float(number) for number in rest.split()]
-        for name, rest in re.findall(r"^(DDP|all|shift_one|low precision) +([\d. ]+)$", output, re.MULTILINE)
-    }
-    figure, (apart, size) = panels(2)
-    colours = dict(zip(rows, (PLAIN, OURS, SECOND, THIRD), strict=True))
-    for name, row in rows.items():
-        distances = row[1:-1]
-        steps = [15 * (index + 1) for index in range(len(distances) - 1)]
-        apart.plot([*steps, steps[-1] + 3], distances, color=colours[name], marker="o", label=name)
-    apart.legend(frameon=False, loc="upper right")
-    apart.set_ylim(top=1.6 * max(max(row[1:-1]) for row in rows.values()))
-    apart.set_xlabel("step; the last point is after detaching")
-    finish(apart, "distance of the farthest rank from the mean", "of the weights")
-    bars(size, list(rows), [row[0] for row in rows.values()], list(colours.values()), "%.0f")
-    finish(size, "sent by each rank in a step", "kB")
+    rows = rows_of(output_of("02_decentralized"), "DDP", "all", "shift_one", "low precision")
+    figure, (apart, size) = panels("how far the farthest rank is from the mean", "kB sent, a step and rank")
+    steps = (15, 30, 45, 60, 75, 90, 93)
+    curves(apart, {name: list(zip(steps, row[1:8], strict=True)) for name, row in rows.items()})
+    apart.set_ylim(top=1.7 * max(max(row[1:8]) for row in rows.values()))
+    apart.set_xlabel("step; the last points are after detaching")
+    bars(size, list(rows), {"": [row[0] for row in rows.values()]}, "%.0f")
     return figure
 
 
 def async_on_a_slow_network() -> Figure:
-    figure, both = panels(2)
-    titles = ("network of 100 Mbit/s", "network without a limit")
-    for axes, output, title in zip(both, outputs_of("03_async_on_a_slow_network"), titles, strict=True):
-        rows = re.findall(r"^((?:DDP|async), [a-z1 ]*[a-z]) +([\d.]+) +([\d.]+) +[\d.]+ ", output, re.MULTILINE)
-        places = np.arange(len(rows))
-        for rank, colour in enumerate((OURS, SECOND)):
-            speeds = [float(row[1 + rank]) for row in rows]
-            drawn = axes.bar(places + 0.4 * rank - 0.2, speeds, 0.38, color=colour, label=f"rank {rank}")
-            axes.bar_label(drawn, fmt="%.0f", padding=2, fontsize="small")
-        axes.set_xticks(places, [name.replace(", ", ",\n") for name, *_ in rows], fontsize="small")
-        axes.legend(frameon=False)
-        axes.margins(y=0.15)
-        finish(axes, title, "steps a second")
+    names, cases = ("DDP", "async"), ("ranks alike", "rank 1 slow")
+    rows = rows_of(output_of("03_async_on_a_slow_network"), *(f"{name}, {case}" for case in cases for name in names))
+    figure, both = panels(*(f"steps a second over 100 Mbit/s, {case}" for case in cases))
+    for axes, case in zip(both, cases, strict=True):
+        of_ranks = {f"rank {rank}": [rows[f"{name}, {case}"][rank] for name in names] for rank in (0, 1)}
+        bars(axes, names, of_ranks, "%.1f")
     return figure
 
 
 def qadam() -> Figure:
-    (output,) = outputs_of("04_qadam")
-    rows = re.findall(r"^(Adam|QAdam|1 bit) +([\d.]+) +([\d.]+) +([\d.]+)$", output, re.MULTILINE)
-    names = [{"Adam": "Adam", "QAdam": "QAdam, 8 bits", "1 bit": "QAdam, 1 bit"}[row[0]] for row in rows]
-    figure, (size, loss) = panels(2)
-    places = np.arange(len(rows))
-    for index, (part, colour) in enumerate((("in the warm-up", PLAIN), ("after it", OURS))):
-        drawn = size.bar(
-            places + 0.4 * index - 0.2, [float(r[1 + index]) for r in rows], 0.38, color=colour, label=part
-        )
-        size.bar_label(drawn, fmt="%.0f", padding=2, fontsize="small")
-    size.set_xticks(places, names)
-    size.set_ylim(top=1.35 * max(float(row[1]) for row in rows))
-    size.legend(frameon=False, ncols=2)
-    finish(size, "sent by each rank in a step", "kB")
-    bars(loss, names, [float(row[3]) for row in rows], (PLAIN, OURS, SECOND), "%.3f")
-    finish(loss, "loss at the end", "nats a byte")
+    rows = rows_of(output_of("04_qadam"), "Adam", "QAdam", "1 bit")
+    names = ("Adam", "QAdam, 8 bits", "QAdam, 1 bit")
+    figure, (size, loss) = panels("kB sent, a step and rank", "loss at the end, nats a byte")
+    parts = {part: [row[index] for row in rows.values()] for index, part in enumerate(("in the warm-up", "after it"))}
+    bars(size, names, parts, "%.0f")
+    bars(loss, names, {"": [row[2] for row in rows.values()]}, "%.3f")
     return figure
 
 
-def main() -> None:
+if __name__ == "__main__":
     for draw in (your_own_loop, ddp_to_bytegrad, decentralized, async_on_a_slow_network, qadam):
         draw().savefig(PICTURES / f"{draw.__name__}.png")
-
-
-if __name__ == "__main__":
-    main()
