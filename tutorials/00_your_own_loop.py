@@ -106,7 +106,7 @@ def train(
         if (step + 1) % EVALUATE_EVERY == 0:
             held_out_loss, accuracy = evaluate(ddp.module)
             rate = optimizer.param_groups[0]["lr"]
-            say(f"  step {step + 1:3}: lr {rate:.5f}, held-out loss {held_out_loss:.4f}, {100 * accuracy:.1f} % right")
+            say(f"  step {step + 1:3}: lr {rate:.5f}, held-out loss {held_out_loss:.5f}, {100 * accuracy:.1f} % right")
         if step + 1 == SAVE_AFTER and dist.get_rank() == 0:
             state = {"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}
             CHECKPOINT.parent.mkdir(parents=True, exist_ok=True)
@@ -158,8 +158,8 @@ def main() -> None:
     plain_mb = 2 * (ranks - 1) / ranks * 4 * finished.numel() / 1e6
     bytegrad_mb = summary.figures.bytes_sent / summary.figures.num_steps / 1e6
     say("                 held-out loss   MB sent a step and rank   ms a step")
-    say(f"plain DDP        {plain_loss:13.4f} {plain_mb:25.3f} {plain_ms:11.1f}")
-    say(f"8-bit gradients  {bytegrad_loss:13.4f} {bytegrad_mb:25.3f} {bytegrad_ms:11.1f}")
+    say(f"plain DDP        {plain_loss:13.5f} {plain_mb:25.3f} {plain_ms:11.1f}")
+    say(f"8-bit gradients  {bytegrad_loss:13.5f} {bytegrad_mb:25.3f} {bytegrad_ms:11.1f}")
     say(f"\n{summary}")
     dist.destroy_process_group()
 
