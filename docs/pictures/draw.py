@@ -51,7 +51,7 @@ def curves(axes: Axes, lines: Mapping[str, Sequence[tuple[float, float]]]) -> No
     for (name, points), colour, width in zip(lines.items(), COLOURS, (5, 2, 2, 2), strict=False):
         axes.plot(*zip(*points, strict=True), color=colour, linewidth=width, marker="o", label=name)
     axes.set_xlabel("step")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(value for points in lines.values() for _, value in points))
     axes.legend(frameon=False)
 
 
@@ -64,7 +64,7 @@ def bars(axes: Axes, names: Sequence[str], values: Mapping[str, Sequence[float]]
         drawn = axes.bar(places, heights, 0.95 * width, color=colours, label=label)
         axes.bar_label(drawn, fmt=form, padding=2, fontsize="small")
     axes.set_xticks(range(len(names)), names, fontsize="small")
-    axes.margins(y=0.3)
+    axes.margins(y=0.2 if len(values) == 1 else 0.45)
     if len(values) > 1:
         axes.legend(frameon=False, loc="upper right")
 
