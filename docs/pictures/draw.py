@@ -39,7 +39,7 @@ def steps_of(output: str, what: str, *names: str) -> dict[str, list[tuple[int, f
 
 
 def panels(*titles: str) -> tuple[Figure, Sequence[Axes]]:
-    figure = Figure(figsize=(4.2 * len(titles), 3.2), dpi=110, layout="constrained")
+    figure = Figure(figsize=(3.6 * len(titles), 2.8), dpi=150, layout="constrained")
     all_axes = figure.subplots(1, len(titles))
     for axes, title in zip(all_axes, titles, strict=True):
         axes.set_title(title, fontsize="medium", loc="left")
