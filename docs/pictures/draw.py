@@ -92,7 +92,7 @@ def decentralized() -> Figure:
     figure, (apart, size) = panels("how far the farthest rank is from the mean", "kB sent, a step and rank")
     steps = (15, 30, 45, 60, 75, 90, 93)
     curves(apart, {name: list(zip(steps, row[1:8], strict=True)) for name, row in rows.items()})
-    apart.set_ylim(top=1.7 * max(max(row[1:8]) for row in rows.values()))
+    apart.set_ylim(top=2 * max(max(row[1:8]) for row in rows.values()))
     apart.set_xlabel("step; the last points are after detaching")
     bars(size, list(rows), {"": [row[0] for row in rows.values()]}, "%.0f")
     return figure
