@@ -60,39 +60,41 @@ def attach(
     timeout: timedelta | None = None,
     strict: bool = False,
 ) -> "Attachment":
-    """Let `algorithm` do what `module` communicates, until the returned attachment is detached. Collective.
+    """Put an algorithm in charge of what a module communicates, until you detach it. Collective.
 
-    The training loop stays as it is. Works as a context manager; leaving it detaches. With the decentralized algorithms
-    all ranks make the same number of backward passes through the module for a step.
+    Your training loop stays as it is. What is returned is a context manager: leaving it detaches.
+
+    With `DecentralizedAlgorithm` and `LowPrecisionDecentralizedAlgorithm`, all ranks must make the same number of
+    backward passes through the module in each step.
 
     Args:
-        module: wrapped in DistributedDataParallel, with no communication hook of its own. An algorithm that averages
-            weights takes any module, and first gives all ranks rank 0's parameters, buffers and optimizer state, as DDP
-            did for weights and buffers when it wrapped the module. Where there is a DDP around it, that one is silent.
-        optimizer: the optimizer of its parameters, or several; what accelerate or Lightning have wrapped too. A step
-            ends when all of them have stepped, or were skipped by a GradScaler, since the last one ended. Parameters
-            that are not the module's are left alone; an algorithm that averages weights takes no optimizer that has
-            some.
-        algorithm: an Algorithm, or a registered name.
-        process_group: the ranks and their nodes, where nodes are given explicitly; default: the module's group, or the
-            world where there is no DDP, with nodes told by host names.
-        grad_scaler: the loop's GradScaler. With the decentralized algorithms all ranks then skip a step together; with
-            asynchronous averaging ranks skip alone. QAdam, and error feedback, learn from it in which unit gradients
-            are.
-        observers: hear of every phase of communication, and of the training step; see `torchbagua.traces`.
-        timeout: bound on every wait of the algorithm for another rank, except where asynchronous averaging ends, which
-            waits for the ranks that are still training; default: that of the group, which bounds what DDP itself sends,
-            buffers for instance.
-        strict: raise where parameters cannot be compressed, float64 ones for instance. By default they travel in full
-            precision, and a RuntimeWarning says which.
+        module: for an algorithm that averages gradients, a DistributedDataParallel without a communication hook. An
+            algorithm that averages weights takes any module. If it is not a DistributedDataParallel, all ranks first
+            get rank 0's parameters, buffers and optimizer state. While such an algorithm is attached, DDP sends
+            nothing.
+        optimizer: the optimizer of the module's parameters, or a list of them. What accelerate or Lightning have
+            wrapped is taken too. A step ends when each of them has stepped, or was skipped by a GradScaler. Parameters
+            of other modules are left alone; an algorithm that averages weights takes no optimizer that has some.
+        algorithm: an algorithm, or its registered name.
+        process_group: give it to say which rank is on which node. By default it is the module's group, or the world
+            where there is no DDP, and nodes are told apart by host names.
+        grad_scaler: the GradScaler of your loop. QAdam and error feedback read the loss scale from it. With the two
+            decentralized algorithms, all ranks then skip a step together; with asynchronous averaging, each rank skips
+            alone.
+        observers: are told of every phase of communication and of each training step; see `torchbagua.traces`.
+        timeout: the longest that the algorithm waits for another rank; by default that of the group. What DDP itself
+            sends, buffers for instance, keeps the group's. The end of asynchronous averaging is not bounded: it waits
+            for the ranks that are still training.
+        strict: raise ValueError if parameters cannot be compressed, float64 ones for instance. By default they travel
+            in full precision, and a RuntimeWarning names them.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; ranks disagree in algorithm, arguments, the version of the
-            package or the number of parameters.
+        TypeError, ValueError: an argument does not fit, or ranks disagree in the algorithm, its arguments, the version
+            of the package, or the module's parameters.
         KeyError: no algorithm has that name.
         TimeoutError: a rank did not call it in time.
         CommunicationError: a private group could not be opened.
-        RuntimeError: the native library is there and does not load.
+        RuntimeError: the native library exists and cannot be loaded.
     """
     # Whatever can fail on one rank alone comes before reify, the first collective: the others would wait for this rank.
     if not isinstance(module, torch.nn.Module):
@@ -139,11 +141,11 @@ def _summary_among(observers: Sequence[Observer], process_group: BaguaProcessGro
 
 
 class Attachment:
-    """An algorithm at work on a module; made by `attach`.
+    """An algorithm at work on a module. `attach` returns it; it is a context manager that detaches when you leave it.
 
     Attributes:
-        algorithm: the description.
-        impl: the running algorithm.
+        algorithm: what you handed to `attach`.
+        impl: the running algorithm, with its state.
     """
 
     def __init__(
@@ -183,12 +185,14 @@ class Attachment:
             self._undo = undo.pop_all()
 
     def detach(self) -> None:
-        """Finish what is in flight and give the module back to plain DDP. Collective; may be called again.
+        """Finish what is in flight and give the module back to plain DDP. Collective.
 
-        Where the algorithm averages weights, all ranks then hold the same weights, the same floating-point buffers if
-        these are averaged, and the state of rank 0's optimizers and of its `grad_scaler`, unless the algorithm was
-        constructed with `final_average=False`. Learning rates and their schedulers are the loop's: where ranks have
-        taken different numbers of steps, theirs differ.
+        After an algorithm that averages weights, all ranks hold the same weights, and the state of rank 0's optimizers
+        and GradScaler. They also hold the same floating-point buffers, if these were averaged. With
+        `final_average=False` nothing of this is done. Learning rates and schedulers are yours: they differ between
+        ranks that have taken different numbers of steps.
+
+        A second call does nothing.
 
         Raises:
             RuntimeError: what was in flight failed. The module is given back all the same.
@@ -220,7 +224,7 @@ class Attachment:
             scaler.load_state_dict(broadcast_state(world, scaler.state_dict(), "the state of the GradScaler"))
 
     def summary(self) -> Summary:
-        """Return what communication has cost this rank so far; `print` it for a table.
+        """Return what communication has cost this rank so far. `print` it for a table.
 
         Raises:
             RuntimeError: `attach` was given no observer, so nothing was noted.
@@ -233,21 +237,21 @@ class Attachment:
         return self._summary
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the algorithm: plain tensors and numbers, loadable with `weights_only=True`.
+        """Return what this rank needs to resume the algorithm; save it beside model and optimizer.
 
-        Beside it, as JSON, the version of its format and the arguments of the algorithm that it depends on.
+        It holds plain tensors and numbers, which `torch.load(..., weights_only=True)` loads. It also holds, as JSON,
+        the version of its format and those arguments of the algorithm that it depends on.
         """
         return save_state(self.algorithm, self.impl)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned on this rank, when the weights that go with it have been loaded.
+        """Load what `state_dict` returned on this rank. Load the weights that go with it first.
 
-        Collective where the algorithm averages weights, or has error feedback. The state may be of an earlier release,
-        and of other arguments where it does not depend on them, which the algorithm's docstring says.
+        Collective if the algorithm averages weights or has error feedback. States of earlier releases can be loaded.
+        Which arguments may have changed since is said where the algorithm is documented.
 
         Raises:
-            ValueError: it is the state of another algorithm or of a later format, or of other arguments that it depends
-                on.
+            ValueError: it is the state of another algorithm, of a later format, or of arguments that may not change.
             CommunicationError: ranks have states of different parameters, or communication failed.
         """
         load_state(self.algorithm, self.impl, state)

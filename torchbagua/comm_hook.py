@@ -14,31 +14,34 @@ from torchbagua.wait_timer import WaitTimer
 
 
 def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the gradients of one DDP bucket; for `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`.
+    """Average the gradients of one DDP bucket: a DDP communication hook, for a loop without `attach`.
 
-    Returns at once, so that backward goes on while the impl's lane communicates. (Over NCCL QAdam first compares how
-    far the ranks have come; with a GradScaler QAdam and error feedback first read the loss scale from the GPU.) The
-    bucket's buffer is changed in place. Of a group that has NCCL, gradients on a GPU stay there: all is launched at
-    once, on one stream beside backward's. With gloo the bytes that are sent pass through the host's memory.
+    Register it with `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`. DDP then calls it.
 
-    Under `torch.distributed.algorithms.Join` a rank that has run out of data goes on to take part with zeros, and the
-    mean is that of all ranks of the group, whatever `divide_by_initial_world_size` says: DDP leaves the division to its
-    hook, torch's own hooks divide so too, and nobody tells a hook how many ranks still have data.
+    It returns at once, and backward goes on while the bucket is communicated. There are two exceptions: over NCCL QAdam
+    first compares how far the ranks have come, and with a GradScaler QAdam and error feedback first read the loss scale
+    from the GPU. The bucket's buffer is changed in place. Over NCCL, gradients on a GPU stay there: all work is
+    launched on one stream beside backward's. Over gloo, the bytes that are sent pass through the host's memory.
+
+    Under `torch.distributed.algorithms.Join`, a rank that has run out of data takes part with zeros. The mean is that
+    of all ranks of the group, whatever `divide_by_initial_world_size` says. DDP leaves the division to its hook and
+    does not tell it how many ranks still have data; torch's own hooks divide in the same way.
 
     Args:
-        state: a gradient algorithm's impl.
+        state: what `Algorithm.reify` returned, of an algorithm that averages gradients.
         bucket: DDP's bucket of gradients.
 
     Returns:
-        A future of the bucket's buffer. Where communication fails, backward raises a CommunicationError that names
-        operation, bucket, rank and peer.
+        A future of the bucket's buffer. If communication fails, backward raises a CommunicationError that names
+            operation, bucket, rank and peer.
 
     Raises:
-        TypeError: `state` is not the impl of a gradient algorithm.
-        RuntimeError: `state` is closed, or a CUDA graph is being captured; or it keeps state by parameter, and nobody
-            has told it of steps by the second backward (`reify`'s `optimizer`, or `AlgorithmImpl.step_taken`).
-        ValueError: the gradients are of another dtype than float64, float32, bfloat16, float16 or their complex ones,
-            sparse, or neither on the CPU nor on a GPU.
+        TypeError: `state` is not what an algorithm that averages gradients has returned.
+        RuntimeError: `state` is closed, or a CUDA graph is being captured. Or the algorithm needs to know which steps
+            were taken, and was not told of any by the second backward: give `reify` the optimizer, or call
+            `AlgorithmImpl.step_taken`.
+        ValueError: gradients are sparse, neither on the CPU nor on a GPU, or of a dtype other than float64, float32,
+            bfloat16, float16, complex128 and complex64.
     """
     if not isinstance(state, AlgorithmImpl) or state.averages_weights:
         raise TypeError(

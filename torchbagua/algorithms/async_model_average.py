@@ -21,27 +21,30 @@ Mode = Literal["warm-up", "running", "stopped", "ended"]
 
 @dataclass(frozen=True)
 class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
-    """Every rank trains alone, at its own speed; a background thread averages the weights of all ranks.
+    """Every rank trains at its own speed, and a background thread averages the weights of all ranks.
 
-    A round averages snapshots that the ranks took between two steps; then, between two steps, x += mean - snapshot, so
-    that no rank loses what it has learnt meanwhile. After the warm-up training waits for no network operation but in
-    `abort`, `resume`, `load_state_dict`, detach, and where layers are unfrozen; and ranks may take different numbers of
-    steps (AD-PSGD, Lian et al., arXiv 1710.06952; Bagua, arXiv 2107.01499). A rank sends 8 (n-1)/n bytes a float32
-    parameter and round. Rounds go on until detach or the end of the process, also where a script has let go of module
-    and attachment.
+    In each round, every rank takes a snapshot of its weights between two steps, and the mean of the snapshots is
+    formed. Then, again between two steps, x += mean - snapshot. So no rank loses what it has learnt meanwhile, and
+    ranks may take different numbers of steps (AD-PSGD, Lian et al., arXiv 1710.06952; Bagua, arXiv 2107.01499). In each
+    round a rank sends 8 (n-1)/n bytes a float32 parameter.
 
-    A state goes on under any arguments but another `average_buffers`, and but a longer warm-up than the one that it is
-    past: ranks whose weights differ, after different numbers of steps, would average gradients again.
+    After the warm-up, training waits for the network only in `abort`, `resume`, `load_state_dict` and detach, and when
+    layers are unfrozen. Rounds go on until you detach or the process ends, even if your script keeps no reference to
+    the module and the attachment.
+
+    A state can be loaded under other arguments, with two exceptions: another `average_buffers`, and a longer warm-up
+    than the one that the state is past. Ranks whose weights differ would then average gradients.
 
     Args:
         peer_selection_mode: "all"; there is no other.
         sync_interval_ms: pause between two rounds, in milliseconds.
-        warmup_steps: optimizer steps with gradients averaged over all ranks in full precision, before the first round.
-        average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, those that
-            `state_dict` holds. Integer buffers are left alone.
-        final_average: when the attachment ends in order, give all ranks the mean of their weights, and rank 0's
-            optimizer state.
-        bucket_cap_mb: size of the buckets that are sent one after the other, in MiB.
+        warmup_steps: optimizer steps before the first round, in which gradients are averaged over all ranks in full
+            precision.
+        average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, if the module's
+            `state_dict` holds them. Integer buffers are left alone.
+        final_average: when you detach, or leave the `with` block without an error, give all ranks the mean of their
+            weights, and rank 0's optimizer state.
+        bucket_cap_mb: size in MiB of the buckets, which are sent one after the other.
 
     Raises:
         TypeError, ValueError: an argument is none of these.
@@ -93,7 +96,7 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
 
 
 class AsyncModelAverageAlgorithmImpl(AveragingImpl):
-    """See `AsyncModelAverageAlgorithm`. `WeightBucket` says what a bucket's tensors hold when.
+    """`Attachment.impl` of an attached `AsyncModelAverageAlgorithm`: stop averaging, and go on with it.
 
     Attributes:
         clock: measures the interval.
@@ -115,10 +118,10 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
 
     @property
     def mode(self) -> Mode:
-        """What the lane does: "warm-up" averages gradients, "running" weights; "stopped" and "ended" do nothing.
+        """What is averaged: gradients in "warm-up", weights while "running", nothing when "stopped" or "ended".
 
-        `abort` leads to "stopped" and `resume` back from there; in warm-up they decide what follows it. "ended" is for
-        good: a rank has left.
+        `abort` stops averaging and `resume` starts it again; during warm-up they decide what comes after it. "ended"
+        means that a rank has left, and is final.
         """
         if self._leaving_rank is not None:
             return "ended"
@@ -128,17 +131,17 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
 
     @property
     def num_rounds(self) -> int:
-        """Rounds finished so far, since attach."""
+        """How many rounds have finished since `attach`."""
         return self._num_rounds_before + (0 if self._rounds is None else self._rounds.num_rounds)
 
     def abort(self, module: torch.nn.Module, final_average: bool | None = None) -> None:
-        """Stop averaging; every rank trains alone then. Collective, does nothing where it is stopped already.
+        """Stop averaging; from then on every rank trains alone. Collective.
 
-        Rounds go on until all ranks have called it.
+        Rounds go on until all ranks have called it. Does nothing if averaging is stopped already.
 
         Args:
-            module: the attached one.
-            final_average: give all ranks the mean of their weights; default: the algorithm's.
+            module: the module that you attached.
+            final_average: give all ranks the mean of their weights; by default as the algorithm was constructed.
 
         Raises:
             ValueError: the algorithm is not attached to `module`.
@@ -155,7 +158,10 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
             self._meet("abort")
 
     def resume(self, module: torch.nn.Module) -> None:
-        """Go on after `abort`. Collective, does nothing where averaging is not stopped.
+        """Start averaging again after `abort`. Collective. Does nothing if averaging is not stopped.
+
+        Args:
+            module: the module that you attached.
 
         Raises:
             ValueError: the algorithm is not attached to `module`.

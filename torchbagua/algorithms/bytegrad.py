@@ -16,30 +16,33 @@ from torchbagua.state import ParameterState, residual_state
 
 @dataclass(frozen=True)
 class ByteGradAlgorithm(Algorithm):
-    """Average gradients in 8 bits: Q(mean_j Q(g_j)), bit-identical on all ranks (Bagua, arXiv 2107.01499).
+    """Average gradients in 8 bits; the result is bit-identical on all ranks (Bagua, arXiv 2107.01499).
 
-    A rank sends about 2 (n-1)/n bytes an element and step, a quarter of what a float32 all-reduce sends. complex64 is
-    coded as pairs of float32; float64 and complex128 travel in full precision.
+    Every rank quantises its gradient, the mean of these is formed, and it is quantised again: Q(mean_j Q(g_j)). A rank
+    sends about 2 (n-1)/n bytes an element and step, a quarter of what a float32 all-reduce sends. complex64 is coded as
+    pairs of float32. float64 and complex128 travel in full precision.
 
-    With error feedback every rank adds to its gradient what compression left out of the one before, and the owner of a
-    chunk likewise to the mean (DoubleSqueeze, Tang et al., arXiv 1905.05957, algorithm 1). What is left out counts when
-    an optimizer's step has used what was sent: one that a GradScaler skips leaves no trace, and of several optimizers
-    each counts its own. Behind the plain hook the impl must hear of steps: `reify(group, optimizer=optimizer)`, or
-    `impl.step_taken()` after each. Accumulate under `no_sync`, which sends once; of several synchronised backward
-    passes before a step it counts once too, for 4 bytes a parameter more, but those of a parameter must all have a
-    gradient for it, and DDP must not form its buckets anew between them, as it does after its first backward: both
-    raise, so the first step of a run has one synchronised backward.
+    With error feedback every rank adds to its gradient what compression left out of the one before. The mean has
+    residuals too, which are shared out among the ranks (DoubleSqueeze, Tang et al., arXiv 1905.05957, algorithm 1).
 
-    Residuals are float32, two of each for a step that may be skipped: 8 bytes a parameter, and 8 divided by the number
-    of ranks. They are in `state_dict`, other ones on each rank, and a state goes on with the same `error_feedback`
-    alone. Under AMP they need the loss scale, by which gradients are divided before they are coded: `attach(...,
-    grad_scaler=scaler)`, or behind the plain hook `impl.grad_scaler = scaler`.
+    - Residuals change when an optimizer's step has used what was sent. A step that a GradScaler skips leaves them as
+      they are. Of several optimizers, each commits those of its own parameters.
+    - They take 8 bytes a parameter, and 8 divided by the number of ranks.
+    - They are in `Attachment.state_dict`, and differ between ranks. A state can be loaded with the same
+      `error_feedback` only; the other arguments may differ.
+    - They are kept without the loss scale, so under AMP hand over the GradScaler: `attach(..., grad_scaler=scaler)`.
+    - Accumulate under `no_sync`, which sends once. Several synchronised backward passes before a step are possible: the
+      residual counts once, for 4 bytes a parameter more. Each of these passes must then reach the same parameters. The
+      first step of a run must have one synchronised backward, since DDP forms its buckets anew after it. Otherwise
+      backward raises.
+    - With `comm_hook` in place of `attach`, give `reify(group, optimizer=optimizer)`, or call `impl.step_taken()` after
+      each step, and set `impl.grad_scaler = scaler`.
 
     Args:
-        hierarchical: where there are several nodes with several ranks, full precision within nodes and 8 bits between.
+        hierarchical: with several nodes of several ranks: full precision within nodes, 8 bits between them.
         average: divide by the number of ranks; False gives the sum.
-        block: elements that share a quantisation range, a multiple of 8, never across a parameter's boundary; None
-            gives Bagua's one range per chunk.
+        block: how many elements share a quantisation range, a multiple of 8. A block does not cross a parameter's
+            boundary. None gives Bagua's one range per chunk.
         error_feedback: add what compression leaves out to what is sent next.
 
     Raises:

@@ -22,25 +22,26 @@ from torchbagua.weights import DIFFERENCE, FLAT, FlatOf
 class DecentralizedAlgorithm(ModelAveragingAlgorithm):
     """Every rank takes its own steps, and averages its weights with its peers' while it computes the next gradient.
 
-    After step t: x += mean(x_t) - x_t, where the mean of x_t was formed during step t. With SGD that is D-PSGD,
-    x_{t+1} = mean(x_t) - lr g(x_t) (Lian et al., arXiv 1705.09056, algorithm 1; Bagua, arXiv 2107.01499). A rank sends
-    8 (n-1)/n bytes a float32 parameter and round with "all", 4 with "shift_one", or 4 for each neighbour.
+    During step t the mean of the weights x_t is formed. After the step it is applied: x += mean(x_t) - x_t. With SGD
+    that is D-PSGD, x_{t+1} = mean(x_t) - lr g(x_t) (Lian et al., arXiv 1705.09056, algorithm 1; Bagua, arXiv
+    2107.01499). In each round a rank sends 8 (n-1)/n bytes a float32 parameter with "all", 4 with "shift_one", or 4 for
+    each neighbour of another topology.
 
-    A state goes on under any arguments but another `average_buffers`: the round that it holds is applied as it was
-    formed.
+    A state can be loaded under other arguments, except another `average_buffers`. The round that it holds is applied as
+    it was formed.
 
     Args:
-        hierarchical: where there are several nodes with several ranks: average within the node first, and then with the
-            node's peers. With "all" the result is the mean of all ranks, also where nodes are of unequal size.
-        peer_selection_mode: "all", or "shift_one" for one peer, another one in each round; that needs an even number of
-            ranks (or nodes). Or any Topology, see `torchbagua.topology`.
-        communication_interval: average every so many steps: of k, the weights after steps 0, k, 2k and so on, while the
-            next step is taken; the mean is applied after steps 1, k + 1, 2k + 1 and so on.
-        average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, those that
-            `state_dict` holds. Integer buffers are left alone.
-        final_average: when the attachment ends in order, give all ranks the mean of their weights, and rank 0's
-            optimizer state.
-        bucket_cap_mb: size of the buckets that are sent one after the other, in MiB.
+        hierarchical: with several nodes of several ranks: average within the node first, and then with other nodes.
+            With "all" the result is the mean of all ranks, also where nodes have different numbers of ranks.
+        peer_selection_mode: "all"; or "shift_one" for one peer, another one in each round, which needs an even number
+            of ranks (or nodes); or a `torchbagua.Topology`.
+        communication_interval: average every so many steps. With k, the mean of the weights after steps 0, k, 2k and so
+            on is formed while the next step is taken, and applied after steps 1, k + 1, 2k + 1 and so on.
+        average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, if the module's
+            `state_dict` holds them. Integer buffers are left alone.
+        final_average: when you detach, or leave the `with` block without an error, give all ranks the mean of their
+            weights, and rank 0's optimizer state.
+        bucket_cap_mb: size in MiB of the buckets, which are sent one after the other.
 
     Raises:
         TypeError, ValueError: an argument is none of these.
@@ -151,24 +152,26 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
     """Every rank takes its own steps, and tells its two neighbours on a ring in 8 bits how its weights have changed.
 
-    A rank knows bit-equal replicas L and R of its neighbours' last agreed weights, and w of its own. After a step that
-    is due: d = x + L/3 + R/3 - (5/3) w; w += Q(d); x = w; and L and R take their owners' Q(d), which travel while the
-    next gradient is computed (difference compression: Tang et al., arXiv 1803.06443, DCD-PSGD; Bagua, arXiv
-    2107.01499). A rank sends about 2 bytes a parameter and round, and buffers and what is float64 or complex128 in full
-    precision; its replicas take 12 bytes a parameter.
+    A rank holds bit-equal replicas of weights: w of its own, L and R of its two neighbours'. After a step that
+    communicates, it quantises d = x + L/3 + R/3 - (5/3) w to Q(d); then w += Q(d) and x = w. The neighbours' Q(d)
+    travel while the next gradient is computed, and are added to L and R (difference compression: Tang et al., arXiv
+    1803.06443, DCD-PSGD; Bagua, arXiv 2107.01499).
 
-    A state, which is the replicas, goes on under another `communication_interval`, `final_average` or `bucket_cap_mb`.
-    Where the ring is one of nodes these must be the same ones, and `bucket_cap_mb` too: a rank holds its own shard of
-    each bucket's replicas.
+    In each round a rank sends about 2 bytes a parameter. Buffers, and what is float64 or complex128, travel in full
+    precision. Replicas take 12 bytes a parameter.
+
+    A state, which is the replicas, can be loaded under another `communication_interval`, `final_average` or
+    `bucket_cap_mb`. On a ring of nodes a rank holds its own shard of the replicas, so nodes and `bucket_cap_mb` must be
+    the same.
 
     Args:
-        hierarchical: where there are several nodes with several ranks: the mean of a node travels on a ring of nodes.
-        communication_interval: communicate every so many steps: of k, after steps 1, k + 1, 2k + 1 and so on.
-        average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, those that
-            `state_dict` holds. Integer buffers are left alone.
-        final_average: when the attachment ends in order, give all ranks the mean of their weights, and rank 0's
-            optimizer state.
-        bucket_cap_mb: size of the buckets that are sent one after the other, in MiB.
+        hierarchical: with several nodes of several ranks: the mean of a node travels on a ring of nodes.
+        communication_interval: communicate every so many steps: with k, after steps 1, k + 1, 2k + 1 and so on.
+        average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, if the module's
+            `state_dict` holds them. Integer buffers are left alone.
+        final_average: when you detach, or leave the `with` block without an error, give all ranks the mean of their
+            weights, and rank 0's optimizer state.
+        bucket_cap_mb: size in MiB of the buckets, which are sent one after the other.
 
     Raises:
         TypeError, ValueError: an argument is none of these.

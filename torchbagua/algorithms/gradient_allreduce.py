@@ -13,14 +13,14 @@ from torchbagua.collectives import BaguaProcessGroup
 
 @dataclass(frozen=True)
 class GradientAllReduceAlgorithm(Algorithm):
-    """Average gradients in full precision (synchronous data-parallel SGD).
+    """Average gradients in full precision, as plain DDP does.
 
-    Sums are formed in rank order, in float32, or of float64 in float64; complex numbers are pairs. The result equals
-    plain DDP's bit for bit only where the sums are exact or there are two ranks, because gloo adds in another order.
+    Sums are formed in rank order: in float32, and in float64 for float64 gradients. gloo adds in another order, so the
+    result equals plain DDP's bit for bit only with two ranks, or where the sums are exact.
 
     Args:
-        hierarchical: add up within nodes first, so that each shard crosses between nodes once per node. The result is
-            the mean of all ranks, also where nodes have different numbers of ranks.
+        hierarchical: add up within nodes first, so that each part of a gradient crosses between nodes once per node.
+            The result is the mean of all ranks, also where nodes have different numbers of ranks.
         average: divide by the number of ranks; False gives the sum.
 
     Raises:

@@ -24,32 +24,31 @@ __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 
 @dataclass(frozen=True)
 class QAdamAlgorithm(Algorithm):
-    """Average gradients in full precision while QAdamOptimizer warms up, and compressed momenta then.
+    """Average gradients in full precision while QAdamOptimizer warms up, and compressed momenta after that.
 
-    After the warm-up rank i forms m_i = b1 m + (1 - b1) g_i of its own gradient, and the mean of m_i over the ranks
-    travels as ByteGrad's gradients do (1-bit Adam, Tang et al., arXiv 2102.02888; Bagua, arXiv 2107.01499). The
-    gradient becomes (mean - b1 m) / (1 - b1), from which the optimizer's step forms the mean again; so GradScaler and
-    whatever else stands between backward and step act on a gradient, as everywhere. In 8 bits its norm is that of the
-    mean gradient within some per cent. In one bit it is twice that or many times, since all momenta of a block have
-    one magnitude: there, clip in the warm-up only. What other optimizers train is averaged in full precision, and so
-    are gradients of float64 parameters, from whose mean the step forms the momentum.
+    After the warm-up rank i forms the momentum m_i = b1 m + (1 - b1) g_i from its own gradient g_i. The mean of m_i
+    over the ranks is formed as ByteGrad forms that of gradients (1-bit Adam, Tang et al., arXiv 2102.02888; Bagua,
+    arXiv 2107.01499). Then `.grad` becomes (mean - b1 m) / (1 - b1), from which the optimizer's step forms the mean
+    again. So GradScaler, clipping and whatever else stands between backward and step act on a gradient.
 
-    With error feedback every rank adds to its momentum what compression left out of the one before, and the owner of a
-    chunk likewise to the mean (1-bit Adam, Algorithm 1). What these residuals weigh, when they count and what they need
-    is as with `ByteGradAlgorithm`, but that the optimizer is known behind the plain hook too. A new attachment starts
-    from zero, or from a state with the same `error_feedback` and `compression`: what one bit leaves out is of another
-    size than what 8 bits do.
+    In 8 bits the norm of `.grad` is that of the mean gradient within some per cent. In one bit it is twice as large or
+    many times, since all momenta of a block have one magnitude: clip in the warm-up only. Gradients of float64
+    parameters, and of the parameters of other optimizers, are averaged in full precision.
 
-    Under `torch.distributed.algorithms.Join` a rank that has run out of data takes no more steps; its momenta follow
-    the others', to the bit where these neither clip gradients nor have a weight decay that is not decoupled, of which
-    it knows nothing. Its warm-up stands still, and where theirs ends meanwhile all ranks raise.
+    With error feedback every rank adds to its momentum what compression left out of the one before; the mean has
+    residuals too (1-bit Adam, algorithm 1). Memory and rules are those of `ByteGradAlgorithm`, but `comm_hook` needs no
+    `optimizer`. A new attachment starts from zero, or from a state with the same `error_feedback` and `compression`.
+
+    Under `torch.distributed.algorithms.Join` a rank that has run out of data takes no more steps, and its momenta
+    follow those of the others. They are equal to the bit if the others neither clip gradients nor use a weight decay
+    that is not decoupled. Its warm-up stands still: if that of the others ends meanwhile, all ranks raise.
 
     Args:
-        q_adam_optimizer: the optimizer that is attached with it.
-        hierarchical: where there are several nodes with several ranks, full precision within nodes and compressed
-            between.
-        block: elements that share a quantisation range, see `ByteGradAlgorithm`, or a scale.
-        compression: "MinMaxUInt8", or "sign1bit" with error feedback only: sign and one scale a block.
+        q_adam_optimizer: the optimizer that you attach with it.
+        hierarchical: with several nodes of several ranks: full precision within nodes, compressed between them.
+        block: how many elements share a quantisation range or a scale, see `ByteGradAlgorithm`.
+        compression: "MinMaxUInt8", 8 bits; or "sign1bit", a sign for each element and a scale for each block, which
+            needs error feedback.
         error_feedback: add what compression leaves out to what is sent next.
 
     Raises:

@@ -23,28 +23,32 @@ _FROZEN_BETAS = "frozen_betas"
 
 
 class QAdamOptimizer(torch.optim.Adam):
-    """Adam for its first steps, and then Adam with the second moment as it is by then.
+    """Adam for the first steps, and after that Adam with a second moment that stands still.
 
-    The first `warmup_steps` updates of every parameter are those of `torch.optim.Adam`, bit for bit. Then v and its
-    bias correction stand still, and only the momentum moves, which `QAdamAlgorithm` averages in 8 bits (1-bit Adam,
-    Tang et al., arXiv 2102.02888; Bagua, arXiv 2107.01499): with the weight decay of Adam, or of AdamW,
-    m = b1 m + (1 - b1) g and w -= lr m / (1 - b1^t) / (sqrt(v / (1 - b2^W)) + eps). An element that has hardly seen a
-    gradient in the warm-up has next to nothing for v: what multiplies lr stays within max(1, (1 - b1) / sqrt(1 - b2)),
-    the most that it is under Adam (Kingma and Ba, arXiv 1412.6980, section 2.1). Where v is 0 the element is not moved.
+    The first `warmup_steps` updates of every parameter are those of `torch.optim.Adam`, bit for bit. Then the second
+    moment v and its bias correction stand still, and only the momentum changes, which `QAdamAlgorithm` averages (1-bit
+    Adam, Tang et al., arXiv 2102.02888; Bagua, arXiv 2107.01499). With W warm-up steps, update t is
+    m = b1 m + (1 - b1) g and w -= lr m / (1 - b1^t) / (sqrt(v / (1 - b2^W)) + eps). Weight decay is that of Adam or of
+    AdamW.
 
-    `state_dict` can be loaded into torch.optim.Adam, and its into this. Groups may have a `warmup_steps` of their own.
+    An element that hardly had a gradient in the warm-up has a tiny v. What multiplies lr is therefore kept within
+    max(1, (1 - b1) / sqrt(1 - b2)), the most that it can be under Adam (Kingma and Ba, arXiv 1412.6980, section 2.1).
+    Where v is 0 the element does not move.
+
+    A `state_dict` of this optimizer can be loaded into torch.optim.Adam, and the other way round. Groups may have a
+    `warmup_steps` of their own.
 
     Args:
-        params: parameters or groups of them; real ones. Of float64 ones every step is computed in float64.
-        lr: the learning rate, as Adam's.
-        warmup_steps: updates of a parameter before its second moment stands still.
-        betas: decay of the two moments, as Adam's.
-        eps: what is added to the denominator, as Adam's.
-        weight_decay: as Adam's.
+        params: real parameters, or groups of them. For float64 ones every step is computed in float64.
+        lr: the learning rate, as in Adam.
+        warmup_steps: how many updates a parameter gets before its second moment stands still.
+        betas: decay of the two moments, as in Adam.
+        eps: what is added to the denominator, as in Adam.
+        weight_decay: as in Adam.
         decoupled_weight_decay: decay weights as AdamW does.
-        maximize: as Adam's.
-        foreach: as Adam's; concerns the warm-up only.
-        fused: as Adam's; concerns the warm-up only.
+        maximize: as in Adam.
+        foreach: as in Adam; concerns the warm-up only.
+        fused: as in Adam; concerns the warm-up only.
 
     Raises:
         TypeError, ValueError: an argument is none of these.
@@ -86,14 +90,14 @@ class QAdamOptimizer(torch.optim.Adam):
 
     @classmethod
     def wrap(cls, optimizer: torch.optim.Adam, warmup_steps: int = 100) -> "QAdamOptimizer":
-        """Return a QAdamOptimizer that goes on where `optimizer`, an Adam or AdamW, has come to.
+        """Return a QAdamOptimizer that continues where `optimizer`, an Adam or AdamW, stands.
 
-        It shares groups, state and gradients with `optimizer`, which must not step any more; schedulers of it go on
-        setting its groups' learning rates. Its updates so far count as warm-up.
+        Both share parameter groups, state and gradients, so do not step `optimizer` any more. Its schedulers keep
+        setting the learning rates. Its updates so far count as warm-up.
 
         Raises:
-            TypeError: `optimizer` is no Adam.
-            ValueError: it has an option that QAdam has not: amsgrad, capturable or differentiable.
+            TypeError: `optimizer` is neither Adam nor AdamW.
+            ValueError: `optimizer` has an option that QAdam does not have: amsgrad, capturable or differentiable.
         """
         optimizer = unwrap(optimizer)
         if not isinstance(optimizer, torch.optim.Adam) or isinstance(optimizer, cls):
@@ -109,10 +113,10 @@ class QAdamOptimizer(torch.optim.Adam):
         return own
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its parameters have a warm-up of their own.
+        """Add a parameter group; its parameters have a warm-up of their own.
 
         Raises:
-            TypeError, ValueError: an option of it is not allowed, or a parameter is complex.
+            TypeError, ValueError: an option of the group is not allowed, or a parameter is complex.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -133,7 +137,7 @@ class QAdamOptimizer(torch.optim.Adam):
         self._adopt_groups()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, of Adam perhaps, which leaves each group's warmup_steps as they are."""
+        """Load a state of this optimizer, or of Adam: that leaves each group's `warmup_steps` as they are."""
         groups = self.param_groups
         saved = [
             {"warmup_steps": own["warmup_steps"], **given}
@@ -150,7 +154,7 @@ class QAdamOptimizer(torch.optim.Adam):
         self._group_of = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
 
     def attach_averager(self, averager: object) -> None:
-        """Let steps after the warm-up happen while `averager` lives, which averages momenta; one at a time."""
+        """Allow steps after the warm-up as long as `averager`, which averages momenta, exists; one at a time."""
         if self.has_averager:
             raise ValueError("QAdamAlgorithm: q_adam_optimizer is attached already; detach it first")
         self._averager = weakref.ref(averager)
@@ -167,7 +171,7 @@ class QAdamOptimizer(torch.optim.Adam):
 
     @property
     def parameters(self) -> list[Tensor]:
-        """All that it trains, group by group."""
+        """All parameters that it trains, group by group."""
         return parameters_of(self)
 
     @property
@@ -177,7 +181,7 @@ class QAdamOptimizer(torch.optim.Adam):
 
     @property
     def num_updates_past_warmup(self) -> dict[int, int]:
-        """Updates so far of each parameter whose second moment stands still, by its place in `parameters`."""
+        """Updates so far of those parameters whose second moment stands still, by their place in `parameters`."""
         return {
             index: self._num_updates_of(parameter)
             for index, parameter in enumerate(self.parameters)
@@ -190,13 +194,13 @@ class QAdamOptimizer(torch.optim.Adam):
         return self._adam_updates.of(parameter, state) + since
 
     def adopt_momentum(self, parameter: Tensor, momentum: Tensor) -> None:
-        """Take over the momentum of a step that other ranks take and this one does not, after the warm-up."""
+        """Set the momentum to that of a step, after the warm-up, which other ranks take and this one does not."""
         state = self.state[parameter]
         state["exp_avg"].copy_(momentum)
         state[_UPDATES_SINCE] = state.get(_UPDATES_SINCE, 0) + 1
 
     def beta1_of(self, parameter: Tensor) -> float:
-        """Return the decay of its momentum."""
+        """Return the decay of the momentum of `parameter`."""
         beta1: float = self._group_of[id(parameter)]["betas"][0]
         return beta1
 
@@ -204,7 +208,7 @@ class QAdamOptimizer(torch.optim.Adam):
         """Return whether the second moment of `parameter` stands still.
 
         Raises:
-            ValueError: betas have been changed since it does.
+            ValueError: betas have been changed since the end of the warm-up.
         """
         group, state = self._group_of.get(id(parameter)), self.state.get(parameter)
         if group is None or not state:
