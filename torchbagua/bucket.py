@@ -16,11 +16,11 @@ from torchbagua.tracer import NO_SPAN, Span
 
 @dataclass(frozen=True)
 class BaguaTensor:
-    """A parameter's place in a bucket.
+    """A parameter or buffer that lies in a bucket.
 
     Attributes:
-        name: the parameter's name in its module; behind the plain hook, which knows no module, its place in the
-            optimizers that `reify` was given, or else in the bucket.
+        name: its name in the module. Without `attach`, which knows the module, its place in the optimizers that
+            `Algorithm.reify` was given, or else its place in the bucket.
         parameter: the parameter itself, or the buffer.
     """
 
@@ -50,19 +50,19 @@ def check_elements(what: str, tensor: torch.Tensor) -> None:
 
 
 class BaguaBucket(BucketOperations):
-    """A flat tensor and the ordered operations to run on it, which `BucketOperations` appends.
+    """A flat tensor, and the operations to run on it in their order. The `append_...` methods add operations.
 
     Args:
         name: for errors and events.
-        tensors: the parameters whose values (gradients, say) lie one after the other in the flat tensor; complex ones
-            as pairs of real and imaginary part.
+        tensors: the parameters whose values, gradients for instance, lie one after the other in the flat tensor.
+            Complex ones lie there as pairs of real and imaginary part.
         group: the group that operations use unless they are given another.
-        flat: the flat tensor, real, contiguous, as long as the tensors together; where it is another one in each step
-            (DDP's), it is set before `run`, and is alike.
+        flat: the flat tensor, real, contiguous, as long as the tensors together. In a DDP bucket it may be another one
+            in each step, of the same kind, and is set before `run`.
 
     Attributes:
-        round_index: which round this is, the same on all ranks: how often it has run. It chooses a topology's peers.
-        operations: what it runs, in this order; `append_...` adds one.
+        round_index: how often the bucket has run, the same on all ranks. A topology chooses peers by it.
+        operations: what it runs, in this order.
 
     Raises:
         ValueError: `flat` is not such a tensor.
@@ -97,7 +97,7 @@ class BaguaBucket(BucketOperations):
 
     @property
     def spec(self) -> TensorSpec:
-        """What `flat` is, for collectives."""
+        """The lengths, dtype and device of `flat`, for collectives."""
         lengths = [flat_length(tensor.parameter) for tensor in self.tensors]
         return TensorSpec(tuple(lengths), self.flat.dtype, self.flat.device, self.name)
 
@@ -110,19 +110,16 @@ class BaguaBucket(BucketOperations):
         return [(tensor, shape_like(tensor.parameter, part)) for tensor, part in self.parts(flat)]
 
     def run(self) -> torch.Tensor:
-        """Run the operations in order, and return `flat`, on which, or from which, they work.
-
-        One that raises fails the step.
-        """
+        """Run the operations in order, and return `flat`. An operation that raises fails the step."""
         self.start()
         self.finish()
         return self.flat
 
     def start(self) -> None:
-        """Run all operations, and return when `flat` is final. What only peers wait for is left to `finish`.
+        """Run all operations, and return when `flat` is final. What only other ranks wait for is left to `finish`.
 
-        An operation that raises fails the step, and closes the groups of all operations, since no later message on them
-        would be matched, and so that peers hear of it at once.
+        An operation that raises fails the step. The groups of all operations are then closed, so that other ranks are
+        told at once.
         """
         with self._closed_on_failure(), self._span():
             for operation in self.operations:
@@ -131,7 +128,7 @@ class BaguaBucket(BucketOperations):
         self.round_index += 1
 
     def finish(self) -> None:
-        """Do what the operations have left for later: of the low-precision ring, tell the neighbours of the change."""
+        """Do what the operations have left for later, such as telling neighbours of the low-precision ring."""
         rest = [operation.finish for operation in self.operations if operation.finish is not None]
         if rest:
             with self._closed_on_failure(), self._span():

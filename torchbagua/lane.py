@@ -21,21 +21,21 @@ _POLL_EVERY_S = 0.05
 
 
 class Lane:
-    """Runs jobs in one order: `submit` on a thread of its own, `launch` at once on the caller's.
+    """Runs jobs one after the other: `submit` queues one for a thread of the lane, `launch` runs one at once.
 
-    All ranks submit, or launch, the same jobs in the same order, so whatever these send is matched. A job that raises
-    ends the lane, since the jobs behind it would pair with different jobs of other ranks: they all fail with the same
-    error. The thread is a daemon, which starts with the first job that is submitted and ends with `close`.
+    All ranks submit, or launch, the same jobs in the same order, so whatever they send is matched. A job that raises
+    ends the lane, since the jobs after it would pair with other jobs on other ranks. All of them fail with the same
+    error. The thread is a daemon: it starts with the first submitted job and ends with `close`.
 
-    Once tensors of a GPU are known to be worked on (`use_gpu`), all is done on one stream of it: after what the
-    submitting thread's stream has done by then, and before what the stream of a thread does that waits for the job.
+    On a GPU (`use_gpu`) all jobs run on one stream. A job comes after what was on the stream of the thread that
+    submitted it, and before what a thread that waits for it puts on its own stream.
 
     Args:
-        name: of the thread.
-        on_failure: called on the lane's thread when a job has raised, before anybody hears of it.
-        waiting: entered while another thread waits for a job that is not done.
-        poll: asked on the lane's thread, between jobs, whether a GPU is still at what they have launched; then again
-            until it is not. What it raises ends the lane, and every job raises it from then on.
+        name: the name of the thread.
+        on_failure: called on the lane's thread when a job has raised, before anyone is told.
+        waiting: a context manager, entered while another thread waits for a job.
+        poll: called on the lane's thread between jobs, as long as it returns True: whether a GPU is still working on
+            what they launched. If it raises, the lane ends, and every job raises that error from then on.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Lane:
         self._interrupt: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def use_gpu(self, device: torch.device) -> None:
-        """Make known that jobs from now on work on tensors of this GPU, the same each time; else ValueError."""
+        """Have jobs from now on work on tensors of this GPU. Raises ValueError for another GPU than before."""
         if self._side is None:
             self._side = SideStream(device)
         if self._side.device != device:
@@ -68,16 +68,16 @@ class Lane:
             )
 
     def launch(self, run: Callable[[], torch.Tensor]) -> "torch.futures.Future[torch.Tensor]":
-        """Run `run` at once, on this thread and the lane's stream: it only launches kernels and NCCL's collectives.
+        """Run a function at once, on this thread and the lane's stream. It only launches kernels and NCCL collectives.
 
-        Where it raises it has closed its groups itself, as a bucket does.
+        If it raises, it has closed its groups itself, as a bucket does.
 
         Returns:
-            A future of what it returns, whose waiter's stream waits for the lane's.
+            A future of what it returns. The stream of whoever waits for it waits for that of the lane.
 
         Raises:
             RuntimeError: the lane is closed.
-            BaseException: what a job has raised before.
+            BaseException: a job has raised this before.
         """
         assert self._side is not None, "use_gpu comes first"
         if not self._stop.alive:
@@ -94,12 +94,12 @@ class Lane:
         return future
 
     def submit(self, run: Callable[[], T], *, interrupt: Callable[[], None] | None = None) -> "Job[T]":
-        """Queue `run`; the job gives what it returns, or raises its very error.
+        """Queue a function, and return the job. `Job.result` returns what it returns, or raises what it raises.
 
         Args:
             run: called on the lane's thread.
-            interrupt: a method that ends `run` where it would go on for ever; called when the lane is closed, if its
-                object is still there. It takes the place of an earlier one.
+            interrupt: a method that ends `run` if it would go on for ever. `close` calls it, if its object still
+                exists. It replaces an earlier one.
 
         Raises:
             RuntimeError: the lane is closed.
@@ -121,7 +121,7 @@ class Lane:
         return self._worker.failure is not None
 
     def close(self) -> None:
-        """Finish the queued jobs and end the thread; waits as long as the job that is running may wait."""
+        """Finish the queued jobs and end the thread. It waits for the running job as long as that may take."""
         with self._lock:
             self._stop()
         if self._interrupt is not None and (interrupt := self._interrupt()) is not None:
@@ -169,18 +169,18 @@ class Job(Generic[T]):
         self._done: torch.futures.Future[Any] = torch.futures.Future() if side is None else side.new_future()
 
     def future(self) -> "torch.futures.Future[T]":
-        """Return a torch future of what `result` returns; an error is raised as a RuntimeError, if it is none."""
+        """Return a torch future of what `result` returns. It raises errors as RuntimeErrors."""
         return future_of(self._done, self._outcome)
 
     def is_done(self) -> bool:
-        """Return whether it has returned or raised."""
+        """Return whether the function has returned or raised."""
         return self._done.done()
 
     def result(self) -> T:
-        """Wait until it is done, and return what it returned or raise what it raised.
+        """Wait until the function is done, and return what it returned or raise what it raised.
 
-        With a GPU, done means that all is launched: this thread's stream waits for the rest. What fails there later is
-        found by `poll`, and raised here from then on.
+        With a GPU, done means that everything is launched: the stream of this thread waits for the rest. The `poll` of
+        the lane finds what fails there later, and it is raised here from then on.
         """
         with nullcontext() if self._done.done() else self._waiting():
             self._done.wait()  # this thread's stream too, where there is one

@@ -68,13 +68,19 @@ class BucketOperations:
         python_function: Callable[[B, BaguaProcessGroup], None],
         group: BaguaProcessGroup | None = None,
     ) -> B:
-        """Append a function of the bucket and the group, which changes `bucket.flat` in place, on the CPU or a GPU.
+        """Append a function of yours. It changes `bucket.flat` in place, on the CPU or on a GPU.
 
-        Leave sending to the operations beside it, which work on both. The function may also send tensors of the CPU
-        with torch.distributed over `group.world.gloo`, a gloo group, which fails with tensors of a GPU, and
-        of which observers hear nothing. It runs on the lane's thread, or over NCCL on that of backward; with a GPU, on
-        the lane's stream. Where it raises, the training step raises a RuntimeError that names the function, the bucket,
-        the rank and the error.
+        To send, it calls the methods of the group: `BaguaProcessGroup.all_reduce`, `BaguaProcessGroup.all_gather`,
+        `BaguaProcessGroup.reduce_scatter` and `BaguaProcessGroup.exchange`. They work on CPUs and GPUs. It may also
+        send tensors of the CPU with torch.distributed over `group.world.gloo`, a gloo group. That fails with tensors of
+        a GPU, and observers are not told of it.
+
+        The function runs on the thread of the lane; over NCCL on that of backward, on the lane's stream. If it raises,
+        the training step raises a RuntimeError that names the function, the bucket, the rank and the error.
+
+        Args:
+            python_function: a function of the bucket and the group.
+            group: the group that it is given; by default that of the bucket.
         """
         group = group or self.group
         name = getattr(python_function, "__qualname__", repr(python_function))
@@ -102,16 +108,16 @@ class BucketOperations:
         *,
         error_feedback: TwoPhaseResiduals | None = None,
     ) -> B:
-        """Append the mean (or sum) of the flat tensor over the group, bit-identical on all ranks afterwards.
+        """Append the mean (or sum) of the flat tensor over the group. It is bit-identical on all ranks.
 
         Args:
-            hierarchical: respect node boundaries, where there are several nodes: full precision within them.
+            hierarchical: with several nodes: full precision within nodes, compressed between them.
             average: divide by the number of ranks.
-            scattergather: of Bagua's signature, without effect: `centralized_mean` chooses how the mean is formed.
-            compression: None for full precision, "MinMaxUInt8", "sign1bit", "bfloat16", "float16", or a Compressor.
-            group: default the bucket's.
-            error_feedback: what compression leaves out is kept there, and added the next time, when it has been
-                committed; a float32 bucket.
+            scattergather: without effect; it is there because Bagua's method has it.
+            compression: None for full precision; "MinMaxUInt8", "sign1bit", "bfloat16" or "float16"; or a Compressor.
+            group: the group; by default that of the bucket.
+            error_feedback: the residuals of a float32 bucket, from `residual_state`. What compression leaves out is
+                kept there. It is added the next time, if it has been committed.
 
         Raises:
             ValueError: no compression has that name, or it does not encode the bucket's dtype, or the bucket cannot
@@ -133,15 +139,14 @@ class BucketOperations:
         peer_selection_mode: str | Topology = "all",
         group: BaguaProcessGroup | None = None,
     ) -> B:
-        """Append the mean of the flat tensor with this rank's peers, chosen by `round_index`.
+        """Append the mean of the flat tensor with this rank's peers, which `round_index` chooses.
 
         Args:
-            peer_weight: receives the mean: like the flat tensor, which is left as it is; or that tensor itself. The
+            peer_weight: receives the mean. It is like the flat tensor, which stays as it is, or that tensor itself. The
                 name is Bagua's.
-            hierarchical: where there are several nodes with several ranks: the mean of the node, averaged with the
-                node's peers.
-            peer_selection_mode: "all" ranks, or "shift_one" for one of them, another one each time, or a Topology.
-            group: default the bucket's.
+            hierarchical: with several nodes of several ranks: average within the node first, and then with other nodes.
+            peer_selection_mode: "all" for all ranks; "shift_one" for one of them, another one each time; or a Topology.
+            group: the group; by default that of the bucket.
 
         Raises:
             ValueError: `peer_weight` is not such a tensor, no mode has that name, or the topology does not fit.
@@ -170,16 +175,17 @@ class BucketOperations:
     ) -> B:
         """Append one round of the ring of compressed differences, see `LowPrecisionDecentralizedAlgorithm`.
 
-        The flat tensor becomes what this rank has agreed on with its neighbours; what they have to hear of it is sent
-        by `finish`.
+        The flat tensor becomes the weights that this rank has agreed on with its neighbours. `BaguaBucket.finish` sends
+        them the change.
 
         Args:
-            weight: own replica, as long as the flat tensor, float32, or float64 where that is; changed in place.
-            left_peer_weight: the replica of the rank before this one, alike.
-            right_peer_weight: the replica of the rank after this one, alike.
-            hierarchical: where there are several nodes with several ranks: a ring of nodes.
-            compression: of the differences: "MinMaxUInt8", None for full precision, or a Compressor.
-            group: default the bucket's.
+            weight: this rank's replica, changed in place. It is as long as the flat tensor; float64 if that is float64,
+                else float32.
+            left_peer_weight: the replica of the rank before this one, of the same kind.
+            right_peer_weight: the replica of the rank after this one, of the same kind.
+            hierarchical: with several nodes of several ranks: a ring of nodes.
+            compression: how differences are sent: "MinMaxUInt8"; None for full precision; or a Compressor.
+            group: the group; by default that of the bucket.
             is_bounded: keep each element between its own value and the mean of the three replicas.
 
         Raises:
@@ -204,12 +210,12 @@ class BucketOperations:
         *,
         snapshot: torch.Tensor | None = None,
     ) -> B:
-        """Append the mean over all ranks, in full precision, for a thread that runs beside training.
+        """Append the mean over all ranks in full precision, for a thread that runs beside training.
 
         Args:
             peer_selection_mode: "all"; there is no other.
-            group: default the bucket's.
-            snapshot: like the flat tensor, which becomes its mean; by default the flat tensor itself is averaged.
+            group: the group; by default that of the bucket.
+            snapshot: a tensor like the flat one, which becomes its mean. By default the flat tensor itself is averaged.
 
         Raises:
             ValueError: another mode, or `snapshot` is not such a tensor.

@@ -17,26 +17,27 @@ from torchbagua.memory_order import flat_length, flatten_like, shape_like
 
 
 class BucketState(Protocol):
-    """What is kept of the parameters of one bucket: tensors, and what a backward stages to take their place.
+    """What is kept of the parameters of one bucket: tensors, and what a backward stages to replace them.
 
-    A slice is of the bucket's elements, and of one parameter, or of several that lie one after the other.
+    A slice selects elements of the bucket: those of one parameter, or of several that lie one after the other.
     """
 
     def continue_from_staged(self, parts: Sequence[slice]) -> None:
-        """Prepare for a backward whose gradients still contain, in `parts`, the averages of which something is staged.
+        """Prepare for the next backward.
 
-        What is staged next of `parts` goes on from what is staged; of all others from what was committed.
+        In `parts`, the gradients still contain averages for which something is staged. There, the next staging starts
+        from what is staged. Elsewhere it starts from what was committed.
         """
         ...
 
     def commit(self, parts: Sequence[slice] | None = None) -> None:
-        """Take what is staged of `parts`, by default of all; nothing where nothing was staged since the last time."""
+        """Replace what is kept of `parts`, by default of all, by what is staged. Do nothing if nothing is staged."""
         ...
 
     def expand(self, part: slice) -> Sequence[torch.Tensor]:
-        """Return what this rank holds of one parameter, flat, with zeros elsewhere.
+        """Return what this rank holds of one parameter, flat, with zeros for what other ranks hold.
 
-        Where ranks have shared it out, the state that goes on from it sums it over them, as `TwoPhaseResiduals` does.
+        If the ranks share it, a new state that starts from it sums it over the ranks.
         """
         ...
 
@@ -46,22 +47,24 @@ ShapeOf = Callable[[torch.Tensor], Sequence[int]]
 
 
 class ParameterState(Generic[S]):
-    """What an algorithm keeps of each parameter, in tensors that it names: residuals, or a factor of low rank.
+    """What an algorithm keeps of each parameter, in named tensors: residuals, or a factor of low rank.
 
-    An impl sets one as its `parameter_state`, gets the state of a bucket from `of_bucket`, and appends
-    `resolve_last_backward` to the bucket's operations before those that stage something. Steps that are taken commit
-    it, and `state_dict` has it.
+    An impl sets one as its `AlgorithmImpl.parameter_state` and gets the state of a bucket from `of_bucket`. To the
+    operations of the bucket it appends `resolve_last_backward`, before those that stage something. Steps that are taken
+    commit what is staged, and `AlgorithmImpl.state_dict` contains what is kept.
 
-    Of a gradient that was sent, and neither used by a step nor cleared before the next backward pass is synchronised,
-    what was staged is in what is sent again: the bucket's state then goes on from there, see `BucketState`.
+    A gradient may have been sent, and neither used by a step nor cleared before the next synchronised backward pass. It
+    is then sent again, and what was staged is in it already. The state of the bucket starts from there, see
+    `BucketState.continue_from_staged`.
 
     Args:
-        owner: the algorithm, for errors.
-        make: returns the state of a new bucket. Its second argument is None where nothing is kept yet of any of the
-            bucket's parameters, on all ranks; else what this rank holds of each, as `BucketState.expand` returns it.
-        shapes: the names of the tensors, in the order of `expand`. With each, None for one float32 (or complex64) value
-            an element, in the order of the parameter's memory, complex ones as pairs; or a function of the parameter
-            that returns the shape.
+        owner: the name of the algorithm, for errors.
+        make: a function that returns the state of a new bucket. Its arguments are the bucket, and for each parameter
+            what this rank holds, as `BucketState.expand` returns it. The second one is None if no rank holds anything
+            of the bucket's parameters.
+        shapes: the names of the tensors, in the order of `BucketState.expand`. With each goes a function of the
+            parameter that returns the shape; or None for one float32 (or complex64) value for each element, in the
+            order of the parameter's memory.
     """
 
     def __init__(
@@ -87,11 +90,10 @@ class ParameterState(Generic[S]):
         return list(self._shapes)
 
     def of_bucket(self, bucket: BaguaBucket) -> S:
-        """Return the state of a new bucket, which goes on from that of its parameters.
+        """Return the state of a new bucket, which starts from what is kept of its parameters.
 
         Raises:
-            RuntimeError: it has other parameters than the bucket before, of which something was sent that is in the
-                gradients that are sent now.
+            RuntimeError: DDP has formed its buckets anew between two synchronised backward passes of one step.
         """
         parameters = [tensor.parameter for tensor in bucket.tensors]
         slices = _consecutive_slices(parameters)
@@ -115,10 +117,10 @@ class ParameterState(Generic[S]):
         return state
 
     def resolve_last_backward(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-        """Find out which gradients of a bucket have in them what was sent of them before; a python op, before sending.
+        """Find out which gradients of a bucket contain what was sent before. A python op, to append before sending.
 
         Raises:
-            RuntimeError: one of them has got nothing since, so that it is not known whether DDP will write to it.
+            RuntimeError: a parameter was in a synchronised backward pass of this step, and is not in this one.
         """
         still_there: list[slice] = []
         for tensor in bucket.tensors:
@@ -134,9 +136,9 @@ class ParameterState(Generic[S]):
         self._places[id(bucket.tensors[0].parameter)][0].continue_from_staged(still_there)
 
     def commit(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Commit what is staged of those of the parameters of a step, just taken, whose gradient holds an average.
+        """Commit what is staged, after a step of these parameters, for those whose gradient holds an average.
 
-        Of the others nothing that was sent has been used. What is staged of them stays: another optimizer may step.
+        What is staged for the others stays: nothing that was sent of them has been used.
         """
         unused = [
             one for one in parameters if id(one) in self._places and not self._averages[id(one)].is_used_or_cleared
@@ -154,9 +156,9 @@ class ParameterState(Generic[S]):
             self._averages[parameter_id].end()
 
     def commit_without_step(self, bucket: BaguaBucket) -> None:
-        """Commit what is staged of a bucket on a rank that takes no steps, as other ranks' steps do with theirs.
+        """Commit what is staged of a bucket on a rank that takes no steps (`torch.distributed.algorithms.Join`).
 
-        These skip the step where the average is not finite.
+        Nothing is committed if the average is not finite: the other ranks then skip the step.
         """
         for tensor in bucket.tensors:
             self._averages[id(tensor.parameter)].end()
@@ -168,9 +170,10 @@ class ParameterState(Generic[S]):
         self._let_go()
 
     def state_dict(self, named: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-        """Return what this rank holds, by the name of the tensor and that of the parameter.
+        """Return what this rank holds, by the name of the tensor and then by that of the parameter.
 
-        Zeros where there is nothing yet: torch.distributed.checkpoint loads into a state that has all the keys.
+        There are zeros where nothing is kept yet, since torch.distributed.checkpoint loads into a state that has all
+        keys.
         """
         held = {name: self._held(parameter) for name, parameter in named.items()}
         return {
@@ -179,10 +182,15 @@ class ParameterState(Generic[S]):
         }
 
     def load_state_dict(self, owner: str, state: Mapping[str, Any], named: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state_dict` returned. The impl resets next, so that buckets ask for their state again.
+        """Load what `state_dict` returned. Then call `AlgorithmImpl.reset`, so that buckets ask for their state again.
+
+        Args:
+            owner: whom the error names.
+            state: what `state_dict` returned.
+            named: the parameters, by name.
 
         Raises:
-            ValueError: it holds other names or shapes than those of parameters; names `owner`.
+            ValueError: names or shapes are not those of the parameters.
         """
         names: list[Any] = []
         wrong: dict[str, None] = {}
@@ -219,7 +227,11 @@ class ParameterState(Generic[S]):
 
 
 def residual_state(owner: str) -> ParameterState[TwoPhaseResiduals]:
-    """Return the residuals of a compressed mean, see `TwoPhaseResiduals`; `owner` is the algorithm's name."""
+    """Return the residuals of error feedback for `BaguaBucket.append_centralized_synchronous_op`.
+
+    Args:
+        owner: the name of the algorithm, for errors.
+    """
 
     def make(bucket: BaguaBucket, held: Sequence[Sequence[torch.Tensor]] | None) -> TwoPhaseResiduals:
         whole = None if held is None else ResidualPair(*map(torch.cat, zip(*held, strict=True)))

@@ -12,11 +12,11 @@ _TOLERANCE = 1e-6
 
 
 class Topology:
-    """Who averages with whom in each round: a value, the same on all ranks. Subclasses are frozen dataclasses.
+    """Who averages with whom in each round. It is the same on all ranks. Subclasses are frozen dataclasses.
 
-    In round t the tensor of rank r becomes the sum over j of W[r][j] x_j, W being a mixing matrix (Lian et al., arXiv
-    1705.09056), whose row r `neighbours` returns. Where nodes take the place of ranks, so do their numbers. `Graph`
-    makes a topology of a function.
+    In each round the tensor of rank r becomes the sum over j of W[r][j] x_j, where W is a mixing matrix (Lian et al.,
+    arXiv 1705.09056). `neighbours` returns row r of it. If nodes average in place of ranks, the numbers are those of
+    nodes. To make a topology from a function, use `Graph`.
     """
 
     def period(self, size: int) -> int:
@@ -24,20 +24,20 @@ class Topology:
         return 1
 
     def neighbours(self, rank: int, size: int, round: int) -> Mapping[int, float]:
-        """Return the weights of the mean that `rank` forms, by rank; its own weight is one of them.
+        """Return the weights of the mean that `rank` forms, by rank. Its own weight is one of them.
 
-        Called with rounds from 0 to `period(size)` - 1, of all ranks, and the same on all of them.
+        It is called for all ranks and for rounds from 0 to `period(size)` - 1, and returns the same on all ranks.
         """
         raise TypeError(f"{type(self).__name__} must override Topology.neighbours")
 
     def check(self, owner: str, size: int, members: str = "ranks") -> None:
-        """Raise ValueError where it does not fit `size` ranks, in any round of its period.
+        """Raise ValueError if the topology does not fit `size` ranks, in any round of its period.
 
-        Neighbours are mutual, since both send; weights are positive; and rows and columns of the mixing matrix add up
-        to 1, so that the mean over all ranks stays what it is.
+        Neighbours are mutual, since both send. Weights are positive. Rows and columns of the mixing matrix add up to 1,
+        so that averaging does not change the mean over all ranks.
 
         Args:
-            owner: the subject of the error, which names topology, round and rank.
+            owner: the subject of the error, which also names topology, round and rank.
             size: the number of ranks.
             members: what they are called in the error: "ranks", or "nodes".
         """
@@ -82,7 +82,7 @@ class AllRanks(Topology):
 
 @dataclass(frozen=True)
 class ShiftOne(Topology):
-    """Pairs, others in each round; an even number of ranks.
+    """Ranks average in pairs, other ones in each round. The number of ranks must be even.
 
     Ranks of the lower half meet ranks of the upper half, and every such pair meets once in size / 2 rounds. Source:
     Bagua (arXiv 2107.01499), DecentralizedAlgorithm.
@@ -103,7 +103,10 @@ class ShiftOne(Topology):
 
 @dataclass(frozen=True)
 class Ring(Topology):
-    """Every rank with the one before and the one after it, a third each; of two ranks, the other one counts twice."""
+    """Every rank averages with the rank before and the rank after it, a third each.
+
+    Of two ranks, the other one counts twice.
+    """
 
     def neighbours(self, rank: int, size: int, round: int) -> Mapping[int, float]:
         weights: dict[int, float] = {}
@@ -114,15 +117,15 @@ class Ring(Topology):
 
 @dataclass(frozen=True, repr=False)
 class Graph(Topology):
-    """Any graph, by a function.
+    """Any graph, given by a function.
 
     Args:
-        function: of (rank, size, round), returns what `Topology.neighbours` does. A function of a module, by whose
-            name ranks compare it.
-        num_rounds: the period, or a function of the number of ranks that returns it.
+        function: takes (rank, size, round) and returns what `Topology.neighbours` returns. Ranks compare it by its
+            module and name, so define it at the top level of a module.
+        num_rounds: after how many rounds it repeats itself, or a function of the number of ranks that returns that.
 
     Raises:
-        TypeError: a function without such a name, a lambda for instance.
+        TypeError: a function has no such name, a lambda for instance.
     """
 
     function: Callable[[int, int, int], Mapping[int, float]]

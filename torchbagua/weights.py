@@ -25,64 +25,67 @@ DIFFERENCE: FlatOf = attrgetter("difference")
 
 @dataclass(eq=False)
 class WeightBucket:
-    """One bucket of weights, and what its algorithm keeps beside the flat tensor, made on the stream of who asks first.
+    """One bucket of weights, with the tensors that an algorithm keeps beside the flat one; see `WeightBuckets`.
 
-    What they hold, and which thread's they are: T, the training thread, and L, the lane. Where nothing else is said,
-    T has them until it submits a job to L, and again when it has waited for that.
-
-    | algorithm      | flat                           | snapshot              | difference               | replicas |
-    | -------------- | ------------------------------ | --------------------- | ------------------------ | -------- |
-    | decentralized  | the snapshot                   |                       | mean, then mean - flat   |          |
-    | async          | L: mean, then mean - snapshot  | T's while L asks for  | last rounds' mean -      |          |
-    |                |                                | one, and L's after    | snapshot, under a lock   |          |
-    | async, warm-up | means of gradients             | gradients             |                          |          |
-    | low precision  | weights, before and after a    |                       |                          | L's, and |
-    |                | bucket's `start`               |                       |                          | in states |
+    Each tensor is made when it is first asked for, on the current stream of that thread.
 
     Attributes:
         bucket: the flat tensor of these weights, and its operations.
-        are_buffers: whether they are buffers; else they are parameters.
+        are_buffers: True if they are buffers, False if they are parameters.
     """
 
     bucket: BaguaBucket
     are_buffers: bool
 
+    # What they hold, and which thread's they are: T, the training thread, and L, the lane. Where nothing else is said,
+    # T has them until it submits a job to L, and again when it has waited for that.
+    #
+    # | algorithm      | flat                           | snapshot              | difference               | replicas |
+    # | -------------- | ------------------------------ | --------------------- | ------------------------ | -------- |
+    # | decentralized  | the snapshot                   |                       | mean, then mean - flat   |          |
+    # | async          | L: mean, then mean - snapshot  | T's while L asks for  | last rounds' mean -      |          |
+    # |                |                                | one, and L's after    | snapshot, under a lock   |          |
+    # | async, warm-up | means of gradients             | gradients             |                          |          |
+    # | low precision  | weights, before and after a    |                       |                          | L's, and |
+    # |                | bucket's `start`               |                       |                          | in states |
+
     @cached_property
     def snapshot(self) -> torch.Tensor:
-        """Like the flat tensor: weights as they were between two steps, while that becomes their mean."""
+        """Like the flat tensor: the weights as they were between two steps, while that one becomes their mean."""
         return torch.zeros_like(self.bucket.flat)
 
     @cached_property
     def difference(self) -> torch.Tensor:
-        """Like the flat tensor: mean minus snapshot, which the weights are still to be given."""
+        """Like the flat tensor: mean minus snapshot, which is still to be added to the weights."""
         return torch.zeros_like(self.bucket.flat)
 
     @cached_property
     def replicas(self) -> Replicas:
-        """As long as the flat tensor, in its `sum_dtype`: of the ring of compressed differences."""
+        """The replicas of the ring of compressed differences, as long as the flat tensor, in its `sum_dtype`."""
         dtype = sum_dtype(self.bucket.flat.dtype)
         return Replicas(*(torch.zeros_like(self.bucket.flat, dtype=dtype) for _ in range(3)))
 
     def named(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the parts of `flat` in the weights' shapes, by the weights' names."""
+        """Return the parts of `flat`, in the shapes of the weights, by their names."""
         return {tensor.name: part for tensor, part in self.bucket.views(flat)}
 
 
 class WeightBuckets:
-    """A module's weights, for an algorithm that averages them: it has one, and calls it from its own methods.
+    """The weights of a module in buckets, for an algorithm of yours that averages them.
 
-    `select` is what `AlgorithmImpl.init_tensors` returns, `make_buckets` what `tensors_to_buckets` does, and
-    `need_reset` is what that of the same name does. A group of one has no buckets: it changes nothing.
+    The impl makes one in its constructor. Its `AlgorithmImpl.init_tensors` returns what `select` returns, its
+    `tensors_to_buckets` what `make_buckets` returns, and its `need_reset` what `need_reset` returns. Iterating over it
+    gives each `WeightBucket`. In a group of one rank there are no buckets, and nothing changes.
 
     Args:
-        process_group: of the ranks that average.
-        owner: the algorithm, in errors.
-        average_buffers: average floating-point and complex buffers too, those that the module's `state_dict` holds.
+        process_group: the group of the ranks that average.
+        owner: the name of the algorithm, for errors.
+        average_buffers: average floating-point and complex buffers too, if the module's `state_dict` holds them.
             Integer buffers are left alone.
         bucket_cap_mb: size of the buckets, in MiB.
 
     Attributes:
-        fingerprint: a number below 2^40 that ranks have in common where they have the same buckets.
+        fingerprint: a number below 2^40 that is the same on ranks with the same buckets.
     """
 
     def __init__(
@@ -118,16 +121,16 @@ class WeightBuckets:
         return [one for one in self if one.are_buffers]
 
     def select(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> list[BaguaTensor]:
-        """Return the parameters of `module` that are trained, or once were, and the buffers that are averaged.
+        """Return the parameters of `module` that are trained, or were before, and the buffers that are averaged.
 
-        A layer that is frozen after some steps goes on being averaged: it would stay different on every rank.
+        A layer that you freeze after some steps goes on being averaged; else it would stay different on every rank.
 
         Args:
-            module: from now on the one that is read and written.
-            ignored_names: of parameters and buffers to leave alone.
+            module: the module that is read and written from now on.
+            ignored_names: names of parameters and buffers to leave alone.
 
         Raises:
-            ValueError: one of them is not of a dtype that can be averaged, or they are on several devices.
+            ValueError: one of them is of a dtype that cannot be averaged, or they are on several devices.
         """
         self._module, self._ignored_names = module, ignored_names
         once_averaged = {id(parameter) for parameter in self._averaged.values()}
@@ -151,10 +154,10 @@ class WeightBuckets:
         return [] if self._group.size == 1 else tensors
 
     def need_reset(self) -> bool:
-        """Return whether parameters have been unfrozen, or replaced by others, since they were selected.
+        """Return whether parameters have been unfrozen, or replaced by others, since `select`.
 
         Raises:
-            RuntimeError: one was replaced by a parameter that is not trained, and would be averaged no more.
+            RuntimeError: one was replaced by a parameter that is not trained, and would no longer be averaged.
         """
         if self._group.size == 1:
             return False
@@ -174,7 +177,7 @@ class WeightBuckets:
         return any(parameter.requires_grad for parameter in others.values())
 
     def make_buckets(self, tensors: Sequence[BaguaTensor]) -> list[BaguaBucket]:
-        """Group tensors of one dtype into buckets of at most `bucket_cap_mb`; buffers stand apart."""
+        """Group tensors of one dtype into buckets of at most `bucket_cap_mb`. Buffers get buckets of their own."""
         kinds: dict[tuple[torch.dtype, bool], list[BaguaTensor]] = {}
         for tensor in tensors:
             kinds.setdefault((tensor.parameter.dtype, _is_parameter(tensor)), []).append(tensor)
@@ -193,14 +196,14 @@ class WeightBuckets:
 
     @torch.no_grad()
     def read(self, flat: FlatOf = FLAT) -> None:
-        """Copy the weights into their buckets' flat tensors, or into those that `flat` names."""
+        """Copy the weights into the flat tensors of their buckets, or into those that `flat` returns for a bucket."""
         for one in self:
             for weight, part in self._with_weights(one, flat(one)):
                 part.copy_(weight)
 
     @torch.no_grad()
     def write(self, flat: FlatOf = FLAT) -> None:
-        """Replace the weights, in place, by their buckets' flat tensors, or by those that `flat` names."""
+        """Replace the weights, in place, by the flat tensors of their buckets, or by those that `flat` returns."""
         with self._group.tracer.span("apply"):
             for one in self:
                 for weight, part in self._with_weights(one, flat(one)):
@@ -208,9 +211,13 @@ class WeightBuckets:
 
     @torch.no_grad()
     def add(self, difference: FlatOf, snapshot: FlatOf) -> None:
-        """Add mean minus snapshot to the weights: what they have gone through since the snapshot is kept.
+        """Add mean minus snapshot to the weights, so that their changes since the snapshot are kept.
 
-        Buffers decay, see `clamp_to_mean`; the snapshot is asked for of these only.
+        A buffer is kept between its own value and the mean, since running statistics decay.
+
+        Args:
+            difference: returns mean minus snapshot of a bucket.
+            snapshot: returns the snapshot of a bucket; called for buckets of buffers only.
         """
         with self._group.tracer.span("apply"):
             for one in self:
@@ -238,13 +245,14 @@ class WeightBuckets:
         return list(zip(found, one.named(flat).values(), strict=True))
 
     def submit_in_lockstep(self, lane: Lane, run: Callable[[], T], purpose: str, progress: Mapping[str, int]) -> Job[T]:
-        """Have `lane` run `run` when all ranks have come to the same place; where they have not, all ranks raise.
+        """Have `lane` run a function once all ranks have called this. If their progress differs, all ranks raise.
 
         Args:
-            lane: the algorithm's.
-            run: what to run.
-            purpose: what for, in errors.
-            progress: how far this rank has come, by what an error calls it; numbers below 2^40, as many always.
+            lane: the lane of the algorithm.
+            run: the function.
+            purpose: what it is for, in errors.
+            progress: numbers that say how far this rank has come, by the name that an error gives them. Each is below
+                2^40, and there are always as many.
         """
         progress = dict(progress)
 
@@ -255,9 +263,11 @@ class WeightBuckets:
         return lane.submit(job)
 
     def take_mean(self, lane: Lane, progress: Mapping[str, int]) -> None:
-        """Give all ranks the mean of their weights; buckets serve for nothing else from then on. Collective.
+        """Give all ranks the mean of their weights. Collective. The buckets cannot be used for anything else after it.
 
-        Arguments: see `submit_in_lockstep`.
+        Args:
+            lane: the lane of the algorithm.
+            progress: as in `submit_in_lockstep`.
         """
         for one in self:
             one.bucket.clear_ops().append_centralized_synchronous_op()
@@ -266,7 +276,7 @@ class WeightBuckets:
         self.write()
 
     def by_name(self, flat: FlatOf, buckets: Iterable[WeightBucket] | None = None) -> dict[str, torch.Tensor]:
-        """Return copies of what the flat tensors hold, of all buckets or of some, by the weights' names."""
+        """Return copies of what the flat tensors of all buckets, or of some, hold, by the names of the weights."""
         own = self if buckets is None else buckets
         return {name: part.clone() for one in own for name, part in one.named(flat(one)).items()}
 

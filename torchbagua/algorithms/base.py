@@ -20,13 +20,13 @@ PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 class Algorithm:
-    """What to communicate, and how: a frozen, printable, picklable description. Subclasses are frozen dataclasses.
+    """A description of what to communicate and how: frozen, printable, picklable. Subclasses are frozen dataclasses.
 
-    A subclass implements `make_impl`. Its dataclass fields are compared between the ranks when it is reified.
+    A subclass implements `make_impl`. The ranks compare its dataclass fields when it is attached or reified.
 
     Attributes:
-        averages_weights: whether its impl communicates weights, or gradients; None where only the impl knows, which is
-            then asked (`AlgorithmImpl.averages_weights`).
+        averages_weights: True if it averages weights, False if it averages gradients. None leaves the answer to
+            `AlgorithmImpl.averages_weights`.
     """
 
     averages_weights: ClassVar[bool | None] = None
@@ -42,23 +42,26 @@ class Algorithm:
 
     @classmethod
     def for_optimizers(cls, optimizers: Sequence[torch.optim.Optimizer]) -> "Algorithm":
-        """Return the algorithm that its name stands for where it is attached with `optimizers`.
+        """Return the algorithm for `attach(module, optimizers, name)`, where it is given by its name.
 
-        Overridden by one that cannot do without its optimizer.
+        Override it if the constructor needs an optimizer.
         """
         return cls()
 
     def prepare(self) -> None:
-        """Do what may fail on this rank alone; called before any group is opened. Loads the native kernels.
+        """Do what may fail on this rank alone, before any group is opened. By default: load the native kernels.
 
-        Overridden by an algorithm that uses none, or that has more to do.
+        Override it if the algorithm uses no kernels, or has more to do.
         """
         native.load()
 
     def arguments(self) -> dict[str, str]:
         """Return what must be the same on all ranks, by name: the dataclass fields that `repr` shows, as text.
 
-        Functions stand there by their qualified names. Raises TypeError for one that has none, a lambda for instance.
+        A function is given by its qualified name.
+
+        Raises:
+            TypeError: a function has no such name, a lambda for instance.
         """
         if not dataclasses.is_dataclass(self):
             return {}
@@ -66,10 +69,11 @@ class Algorithm:
         return {name: describe(getattr(self, name), f"{type(self).__name__}: {name}") for name in shown}
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
-        """Return the arguments that a state saved over `process_group` depends on, by name: numbers, strings or None.
+        """Return the arguments that a saved state depends on, by name: numbers, strings or None.
 
-        They are saved with it. By default all dataclass fields that `repr` shows; an algorithm whose state can go on
-        under other arguments overrides it and names fewer. One without a state is not asked.
+        They are saved with the state, and compared when it is loaded. By default they are all dataclass fields that
+        `repr` shows. Override it to name fewer, if a state can be loaded under other arguments. It is not called for an
+        algorithm without a state.
         """
         if not dataclasses.is_dataclass(self):
             return {}
@@ -80,13 +84,13 @@ class Algorithm:
         }
 
     def check_state(self, saved: Mapping[str, Any], state: Mapping[str, Any], process_group: BaguaProcessGroup) -> None:
-        """Raise ValueError where this algorithm cannot go on from a state; names the argument and both values.
+        """Raise ValueError if this algorithm cannot load a state; the error names the argument and both values.
 
         Args:
-            saved: what `state_arguments` returned when it was saved; a name that only one of the two releases knows is
-                not compared.
-            state: what its impl's `state_dict` returned then.
-            process_group: that of the attachment that is to go on.
+            saved: what `state_arguments` returned when the state was saved. A name that is missing in one of the two
+                releases is not compared.
+            state: what the impl's `state_dict` returned.
+            process_group: the group of the attachment that loads it.
         """
         for name, own in self.state_arguments(process_group).items():
             if name in saved and saved[name] != own:
@@ -97,14 +101,17 @@ class Algorithm:
                 )
 
     def own_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return those that the algorithm knows of itself. Overridden by one that has its own."""
+        """Return the optimizers that the algorithm was constructed with. By default there are none."""
         return []
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Raise ValueError where the algorithm cannot be attached with these. Overridden by one that has its own."""
+        """Raise ValueError if the algorithm cannot be attached with these optimizers. By default it can."""
 
     def make_impl(self, process_group: BaguaProcessGroup) -> AlgorithmImpl:
-        """Return the object that runs this algorithm over `process_group`, whose private groups it owns."""
+        """Return the object that runs this algorithm over `process_group`. It owns the group, and closes it.
+
+        Called by `reify`. A subclass must override it.
+        """
         raise TypeError(f"{type(self).__name__} must override Algorithm.make_impl")
 
     def reify(
@@ -117,24 +124,27 @@ class Algorithm:
         must_agree: Mapping[str, Any] | None = None,
         run_settings: Mapping[str, str] | None = None,
     ) -> AlgorithmImpl:
-        """Bind the algorithm to a group. Collective: opens private groups, and compares the algorithm over the ranks.
+        """Bind the algorithm to a process group. Collective: the ranks compare it, and open private groups.
+
+        `attach` calls it. Call it yourself for `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`.
 
         Args:
-            process_group: the ranks that train together; a BaguaProcessGroup where nodes are given explicitly.
-            optimizer: those that step by what is communicated, for an algorithm that keeps state by parameter: it is
-                committed with each step that is taken. `attach` hands them over; behind the plain hook, without them,
-                the loop calls `impl.step_taken()`. QAdamAlgorithm has its own.
-            observers: hear of every phase of communication, and of the training step.
-            timeout: bound on every wait for another rank; default: that of `process_group`.
+            process_group: the ranks that train together; a BaguaProcessGroup to say which rank is on which node.
+            optimizer: the optimizer or optimizers that step by what is communicated. An algorithm that keeps state by
+                parameter, error feedback for instance, commits it with each step that they take. Without them, call
+                `AlgorithmImpl.step_taken` after each step. QAdamAlgorithm knows its optimizer.
+            observers: are told of every phase of communication and of each training step.
+            timeout: the longest wait for another rank; by default that of `process_group`.
             must_agree: further values that must be the same on all ranks, by the name that an error gives them.
-            run_settings: what observers write down of the run beside the algorithm and its group, by name.
+            run_settings: what traces note of the run beside the algorithm and its group, by name.
 
         Raises:
-            TypeError: `process_group` is no process group, or `optimizer` no optimizer.
-            ValueError: ranks disagree in algorithm, arguments or the package's version; `optimizer` does not fit.
+            TypeError: `process_group` is not a process group, or `optimizer` is not an optimizer.
+            ValueError: ranks disagree in the algorithm, its arguments or the package's version, or `optimizer` does not
+                fit.
             TimeoutError: a rank did not call it in time.
             CommunicationError: a private group could not be opened.
-            RuntimeError: the native library is there and does not load.
+            RuntimeError: the native library exists and cannot be loaded.
         """
         where = f"{type(self).__name__}.reify"
         check_observers(where, observers)
@@ -195,7 +205,12 @@ _REGISTRY: dict[str, _Entry] = {}
 
 
 def register(name: str, algorithm: Callable[..., Algorithm], description: str | None = None) -> None:
-    """Make `algorithm` known as `name` to `Algorithm.init` and `attach`.
+    """Make an algorithm known by a name to `Algorithm.init` and `attach`.
+
+    Args:
+        name: a name that is not taken.
+        algorithm: the class, or a function that returns an algorithm.
+        description: one line, which `available_algorithms` returns.
 
     Raises:
         TypeError: `name` is not a string, or `algorithm` cannot be called.

@@ -21,39 +21,49 @@ if TYPE_CHECKING:
 
 
 class AlgorithmImpl:
-    """An algorithm bound to a group, with all of its changing state.
+    """The running part of an algorithm: bound to a group, with all state that changes.
 
-    What a subclass may override: `needs_grad_scaler`, `need_reset`, `on_backward_begin`, `init_tensors`,
-    `tensors_to_buckets`, `init_operations`, `uncompressed`, the four `init_..._hook`, `on_step_taken`,
-    `state_parameters`, `state_dict`, `load_state_dict`, `agree_on_overflow` and `finish`; and, where the override calls
-    this class's, `set_module`, `reset` and `close`. The rest is called by `reify`, `attach` and `comm_hook`.
+    An impl that overrides `init_tensors` and `tensors_to_buckets` is a *weight algorithm*: it communicates weights, in
+    buckets of its own. Any other is a *gradient algorithm*: it communicates gradients, in DDP's buckets, from a DDP
+    communication hook.
 
-    An impl that overrides `init_tensors` communicates weights in buckets of its own; any other communicates gradients
-    in DDP's buckets, from a DDP communication hook.
+    A subclass may override:
 
-    The lane works on a gradient algorithm's buckets during a backward only, since DDP waits for all futures at its end:
-    between two of them the lane is idle. So `loss_scale`, and the flat tensors of buckets, need no lock.
+    - `init_operations`, `init_tensors` and `tensors_to_buckets`, which say what is communicated and how;
+    - `need_reset`, `on_backward_begin`, the four `init_..._hook`, `on_step_taken` and `finish`, which are called at
+      certain points of training;
+    - `state_dict`, `load_state_dict` and `state_parameters`;
+    - `needs_grad_scaler`, `agree_on_overflow` and `uncompressed`;
+    - `set_module`, `reset` and `close`, if the override calls that of this class.
+
+    `Algorithm.reify`, `attach` and `comm_hook` call the other methods.
+
+    Between two backward passes the lane of a gradient algorithm is idle, since DDP waits for all buckets at the end of
+    each. So `loss_scale` and the flat tensors of buckets need no lock.
 
     Args:
-        process_group: owned by the impl, closed with it.
-        algorithm: the description that it runs; `make_impl` hands over itself.
+        process_group: owned by the impl, and closed with it.
+        algorithm: the description; `Algorithm.make_impl` passes `self`.
 
     Attributes:
         process_group: the group, with private communicators for the lane.
-        algorithm: what it was given, whose fields are the impl's arguments; None where it was made without.
+        algorithm: the description, whose fields are the arguments; None if the impl was made without.
         lane: runs what the impl communicates.
-        tracer: tells the group's observers what is done and when.
-        buckets: a weight algorithm's buckets; empty for a gradient algorithm, which runs in DDP's.
-        ignored_names: the module's parameters and buffers that DDP was told to ignore.
-        parameter_state: what the algorithm keeps of each parameter; an impl that keeps something sets it. It is
-            committed with each step that is taken, and is the impl's state.
-        optimizers: those whose steps the impl hears of; none behind the plain hook, unless `reify` was given some.
-        step_watches: one for each of these optimizers, to which whoever has to know of its steps listens.
-        grad_scaler: what `attach` was given.
-        loss_scale: that of the gradients of this backward; 1 unless `needs_grad_scaler` and there is one.
+        tracer: tells the observers of the group what is done and when.
+        buckets: the buckets of a weight algorithm; empty for a gradient algorithm, which uses DDP's.
+        ignored_names: the parameters and buffers of the module that DDP was told to ignore.
+        parameter_state: what the algorithm keeps of each parameter; set it if there is something. It is committed with
+            each step that is taken, and is the state of the impl.
+        optimizers: the optimizers whose steps the impl is told of. Without `attach` there are none, unless
+            `Algorithm.reify` was given some.
+        step_watches: one for each of these optimizers; it tells its listeners of each step.
+        grad_scaler: the GradScaler that `attach` was given.
+        loss_scale: the loss scale of the gradients of this backward; 1 unless `needs_grad_scaler` is True and there is
+            a GradScaler.
         has_joined: whether this rank has run out of data, and takes part with gradients of zero until the others have
             too (`torch.distributed.algorithms.Join`).
-        ends_in_order: whether all ranks are expected to close it, and NCCL's groups to be shut down and not broken off.
+        ends_in_order: set it to True when all ranks are going to close the impl. NCCL groups are then shut down;
+            otherwise they are broken off.
         compressor: how values of parameters are sent; an impl that compresses sets its own. See `codec_for`.
 
     Raises:
@@ -111,41 +121,54 @@ class AlgorithmImpl:
         return False
 
     def need_reset(self) -> bool:
-        """Return True to have buckets initialised again; asked at the first bucket of a backward, or at each step."""
+        """Return True to have buckets initialised again.
+
+        Called before the first bucket of a backward for a gradient algorithm, and at each step for a weight algorithm.
+        """
         return False
 
     def on_backward_begin(self) -> None:
-        """Do what comes before the first bucket of a backward, and before `need_reset` is asked. By default nothing.
+        """Do what must come before the first bucket of a backward, and before `need_reset`. By default nothing.
 
-        Called for a gradient algorithm, in every synchronised backward, on the thread of that.
+        Called for a gradient algorithm in every synchronised backward, on the thread of backward.
         """
 
     def init_tensors(self, module: torch.nn.Module) -> list[BaguaTensor]:
-        """Return the tensors to communicate. Overridden by weight algorithms only."""
+        """Return the tensors to communicate. Only a weight algorithm overrides it."""
         raise TypeError(f"{type(self).__name__} is a gradient algorithm: DDP gives it its tensors")
 
     def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
-        """Group tensors into buckets; `do_flatten` is of Bagua's signature. Overridden by weight algorithms only."""
+        """Group tensors into buckets. Only a weight algorithm overrides it.
+
+        Args:
+            tensors: what `init_tensors` returned.
+            do_flatten: True; it is there because Bagua's method has it.
+        """
         raise TypeError(f"{type(self).__name__} must override tensors_to_buckets as it overrides init_tensors")
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        """Append to `bucket` the operations to run on it. `module` is None behind the plain DDP hook."""
+        """Append to `bucket` the operations that are to run on it. A subclass must override it.
+
+        Args:
+            module: the attached module; None without `attach`.
+            bucket: a new bucket.
+        """
         raise TypeError(f"{type(self).__name__} must override AlgorithmImpl.init_operations")
 
     def codec_for(self, bucket: BaguaBucket) -> Compressor:
-        """Return `compressor`, or that of full precision where it does not encode the bucket's dtype."""
+        """Return `compressor`; or that of full precision, if `compressor` does not encode the dtype of the bucket."""
         return self.compressor if self.compressor.encodes(bucket.flat.dtype) else Identity()
 
     def uncompressed(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return those of `parameters` that travel in full precision because `compressor` does not encode them.
 
-        Overridden by an algorithm that compresses some parameters only.
+        Override it if the algorithm compresses some parameters only.
         """
         encodes = self.compressor.encodes
         return {name: parameter for name, parameter in parameters.items() if not encodes(parameter.dtype.to_real())}
 
     def tell_uncompressed(self, parameters: Mapping[str, torch.Tensor], *, strict: bool = False) -> None:
-        """Tell which of `parameters` are `uncompressed`, in a RuntimeWarning; once of every dtype.
+        """Give a RuntimeWarning that names those of `parameters` that are `uncompressed`, once for every dtype.
 
         Raises:
             ValueError: there are some, and `strict` is True.
@@ -166,46 +189,44 @@ class AlgorithmImpl:
         warn_user(f"torchbagua: {message}")
 
     def init_forward_pre_hook(self, module: torch.nn.Module) -> Callable[[Any], None] | None:
-        """Return a function of the module's inputs to call before each forward in training, or None."""
+        """Return a function to call before each forward in training, with the inputs of the module; or None."""
         return None
 
     def init_backward_hook(self, module: torch.nn.Module) -> Callable[[str, torch.Tensor], None] | None:
-        """Return a function of (name, parameter) to call when a parameter's gradient is accumulated, or None."""
+        """Return a function of (name, parameter) to call when the gradient of a parameter is accumulated; or None."""
         return None
 
     def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None] | None:
-        """Return a function to call when autograd has finished a backward, or None. DDP may not have finished then."""
+        """Return a function to call when autograd has finished a backward; or None. DDP may not have finished then."""
         return None
 
     def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None] | None:
-        """Return a function to call at the end of each training step, or None.
+        """Return a function to call at the end of each training step; or None.
 
-        That is once for all attached optimizers: when the last of them has stepped, or was skipped by a GradScaler. It
-        is called with that one. What belongs to each step of each optimizer goes into `on_step_taken`.
+        With several optimizers it is called once, when the last of them has stepped or was skipped by a GradScaler. Its
+        argument is that optimizer. What belongs to each step of each optimizer goes into `on_step_taken`.
         """
         return None
 
     @property
     def commits_on_step(self) -> bool:
-        """Whether it must hear of the steps that are taken."""
+        """Whether the impl must be told of the steps that are taken."""
         return self.parameter_state is not None or type(self).on_step_taken is not AlgorithmImpl.on_step_taken
 
     def on_step_taken(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Commit what belongs to a step; called once for each step of an optimizer, after it, unless it was skipped.
+        """Commit what belongs to a step. Called after each step of each optimizer that was not skipped.
 
-        What belongs to the end of a training step, of several optimizers perhaps, goes into the function that
-        `init_post_optimizer_step_hook` returns; that is called after this.
-
-        By default commits `parameter_state` of those of the parameters into whose gradient DDP has put an average.
+        By default it commits `parameter_state` for those parameters whose gradient holds an average from DDP. The
+        function that `init_post_optimizer_step_hook` returned is called after this.
 
         Args:
-            parameters: the optimizer's that have a gradient.
+            parameters: the parameters of the optimizer that have a gradient.
         """
         if self.parameter_state is not None:
             self.parameter_state.commit(parameters)
 
     def watch_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Hear of the steps of these optimizers, where the algorithm needs to; called by `reify`."""
+        """Watch the steps of these optimizers, if the algorithm needs to know of them. `Algorithm.reify` calls it."""
         self.optimizers = list(optimizers)
         self._names = {id(one): f"parameter {index}" for index, one in enumerate(self.state_parameters())}
         self.step_watches = [StepWatch(optimizer) for optimizer in dict.fromkeys(optimizers)]
@@ -213,33 +234,33 @@ class AlgorithmImpl:
             self._steps.listen_to(self.step_watches)
 
     def step_taken(self) -> None:
-        """Say that the loop's optimizer has taken a step, after it: behind the plain hook nobody else does.
+        """Tell the impl that your optimizer has taken a step. Call it after each step if you use no `attach`.
 
-        A loop with a GradScaler, which may skip a step, or with several synchronised backward passes before the first
-        step gives `reify` its optimizer instead.
+        If you have a GradScaler, which may skip a step, or several synchronised backward passes before the first step,
+        give `Algorithm.reify` the optimizer instead.
 
         Raises:
-            RuntimeError: the impl hears of the steps of its optimizers itself.
+            RuntimeError: the impl watches its optimizers itself.
         """
         self._steps.tell(tensor.parameter for bucket in self._gradient_buckets for tensor in bucket.tensors)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: plain tensors and numbers, keyed by parameter name.
 
-        By default `parameter_state`, and whose it is.
+        By default that is `parameter_state`, with the rank and the number of ranks that it belongs to.
 
         Raises:
-            RuntimeError: it is kept behind the plain hook, which knows no names, and no optimizer.
+            RuntimeError: parameters have no names, because there is neither `attach` nor an optimizer.
         """
         if self.parameter_state is None:
             return {}
         return {**owner_of(self.process_group), **self.parameter_state.state_dict(self._named_parameters())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned. Where there is a `parameter_state`, collective, and between two steps.
+        """Load what `state_dict` returned. Call it between two steps. Collective if there is a `parameter_state`.
 
         Raises:
-            ValueError: `state` is not this algorithm's, or that of another rank.
+            ValueError: `state` is that of another algorithm or of another rank.
             CommunicationError: other ranks have a state of other parameters, or did not load theirs in time.
         """
         owner = type(self).__name__
@@ -257,7 +278,7 @@ class AlgorithmImpl:
         self.reset()
 
     def state_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters that `parameter_state` is of, as far as optimizers know them."""
+        """Return the parameters that `parameter_state` belongs to. By default those of `optimizers`."""
         return [parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)]
 
     def _named_parameters(self) -> dict[str, torch.Tensor]:
@@ -271,23 +292,26 @@ class AlgorithmImpl:
         return {self._names[id(one)]: one for one in known if self.compressor.encodes(one.dtype.to_real())}
 
     def agree_on_overflow(self, found_inf: bool) -> bool:
-        """Return whether GradScaler has to skip the step, where `found_inf` says it of this rank's gradients.
+        """Return whether the GradScaler has to skip the step. By default as this rank's gradients say.
 
-        Overridden where all ranks must skip together although their gradients are not averaged.
+        Override it if all ranks must skip together although their gradients are not averaged.
+
+        Args:
+            found_inf: whether the gradients of this rank hold an Inf or NaN.
         """
         return found_inf
 
     def finish(self, *, failed: bool) -> bool:
-        """End the work on the module, before `close`; return whether this made weights equal on all ranks.
+        """End the work on the module, before `close`. Return whether this made the weights equal on all ranks.
 
         Args:
-            failed: an exception ends it, and other ranks may not be at this point.
+            failed: True if an exception ends the attachment. Other ranks may not call it then.
         """
         self.ends_in_order = not failed
         return False
 
     def close(self) -> None:
-        """Finish what is queued, end the lane's thread, the private groups and traces. May be called again."""
+        """Finish what is queued, and end the lane, the private groups and the traces. A second call does nothing."""
         self._steps.close()
         try:
             self.lane.close()
@@ -300,11 +324,14 @@ class AlgorithmImpl:
             self.tracer.end()
 
     def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
-        """Make the module and its names known, and make a weight algorithm's buckets. Collective on GPUs.
+        """Set the module, and make the buckets of a weight algorithm. Collective on GPUs.
 
-        Called by `attach` when the impl has been reified, `tell_uncompressed` was called and rank 0's weights and
-        optimizer state were broadcast, if they had to be, and before hooks are installed. The names take the place of
-        those by place in the optimizers that `watch_steps` gave.
+        `attach` calls it after `Algorithm.reify` and `tell_uncompressed`, after rank 0's weights and optimizer state
+        were broadcast, and before hooks are installed. From then on parameters have their names in the module.
+
+        Args:
+            module: the attached module, without its DDP.
+            ignored_names: names of parameters and buffers that DDP was told to ignore.
         """
         self._module = module
         self.ignored_names = ignored_names
@@ -315,11 +342,12 @@ class AlgorithmImpl:
         self.reset()
 
     def reset(self) -> None:
-        """Run all initialisation of buckets again: at once for own buckets, when they next come for DDP's.
+        """Initialise buckets again: those of a weight algorithm at once, DDP's when they next come.
 
-        Called when no backward is under way: of a gradient algorithm before a backward's first bucket, of a weight
-        algorithm between two steps, before the function of `init_post_optimizer_step_hook`. An override first ends what
-        its lane has in flight on the buckets, and then calls this.
+        It is called when no backward is under way. For a gradient algorithm that is before the first bucket of a
+        backward. For a weight algorithm it is between two steps, before the function that
+        `init_post_optimizer_step_hook` returned. An override first waits for what the lane is doing with the buckets,
+        and then calls this.
         """
         self._gradient_buckets.clear()
         if self.averages_weights and self._module is not None:
@@ -330,7 +358,7 @@ class AlgorithmImpl:
                 self.init_operations(self._module, bucket)
 
     def use_device(self, device: torch.device) -> None:
-        """Make known where the tensors are that the lane works on. Collective when it comes to a GPU first.
+        """Set the device of the tensors that the lane works on. The first call with a GPU is collective.
 
         Raises:
             ValueError: it is another GPU than before.
@@ -343,10 +371,10 @@ class AlgorithmImpl:
             self._gpu = device
 
     def begin_backward(self, *, has_joined: bool) -> None:
-        """Do what comes before a backward's first bucket; called by the communication hook.
+        """Prepare for a backward; `comm_hook` calls it before the first bucket.
 
         Args:
-            has_joined: see the attribute.
+            has_joined: see the attribute of this name.
         """
         self.has_joined = has_joined
         if self.commits_on_step and not has_joined:
@@ -359,10 +387,13 @@ class AlgorithmImpl:
             self.reset()
 
     def gradient_bucket(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor, *, index: int) -> BaguaBucket:
-        """Return the bucket that stands for a DDP bucket of these parameters, with `flat` as its flat tensor.
+        """Return the bucket for a DDP bucket, with `flat` as its flat tensor; `comm_hook` calls it.
 
-        Buckets are told apart by their parameters' identity, since DDP forms other buckets after its first step;
-        `index` is DDP's number of it, for names.
+        Args:
+            parameters: the parameters of the DDP bucket. They identify it, since DDP forms other buckets after its
+                first step.
+            flat: the buffer of the DDP bucket.
+            index: DDP's number of the bucket, for names.
         """
         bucket = self._gradient_buckets.find(parameters)
         if bucket is None:
