@@ -26,61 +26,64 @@ _NO_VALUES: Mapping[str, float] = MappingProxyType({})
 
 
 class CommEvent(NamedTuple):
-    """One phase of communication on one rank, or of the training step that it is part of.
+    """One phase of communication, or of the training step around it, on one rank.
 
-    Times are `time.perf_counter_ns` of this process.
+    Times are those of `time.perf_counter_ns` in this process.
     """
 
     phase: Phase
+    """What happened, see [Phases](#phases)."""
     start_ns: int
+    """When it began."""
     end_ns: int
+    """When it ended."""
     step: int = 0
-    """In which step it ended: optimizer steps since attach; behind the plain hook, averaged backward passes.
+    """The step in which it ended: how many optimizer steps there were since `attach`.
 
-    One that a GradScaler skips is part of the next.
+    A step that a GradScaler skips is part of the next one. Without `attach`, averaged backward passes are counted.
     """
     algorithm: str = ""
-    """The class of the algorithm, by name."""
+    """The class name of the algorithm."""
     operation: str = ""
-    """The exchange that it is part of: "all_to_all", "all_gather", "all_reduce" (NCCL's), "peer_exchange"; of small
-    numbers, "agreement"."""
+    """The exchange that it is part of: "all_to_all", "all_gather", "all_reduce" (over NCCL), "peer_exchange", or
+    "agreement" for small numbers."""
     bucket: str = ""
-    """The bucket that it served, by name; of an agreement, what it is about."""
+    """The name of the bucket that it served; for an agreement, what that is about."""
     scope: str = ""
-    """Which group it ran over: "world", "intra_node" or "inter_node"."""
+    """The group that it ran over: "world", "intra_node" or "inter_node"."""
     ranks: tuple[int, ...] = ()
     """The members of that group, as ranks of the group that trains."""
     peers: tuple[int, ...] = ()
-    """The rank that a message goes to or comes from; of "reduce", the one peer, where a mean is taken with one."""
+    """The rank that a message goes to or comes from. In "reduce", the peer if the mean is taken with a single one."""
     message: int = 0
-    """The number of a message among those between these two ranks in this group, the same on both."""
+    """The number of the message among those between these two ranks in this group, the same on both."""
     num_elements: int = 0
-    """Elements of the averaged tensors that it is about; 0 of an agreement."""
+    """How many elements of the averaged tensors it is about; 0 for an agreement."""
     raw_bytes: int = 0
-    """What these take uncompressed."""
+    """What these elements take uncompressed."""
     wire_bytes: int = 0
-    """What they take on the wire: payload as handed to the transport, without its headers."""
+    """What these elements take on the wire: the payload that is handed to the transport, without headers."""
     values: Mapping[str, float] = _NO_VALUES
-    """What "measure" found, by name; of "apply", how old the averaged weights are."""
+    """What "measure" found, by name; in "apply", how old the averaged weights are."""
 
     @property
     def duration_ns(self) -> int:
-        """How long it took."""
+        """How long it took, in nanoseconds."""
         return self.end_ns - self.start_ns
 
     @property
     def bits_per_element(self) -> float:
-        """Bits on the wire for an element; 0 where there is none."""
+        """Bits on the wire for each element; 0 without elements."""
         return 8 * self.wire_bytes / self.num_elements if self.num_elements else 0.0
 
     @property
     def bytes_sent(self) -> int:
-        """Wire bytes of a message that this rank has sent, else 0."""
+        """`wire_bytes` if the phase is "send", else 0."""
         return self.wire_bytes if self.phase == "send" else 0
 
     @property
     def bytes_received(self) -> int:
-        """Wire bytes of a message that this rank has received, else 0."""
+        """`wire_bytes` if the phase is "receive", else 0."""
         return self.wire_bytes if self.phase == "receive" else 0
 
 
@@ -127,37 +130,39 @@ class Board(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a trace is told of the run when it starts."""
+    """What a `Trace` is told of the run when it starts."""
 
     id: str
     """The same on all ranks, and on no other run."""
     algorithm: str
-    """The class of the algorithm, by name."""
+    """The class name of the algorithm."""
     description: str
     """The algorithm with its arguments."""
     rank: int
+    """The rank whose events they are."""
     nodes: tuple[int, ...]
-    """Of each rank, the number of its node."""
+    """The number of each rank's node."""
     settings: Mapping[str, str]
     """Hyperparameters and environment, by name."""
     board: Board | None
-    """None in what has been read from a file."""
+    """Where ranks leave texts for each other; None if the run was read from a file."""
     clock_offsets: list[ClockOffset] = field(default_factory=list)
-    """One whenever ranks have compared their clocks; grows during the run."""
+    """What to add to this rank's clock for rank 0's: an entry for each comparison of clocks. Grows during the run."""
     failures: list[str] = field(default_factory=list)
-    """Which observers have failed, and of what; grows during the run."""
+    """Which observers have failed, and why. Grows during the run."""
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that train together."""
+        """How many ranks train together."""
         return len(self.nodes)
 
 
 class Observer(Protocol):
-    """Hears of every phase, at the end of the training step in which it ended; training waits, so it should be quick.
+    """Any object with a method `on_comm`. It is told of every phase, for `attach(..., observers=[...])`.
 
-    Calls may come from several threads, one at a time. An observer that raises is dropped, with a warning. One that
-    wants to know more, of the run, its end or of sampled values, is a subclass of `Trace`.
+    Events arrive at the end of the training step in which the phase ended. Training waits meanwhile, so be quick. Calls
+    may come from several threads, one at a time. An observer that raises is dropped, with a warning. For more, such as
+    the begin and the end of the run, write a subclass of `Trace`.
     """
 
     def on_comm(self, event: CommEvent) -> None:
@@ -170,22 +175,22 @@ class TraceError(RuntimeError):
 
 
 class Trace:
-    """An observer that hears of the run as well; a subclass overrides what it needs.
+    """An observer that is also told of the run. A subclass overrides the methods that it needs.
 
     Attributes:
-        compares_clocks: whether ranks have to compare their clocks; where one rank's traces ask for it, all do.
+        compares_clocks: True to have the ranks compare their clocks. All do so if a trace of any rank asks for it.
     """
 
     compares_clocks = False
 
     def check(self) -> None:
-        """Raise ValueError where it cannot hear of another run; called before it is attached."""
+        """Raise ValueError if the trace cannot serve another run. Called before it is attached."""
 
     def on_start(self, run: Run) -> None:
         """Take note of the run, before the first event."""
 
     def samples(self, step: int) -> bool:
-        """Return whether values are to be measured in this step."""
+        """Return whether values, quantisation errors for instance, are to be measured in this step."""
         return False
 
     def on_comm(self, event: CommEvent) -> None:

@@ -151,7 +151,7 @@ def _clear_frames(error: BaseException) -> None:
 
 
 class Job(Generic[T]):
-    """A function that a lane runs."""
+    """A function that a lane runs; `Lane.submit` returns it."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Job(Generic[T]):
         self._done: torch.futures.Future[Any] = torch.futures.Future() if side is None else side.new_future()
 
     def future(self) -> "torch.futures.Future[T]":
-        """Return a torch future of what `result` returns. It raises errors as RuntimeErrors."""
+        """Return a torch future of what `result` returns. An error of another type is raised as a RuntimeError."""
         return future_of(self._done, self._outcome)
 
     def is_done(self) -> bool:

@@ -20,7 +20,7 @@ class Topology:
     """
 
     def period(self, size: int) -> int:
-        """Return after how many rounds it begins again, among `size` ranks."""
+        """Return after how many rounds the topology repeats itself, among `size` ranks."""
         return 1
 
     def neighbours(self, rank: int, size: int, round: int) -> Mapping[int, float]:

@@ -9,7 +9,7 @@ _ADVICE = re.compile(r"\.? (This is typically caused by|Check the logs of).*")
 
 
 class CommunicationError(RuntimeError):
-    """An exchange with another rank failed or ran out of time; its group cannot be used any more."""
+    """An exchange with another rank failed or took longer than the timeout. Its group cannot be used any more."""
 
 
 def cause_of(error: BaseException) -> str:

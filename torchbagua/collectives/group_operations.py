@@ -42,17 +42,17 @@ class GroupOperations(NodeGroups):
         hierarchical: bool = False,
         name: str = "all_reduce",
     ) -> torch.Tensor:
-        """Replace `x` by its sum over the ranks, and return it: the same bits on all ranks.
+        """Replace `x` by its sum over the ranks, and return it. All ranks get the same bits.
 
         Args:
-            x: contiguous, floating-point or complex, of any shape.
+            x: a contiguous tensor of any shape, floating-point or complex.
             average: divide by the number of ranks.
-            compression: of what is sent, see `BaguaBucket.append_centralized_synchronous_op`.
-            hierarchical: respect node boundaries, see there.
-            name: in events and errors.
+            compression: how it is sent, see `BaguaBucket.append_centralized_synchronous_op`.
+            hierarchical: with several nodes: full precision within nodes, compressed between them.
+            name: its name in events and errors.
 
         Raises:
-            ValueError: `x` is no such tensor, or `compression` does not encode it.
+            ValueError: `x` is not such a tensor, or `compression` does not encode it.
         """
         flat = _flat("all_reduce", "x", x, sums=True)
         compressor = by_name(compression)
@@ -69,11 +69,11 @@ class GroupOperations(NodeGroups):
         return x
 
     def all_gather(self, x: torch.Tensor, *, name: str = "all_gather") -> torch.Tensor:
-        """Return `x` of all ranks, [R, *x.shape], in rank order.
+        """Return the `x` of all ranks in rank order, of shape [R, *x.shape] with R ranks.
 
         Args:
-            x: contiguous, of any dtype and shape, which are the same on all ranks.
-            name: in events and errors.
+            x: a contiguous tensor. Its dtype and shape are the same on all ranks.
+            name: its name in events and errors.
 
         Raises:
             ValueError: `x` is not contiguous.
@@ -91,17 +91,17 @@ class GroupOperations(NodeGroups):
         return _like(every, x).view(self.size, *x.shape)
 
     def reduce_scatter(self, x: torch.Tensor, *, average: bool = False, name: str = "reduce_scatter") -> torch.Tensor:
-        """Return the sum over the ranks of `x[rank]`, where `x` has a part for each rank; `x` stays as it is.
+        """Return the sum over the ranks of this rank's part of `x`, which is `x[rank]`. `x` stays as it is.
 
-        Sums are formed in rank order, in float32, of float64 in float64.
+        Sums are formed in rank order, in float32, or in float64 if `x` is float64.
 
         Args:
-            x: contiguous, [R, ...], floating-point or complex.
+            x: a contiguous tensor of shape [R, ...] with R ranks, floating-point or complex.
             average: divide by the number of ranks.
-            name: in events and errors.
+            name: its name in events and errors.
 
         Raises:
-            ValueError: `x` is no such tensor.
+            ValueError: `x` is not such a tensor.
         """
         if x.dim() == 0 or len(x) != self.size:
             raise ValueError(
@@ -129,14 +129,14 @@ class GroupOperations(NodeGroups):
         *,
         name: str = "exchange",
     ) -> None:
-        """Send a tensor to each of some peers and receive one from each of some, perhaps others.
+        """Send a tensor to each of some ranks, and receive one from each of some ranks.
 
-        What one rank sends to another that one receives, in as many bytes: gloo ends the process where they differ.
+        If you send to a rank, that rank must receive from you, as many bytes: gloo ends the process if they differ.
 
         Args:
-            sends: contiguous tensors by the rank that they go to.
+            sends: contiguous tensors, by the rank that they go to.
             receives: contiguous tensors to fill, by the rank that they come from.
-            name: in events and errors.
+            name: its name in events and errors.
 
         Raises:
             ValueError: a tensor is not contiguous, or a rank is none of the others.

@@ -29,41 +29,48 @@ from torchbagua.version import __version__
 
 
 class BaguaProcessGroup(GroupOperations):
-    """The ranks of a torch process group, sorted into nodes, with private gloo groups over all, in and between nodes.
+    """The ranks of a torch process group, sorted into nodes, with private groups over all ranks and by node.
 
-    Construction is collective: every rank of `process_group` constructs it, in the same order.
+    `attach` makes one from the group of the module. Make one yourself to say which rank is on which node. Construction
+    is collective: every rank of `process_group` constructs it, in the same order. The private groups use gloo.
+
+    Its methods `all_reduce`, `all_gather`, `reduce_scatter` and `exchange` are for algorithms of yours. All ranks call
+    the same ones, in the same order, with tensors of the same sizes. Call them from the operations of a bucket only,
+    which run on the lane. They work with tensors on CPUs and GPUs; over NCCL the host does not wait. Observers are told
+    of every message. If a rank is gone or does not take part within the timeout, they raise CommunicationError.
 
     Args:
-        process_group: any torch ProcessGroup that has a store: the world, one from `new_group`, a hand-made one.
-        nodes: which node each rank is on, a list with one label a rank; default: the ranks' host names, exchanged over
-            the store. Give it where host names mislead: containers and network namespaces share or invent them.
-        timeout: bound on every wait, in construction and after; default: that of `process_group`.
-        observers: hear of every phase of communication over the private groups.
-        must_agree: further values that all ranks must have in common, by what an error calls them.
+        process_group: a torch ProcessGroup that has a store: the world, or one from `new_group`, or one that you made.
+        nodes: which node each rank is on: a list with a label for each rank. By default nodes are told apart by host
+            names. Give it where host names mislead, as in containers and network namespaces.
+        timeout: the longest wait for another rank, in construction and after; by default that of `process_group`.
+        observers: are told of every phase of communication over the private groups.
+        must_agree: further values that must be the same on all ranks, by the name that an error gives them.
 
     Attributes:
-        process_group: the torch group that it was made of, on which DDP communicates too.
-        timeout: the bound on every wait.
-        id: the same on all ranks, and that of no other group.
-        rank: own number in `process_group`, as in torch.
+        process_group: the torch group, over which DDP communicates too.
+        timeout: the longest wait for another rank.
+        id: a name of the group, the same on all ranks, and different for each group.
+        rank: the number of this rank in `process_group`.
         size: the number of ranks.
-        nodes: node index of each rank, numbered in order of first appearance.
+        nodes: the number of each rank's node, numbered in the order of first appearance.
         node_ranks: for each node, its ranks in ascending order.
-        tracer: tells the observers, for whatever runs over the private groups.
-        board: where ranks pin up texts for each other.
-        compares_clocks: whether an observer of any rank needs to know how far the ranks' clocks are apart.
-        clock_offsets: one whenever ranks have compared them.
-        fitting_topologies: those found to fit the ranks, or the nodes: see `check_topology`.
+        tracer: tells the observers what is done over the private groups.
+        board: where ranks leave texts for each other.
+        compares_clocks: whether an observer of any rank needs to know how far the clocks of the ranks are apart.
+        clock_offsets: what to add to this rank's clock for rank 0's; an entry for each comparison of clocks.
+        fitting_topologies: topologies that were found to fit the ranks, or the nodes.
         has_nccl: whether NCCL moves tensors of GPUs.
-        num_shards: the smallest number of ranks on a node: so many shards of a tensor can be owned on every node.
-        world: over all ranks.
-        intra_node: over the ranks of own node; None where there is one node, or one rank a node.
-        inter_node: over the ranks that own the same shard on all nodes; None likewise, and on ranks that own no shard.
+        num_shards: the smallest number of ranks on a node. A tensor is split into as many shards between nodes.
+        world: the private group over all ranks.
+        intra_node: the private group over the ranks of this node; None with one node, or one rank on each.
+        inter_node: the private group over the ranks that own the same shard, one on each node; None with one node, or
+            one rank on each, or if this rank owns no shard.
 
     Raises:
-        TypeError, ValueError: unusable arguments; ranks that disagree in `nodes`, the package's version or
+        TypeError, ValueError: an argument does not fit, or ranks disagree in `nodes`, the package's version or
             `must_agree`.
-        TimeoutError: ranks that did not construct it in time.
+        TimeoutError: a rank did not construct it in time.
         CommunicationError: a private group could not be opened.
     """
 
@@ -174,10 +181,10 @@ class BaguaProcessGroup(GroupOperations):
             raise self.world.failure("opening private groups on all ranks", cause_of(error)) from error
 
     def open_private_nccl(self) -> None:
-        """Have NCCL, where it is there, move tensors over a private group of all ranks, for a lane's own thread.
+        """If there is NCCL, open a private NCCL group of all ranks, for the thread of a lane.
 
-        The training thread launches gradients on the user's group, `process_group`. What another thread launches there
-        would lie between them, in another place on each rank. From now on the lane's thread calls `poll_nccl`.
+        The training thread launches gradients on `process_group`. What another thread launched there would come between
+        them, in another place on each rank. From now on the thread of the lane calls `poll_nccl`.
         """
         if self.has_nccl:
             warn_of_launch_order()
@@ -191,7 +198,7 @@ class BaguaProcessGroup(GroupOperations):
             communicator.set_private_nccl(PrivateNccl(store, communicator.rank, communicator.size, self.timeout))
 
     def connect_nccl(self, device: torch.device) -> None:
-        """Connect the private NCCL groups on this GPU, where they are not connected. Collective.
+        """Connect the private NCCL groups on this GPU, if they are not connected yet. Collective.
 
         Raises:
             CommunicationError: a rank did not come within the group's timeout, or NCCL refuses.
@@ -204,7 +211,7 @@ class BaguaProcessGroup(GroupOperations):
                 raise communicator.failure("connecting NCCL", cause_of(error)) from error
 
     def compare_clocks(self) -> None:
-        """Add to `clock_offsets`, where `compares_clocks`. Collective.
+        """Compare the clocks of the ranks and add to `clock_offsets`, if `compares_clocks`. Collective.
 
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
@@ -219,7 +226,13 @@ class BaguaProcessGroup(GroupOperations):
         observers: Sequence[Observer] = (),
         must_agree: Settings | None = None,
     ) -> "BaguaProcessGroup":
-        """Return the same ranks, nodes and observers, and further ones, with new private groups. Collective."""
+        """Return a group of the same ranks and nodes, with private groups of its own. Collective.
+
+        Args:
+            timeout: the longest wait for another rank; by default that of this group.
+            observers: further observers, beside those of this group.
+            must_agree: as in the constructor.
+        """
         return BaguaProcessGroup(
             self.process_group,
             nodes=self.nodes,
@@ -229,10 +242,10 @@ class BaguaProcessGroup(GroupOperations):
         )
 
     def poll_nccl(self) -> bool:
-        """Return whether NCCL is not done with what was launched over private groups.
+        """Return whether NCCL is still working on what was launched over the private groups.
 
         Raises:
-            CommunicationError: it has been at something longer than the group's timeout, or the GPU has failed.
+            CommunicationError: it has worked on something for longer than the timeout, or the GPU has failed.
         """
         is_under_way = False
         for communicator, nccl in self._private_nccl:
@@ -250,10 +263,10 @@ class BaguaProcessGroup(GroupOperations):
         return is_under_way
 
     def wait_for_gpu(self, device: torch.device, purpose: str) -> None:
-        """Wait, on the host, until the current stream of a GPU has done what it was told; on the CPU there is none.
+        """Have the host wait until the current stream of a GPU is done. Does nothing on the CPU.
 
         Raises:
-            CommunicationError: it has not within the group's timeout; names what NCCL is at, or else `purpose`.
+            CommunicationError: it is not done within the timeout; names what NCCL is working on, or else `purpose`.
         """
         if device.type != "cuda":
             return
@@ -265,9 +278,9 @@ class BaguaProcessGroup(GroupOperations):
         self.poll_nccl()  # which forgets what is done
 
     def shut_down_nccl(self) -> None:
-        """Let private NCCL groups finish what is under way, and close them, if all ranks do so; collective.
+        """Let private NCCL groups finish what is under way, and close them. Collective.
 
-        Else it is left to `close` to break them off: NCCL would wait for a rank that is gone.
+        If not all ranks call it, `close` breaks them off: NCCL would wait for a rank that is gone.
         """
         if not self._private_nccl:
             return
@@ -280,7 +293,7 @@ class BaguaProcessGroup(GroupOperations):
                 warn_user(f"torchbagua: {cause_of(error)}; NCCL's groups are broken off")
 
     def close(self) -> None:
-        """Close the private groups, whatever is under way; what NCCL is at is broken off."""
+        """Close the private groups, whatever is under way. What NCCL is working on is broken off."""
         for communicator in self._communicators:
             communicator.close()
         for _, nccl in self._private_nccl:  # when all are broken off, since one may wait for another
