@@ -15,8 +15,8 @@ from pathlib import Path
 VENDOR = Path(__file__).parent.parent / "docs" / "assets" / "vendor"
 # By npm's name and version: the checksum of the archive, as a lock file of npm's writes it, and what is taken of it.
 PACKAGES = {
-    "katex@0.19.1": ("sha512-?", ["dist/katex.min.js", "dist/katex.min.css", "dist/fonts/*.woff2", "LICENSE"]),
-    "mermaid@12.3.0": ("sha512-?", ["dist/mermaid.min.js", "LICENSE"]),
+    "katex@0.19.1": ("sha512-jG8uKntjSEcm2EpQOh0XturpPuuC9r3Sq5HLHdsFdWZT27E672SF19QEi+of0/YeOy15lDgRhKvr5614uRrEfA==", ["dist/katex.min.js", "dist/katex.min.css", "dist/fonts/*.woff2", "LICENSE"]),
+    "mermaid@12.3.0": ("sha512-4113TdXeLAsMruJ79OpFL5O8+LTFXhQqZ260rF3tgUmiNAtRm4Uume04I+65PRN6yZ69J4f8rVYWW8zRk65UYw==", ["dist/mermaid.min.js", "LICENSE"]),
 }
 
 

@@ -111,7 +111,7 @@ class BucketOperations:
         """Append the mean (or sum) of the flat tensor over the group. It is bit-identical on all ranks.
 
         Args:
-            hierarchical: with several nodes: full precision within nodes, compressed between them.
+            hierarchical: with several nodes: add up within nodes in full precision, and use `compression` between them.
             average: divide by the number of ranks.
             scattergather: without effect; it is there because Bagua's method has it.
             compression: None for full precision; "MinMaxUInt8", "sign1bit", "bfloat16" or "float16"; or a Compressor.

@@ -48,7 +48,7 @@ class GroupOperations(NodeGroups):
             x: a contiguous tensor of any shape, floating-point or complex.
             average: divide by the number of ranks.
             compression: how it is sent, see `BaguaBucket.append_centralized_synchronous_op`.
-            hierarchical: with several nodes: full precision within nodes, compressed between them.
+            hierarchical: with several nodes: add up within nodes in full precision, and use `compression` between them.
             name: its name in events and errors.
 
         Raises:
