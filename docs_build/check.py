@@ -1,19 +1,20 @@
 """Checks the built site: `python docs_build/check.py site` names what is wrong and ends with 1, or ends with 0.
 
-Wrong is a link or an anchor within the site that leads nowhere, a reference to a name that the API reference does not
-have, whatever a page loads from elsewhere, and a public name without a docstring or without a place in the reference.
+Wrong is a link, picture or script that leads nowhere, or to a page without the anchor; whatever a page loads from
+elsewhere; and a public name that has no docstring, or no place in the API reference. (zensical itself looks at links in
+Markdown, and at references to names: not at docstrings, HTML and pictures.) The package is read, and not imported.
 """
 
-import importlib
-import inspect
 import re
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from types import FunctionType
 from urllib.parse import unquote, urldefrag
 
+import griffe
+
+ROOT = Path(__file__).parent.parent
 MODULES = ("torchbagua", "torchbagua.compressors", "torchbagua.topology", "torchbagua.traces")
 # Public too: their objects are handed to users, or an algorithm of one's own is written with them.
 FURTHER = (
@@ -27,64 +28,45 @@ FURTHER = (
     "torchbagua.traces.figures.Figures",
     "torchbagua.weights.WeightBucket",
 )
-# Which attribute of an element is loaded with the page, or is followed by its reader.
-LOADED = {
-    "script": "src",
-    "img": "src",
-    "iframe": "src",
-    "source": "src",
-    "video": "src",
-    "audio": "src",
-    "embed": "src",
-}
-LOADED_RELATIONS = {"stylesheet", "icon", "preload", "modulepreload", "preconnect", "dns-prefetch", "font", "manifest"}
-ELSEWHERE = re.compile(r"(?:https?:)?//")
+LOADED_RELATIONS = {"stylesheet", "icon", "preload", "modulepreload", "preconnect", "dns-prefetch", "manifest"}
+ELSEWHERE = re.compile(r"(?:[a-z]+:)?//")
 LOADED_BY_STYLE = re.compile(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')\s]+)")
 
 
 class Page(HTMLParser):
     """What a page has, leads to and loads."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
         self.anchors = {"", "__top"}
         self.links: list[str] = []
-        self.loads: list[str] = LOADED_BY_STYLE.findall(
-            re.sub(r"<script.*?</script>|<code.*?</code>", "", text, flags=re.S)
-        )
-        self.unresolved: list[str] = re.findall(r"\]\[(torchbagua[\w.]*)\]", text)
-        self.feed(text)
+        self.loads: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = {name: value or "" for name, value in attrs}
         self.anchors |= {given[name] for name in ("id", "name") if name in given}
-        if tag == "a" and "href" in given:
-            self.links.append(given["href"])
-        elif tag == "link" and LOADED_RELATIONS & set(given.get("rel", "").split()):
+        if tag == "a":
+            self.links += [given["href"]] if "href" in given else []
+        elif tag != "link":
+            self.loads += [given["src"]] if "src" in given else []
+        elif LOADED_RELATIONS & set(given.get("rel", "").split()):
             self.loads.append(given.get("href", ""))
-        elif tag in LOADED and LOADED[tag] in given:
-            self.loads.append(given[LOADED[tag]])
-        elif tag == "autoref":
-            self.unresolved.append(given.get("identifier", "?"))
+        self.loads += LOADED_BY_STYLE.findall(given.get("style", ""))
 
 
-def problems_of_pages(site: Path) -> Iterator[str]:
+def problems_of_pages(site: Path, pages: dict[Path, Page]) -> Iterator[str]:
     """Yield what is wrong with links and with what is loaded, page by page."""
-    pages = {path.resolve(): Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     for path, page in pages.items():
-        name = path.relative_to(site.resolve())
-        yield from (f"{name}: the reference to {one} is not resolved" for one in page.unresolved)
+        name = path.relative_to(site)
         yield from (f"{name}: loads {one} from elsewhere" for one in page.loads if ELSEWHERE.match(one))
         if name.name == "404.html":  # is served for pages at any depth, with links from the root
             continue
-        own = [one for one in page.loads if not ELSEWHERE.match(one)]
-        for link in dict.fromkeys([*page.links, *own]):
+        for link in dict.fromkeys(page.links + page.loads):
             target, anchor = urldefrag(link)
             if re.match(r"[a-z]+:|//", target):
                 continue
             found = (path.parent / unquote(target)).resolve() if target else path
-            if found.is_dir():
-                found /= "index.html"
             if not found.is_file():
                 yield f"{name}: {link} leads nowhere"
             elif found in pages and unquote(anchor) not in pages[found].anchors:
@@ -94,60 +76,52 @@ def problems_of_pages(site: Path) -> Iterator[str]:
             yield f"{path.relative_to(site)}: loads {one} from elsewhere"
 
 
-def public_names() -> Iterator[tuple[str, object]]:
-    """Yield every public name with its object, modules aside: their own names stand for them."""
-    for module_name in MODULES:
-        module = importlib.import_module(module_name)
-        named = getattr(module, "__all__", None) or [
-            name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module_name
-        ]
-        for name in named:
-            if not name.startswith("_") and not inspect.ismodule(value := getattr(module, name)):
-                yield f"{module_name}.{name}", value
-    for path in FURTHER:
-        module_name, _, name = path.rpartition(".")
-        yield path, getattr(importlib.import_module(module_name), name)
+def public_objects() -> dict[str, griffe.Object]:
+    """Return every public class, function and value by its public path."""
+    package = griffe.load("torchbagua", search_paths=[ROOT])
+    paths = list(FURTHER)
+    for path in MODULES:
+        module = package.modules_collection[path]
+        own = [name for name, one in module.members.items() if not one.is_alias and one.is_class]
+        paths += [f"{path}.{name}" for name in module.exports or own if not str(name).startswith("_")]
+    found: dict[str, griffe.Object] = {}
+    for path in paths:
+        one = package.modules_collection[path]
+        one = one.final_target if one.is_alias else one
+        if one.is_module:  # attach, say, the function of the module attach; else a module, whose names stand for it
+            one = one.members.get(one.name)
+        if one is not None:
+            found[path] = one
+    return found
 
 
 def problems_of_names(anchors: set[str]) -> Iterator[str]:
-    """Yield the public names, and public methods of classes, that lack a docstring or are not in the reference."""
-    names = dict(public_names())
-    paths_of: dict[int, list[str]] = {}
-    for path, value in names.items():
-        paths_of.setdefault(id(value), []).append(path)
-    for path, value in names.items():
+    """Yield the public names, and the methods that public classes introduce, without a docstring or a place."""
+    objects = public_objects()
+    for path, one in objects.items():
         if path not in anchors:
             yield f"{path} is not in the API reference"
-        if (inspect.isclass(value) or inspect.isfunction(value)) and not inspect.getdoc(value):
+        if not one.is_attribute and not one.has_docstring:
             yield f"{path} has no docstring"
-        for method in methods_of(value) if inspect.isclass(value) else ():
-            # Where a base class's method is overridden, or inherited, its place is that of the base class's.
-            bases = [base for one in value.__mro__ for base in paths_of.get(id(one), ())]
-            if not any(f"{base}.{method}" in anchors for base in bases):
-                yield f"{path}.{method} is not in the API reference"
-            if not inspect.getdoc(getattr(value, method)):
-                yield f"{path}.{method} has no docstring"
-
-
-def methods_of(cls: type) -> Iterator[str]:
-    """Yield the public methods and properties of `cls` that the package itself defines."""
-    for base in cls.__mro__:
-        if base.__module__.split(".")[0] == "torchbagua":
-            for name, value in vars(base).items():
-                is_method = isinstance(value, FunctionType | property | classmethod | staticmethod)
-                if is_method and not name.startswith("_"):
-                    yield name
+        inherited = {name for base in one.mro() for name in base.members} if one.is_class else set()
+        for name, member in one.members.items():
+            if name in inherited or name.startswith("_") or (member.is_attribute and "property" not in member.labels):
+                continue
+            if not any(other is one and f"{place}.{name}" in anchors for place, other in objects.items()):
+                yield f"{path}.{name} is not in the API reference"
+            if not member.has_docstring:
+                yield f"{path}.{name} has no docstring"
 
 
 def main(site: Path) -> int:
-    problems = list(problems_of_pages(site))
-    anchors = {anchor for path in site.glob("api/*.html") for anchor in Page(path.read_text(encoding="utf-8")).anchors}
-    problems += sorted(set(problems_of_names(anchors)))
+    pages = {path: Page(path) for path in sorted(site.rglob("*.html"))}
+    anchors = {anchor for path, page in pages.items() if path.parent.name == "api" for anchor in page.anchors}
+    problems = [*problems_of_pages(site, pages), *problems_of_names(anchors)]
     for problem in problems:
         print(problem, file=sys.stderr)
-    print(f"{site}: {len(problems)} problems")
+    print(f"{site.name}: {len(problems)} problems")
     return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]).resolve()))

@@ -1,4 +1,6 @@
-"""Puts the scripts that pages need, KaTeX and Mermaid, into docs/assets/vendor, so that the site loads nothing else.
+"""Puts the scripts that pages need into docs/assets/vendor, so that the site loads nothing from elsewhere.
+
+KaTeX sets equations, Mermaid draws diagrams, and with iframe-worker the search works where pages are opened as files.
 
 npm packs each by its version, and what comes must have the checksum that stands here. Does nothing where they are.
 """
@@ -15,6 +17,7 @@ from pathlib import Path
 VENDOR = Path(__file__).parent.parent / "docs" / "assets" / "vendor"
 # By npm's name and version: the checksum of the archive, as a lock file of npm's writes it, and what is taken of it.
 PACKAGES = {
+    "iframe-worker@1.0.4": ("sha512-roeaaI+Lg1LJNfgpCjoRe/+WzEjy9+Z08LoEvu85MCPbBjwm+qXz8Ag5U05lHa6V1CysZyGzE0SOkAtSUA5q7Q==", ["shim/index.js", "LICENSE"]),
     "katex@0.19.1": ("sha512-jG8uKntjSEcm2EpQOh0XturpPuuC9r3Sq5HLHdsFdWZT27E672SF19QEi+of0/YeOy15lDgRhKvr5614uRrEfA==", ["dist/katex.min.js", "dist/katex.min.css", "dist/fonts/*.woff2", "LICENSE"]),
     "mermaid@12.3.0": ("sha512-4113TdXeLAsMruJ79OpFL5O8+LTFXhQqZ260rF3tgUmiNAtRm4Uume04I+65PRN6yZ69J4f8rVYWW8zRk65UYw==", ["dist/mermaid.min.js", "LICENSE"]),
 }

@@ -32,7 +32,7 @@ class CommEvent(NamedTuple):
     """
 
     phase: Phase
-    """What happened, see [Phases](#phases)."""
+    """What happened: one of the phases in the table below."""
     start_ns: int
     """When it began."""
     end_ns: int

@@ -14,7 +14,7 @@ _TOLERANCE = 1e-6
 class Topology:
     """Who averages with whom in each round. It is the same on all ranks. Subclasses are frozen dataclasses.
 
-    In each round the tensor of rank r becomes the sum over j of W[r][j] x_j, where W is a mixing matrix (Lian et al.,
+    In each round the tensor of rank r becomes the sum over j of W_rj x_j, where W is a mixing matrix (Lian et al.,
     arXiv 1705.09056). `neighbours` returns row r of it. If nodes average in place of ranks, the numbers are those of
     nodes. To make a topology from a function, use `Graph`.
     """
