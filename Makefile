@@ -142,5 +142,5 @@ $(STAMPS)/dev: $(STAMPS)/torch $(BUILT_FROM)
 # They need a newer Python than the package does.
 $(STAMPS)/docs: $(STAMPS)/venv constraints.txt
 	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11, 5) and "make docs needs Python 3.11.5 or newer, .venv has " + sys.version)'
-	$(PIP_INSTALL) zensical mkdocstrings-python
+	$(PIP_INSTALL) zensical mkdocstrings-python ruff
 	touch $@

@@ -3,7 +3,10 @@
 {
   const assets = document.currentScript.src.replace(/load\.js.*$/, "")
   const load = (path) => document.write(`<script src="${assets}${path}"><\/script>`)
-  if (document.querySelector(".mermaid")) load("vendor/mermaid/mermaid.min.js")
+  if (document.querySelector(".mermaid")) {
+    load("vendor/mermaid/mermaid.min.js")
+    load("diagrams.js")
+  }
   if (document.querySelector(".arithmatex")) {
     load("vendor/katex/katex.min.js")
     load("equations.js")
