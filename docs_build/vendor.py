@@ -5,7 +5,6 @@ KaTeX sets equations, Mermaid draws diagrams, and with iframe-worker the search 
 npm packs each by its version, and what comes must have the checksum that stands here. Does nothing where they are.
 """
 
-import base64
 import hashlib
 import shutil
 import subprocess
@@ -15,11 +14,23 @@ import tempfile
 from pathlib import Path
 
 VENDOR = Path(__file__).parent.parent / "docs" / "assets" / "vendor"
-# By npm's name and version: the checksum of the archive, as a lock file of npm's writes it, and what is taken of it.
+# By npm's name and version: the SHA-512 of the archive, in hexadecimal, and what is taken of it.
 PACKAGES = {
-    "iframe-worker@1.0.4": ("sha512-roeaaI+Lg1LJNfgpCjoRe/+WzEjy9+Z08LoEvu85MCPbBjwm+qXz8Ag5U05lHa6V1CysZyGzE0SOkAtSUA5q7Q==", ["shim/index.js", "LICENSE"]),
-    "katex@0.19.1": ("sha512-jG8uKntjSEcm2EpQOh0XturpPuuC9r3Sq5HLHdsFdWZT27E672SF19QEi+of0/YeOy15lDgRhKvr5614uRrEfA==", ["dist/katex.min.js", "dist/katex.min.css", "dist/fonts/*.woff2", "LICENSE"]),
-    "mermaid@12.3.0": ("sha512-4113TdXeLAsMruJ79OpFL5O8+LTFXhQqZ260rF3tgUmiNAtRm4Uume04I+65PRN6yZ69J4f8rVYWW8zRk65UYw==", ["dist/mermaid.min.js", "LICENSE"]),
+    "iframe-worker@1.0.4": (
+        "ae879a688f8b8352c935f8290a3a117bff96cc48f2f7e674f0ba04beef393023"
+        "db063c26faa5f3f00839534e651dae95d42cac6721b313448e900b52500e6aed",
+        ["shim/index.js", "LICENSE"],
+    ),
+    "katex@0.19.1": (
+        "8c6f2e2a7b63484726d84a503a1d17b6eae93eeb82f6bdd2ab91cb1ddb057566"
+        "53dbb13aef6485d7d4048bea1fd3f61e3b2d7994381184abebe7ad78b91ac47c",
+        ["dist/katex.min.js", "dist/katex.min.css", "dist/fonts/*.woff2", "LICENSE"],
+    ),
+    "mermaid@12.3.0": (
+        "e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded8149"
+        "a2340b519b852e99ed3823eeb93d137ac99ebd2787fcad56165bccd193ae5463",
+        ["dist/mermaid.min.js", "LICENSE"],
+    ),
 }
 
 
@@ -47,7 +58,7 @@ def fetch(name: str, checksum: str, patterns: list[str]) -> None:
             ["npm", "pack", "--silent", "--ignore-scripts", name], cwd=temporary, check=True, stdout=subprocess.DEVNULL
         )
         (archive,) = Path(temporary).glob("*.tgz")
-        found = "sha512-" + base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+        found = hashlib.sha512(archive.read_bytes()).hexdigest()
         if found != checksum:
             sys.exit(f"make docs: {name} must have the checksum {checksum}, got {found}")
         with tarfile.open(archive) as members:

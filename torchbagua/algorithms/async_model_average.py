@@ -47,7 +47,7 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
         bucket_cap_mb: size in MiB of the buckets, which are sent one after the other.
 
     Raises:
-        TypeError, ValueError: an argument is none of these.
+        TypeError, ValueError: an argument does not fit.
     """
 
     peer_selection_mode: str = "all"
@@ -96,7 +96,7 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
 
 
 class AsyncModelAverageAlgorithmImpl(AveragingImpl):
-    """`Attachment.impl` of an attached `AsyncModelAverageAlgorithm`: stop averaging, and go on with it.
+    """What `Attachment.impl` is while `AsyncModelAverageAlgorithm` is attached; it stops and resumes averaging.
 
     Attributes:
         clock: measures the interval.

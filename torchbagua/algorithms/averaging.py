@@ -31,7 +31,7 @@ class ModelAveragingAlgorithm(Algorithm):
         bucket_cap_mb: size of the buckets that are sent one after the other, in MiB.
 
     Raises:
-        TypeError, ValueError: an argument is none of these.
+        TypeError, ValueError: an argument does not fit.
     """
 
     averages_weights: ClassVar[bool | None] = True

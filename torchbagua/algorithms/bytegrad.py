@@ -46,7 +46,7 @@ class ByteGradAlgorithm(Algorithm):
         error_feedback: add what compression leaves out to what is sent next.
 
     Raises:
-        TypeError, ValueError: an argument is none of these.
+        TypeError, ValueError: an argument does not fit.
     """
 
     averages_weights: ClassVar[bool | None] = False

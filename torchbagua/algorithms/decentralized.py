@@ -44,7 +44,7 @@ class DecentralizedAlgorithm(ModelAveragingAlgorithm):
         bucket_cap_mb: size in MiB of the buckets, which are sent one after the other.
 
     Raises:
-        TypeError, ValueError: an argument is none of these.
+        TypeError, ValueError: an argument does not fit.
     """
 
     hierarchical: bool = True
@@ -174,7 +174,7 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
         bucket_cap_mb: size in MiB of the buckets, which are sent one after the other.
 
     Raises:
-        TypeError, ValueError: an argument is none of these.
+        TypeError, ValueError: an argument does not fit.
     """
 
     hierarchical: bool = True

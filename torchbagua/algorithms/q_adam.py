@@ -52,7 +52,7 @@ class QAdamAlgorithm(Algorithm):
         error_feedback: add what compression leaves out to what is sent next.
 
     Raises:
-        TypeError, ValueError: an argument is none of these.
+        TypeError, ValueError: an argument does not fit.
     """
 
     averages_weights: ClassVar[bool | None] = False

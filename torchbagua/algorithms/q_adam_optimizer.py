@@ -51,7 +51,7 @@ class QAdamOptimizer(torch.optim.Adam):
         fused: as in Adam; concerns the warm-up only.
 
     Raises:
-        TypeError, ValueError: an argument is none of these.
+        TypeError, ValueError: an argument does not fit.
     """
 
     def __init__(

@@ -28,10 +28,14 @@ __all__ = [
 
 
 def by_name(compression: str | Compressor | None, **options: Any) -> Compressor:
-    """Return the compressor of that name, made with `options`; None is full precision, and a compressor is itself.
+    """Return the compressor that is registered by a name.
+
+    Args:
+        compression: a name; None for full precision; or a compressor, which is returned as it is.
+        options: arguments for the constructor.
 
     Raises:
-        ValueError: `compression` is none of these; lists the names that there are.
+        ValueError: no compressor has that name; lists the names.
     """
     if compression is None:
         return Identity()

@@ -13,30 +13,30 @@ DEFAULT_BLOCK = 2048
 
 
 class Compressor(ABC):
-    """Turns a flat tensor into wire bytes and back. Deterministic, without state, group or hidden randomness.
+    """Turns a flat tensor into bytes and back: a codec. It keeps no state, sends nothing, and is deterministic.
 
-    A *wire* is a contiguous uint8 tensor, laid out by `layout`; what it decodes to does not depend on how blocks are
-    assigned to chunks, unless a codec has `block=None`. All methods write into memory that is handed to them and may
-    hold anything: what a codec does not write it must not read.
+    A *wire* is a contiguous uint8 tensor, which `layout` lays out. What it decodes to does not depend on how blocks are
+    assigned to chunks, unless a codec has `block=None`. All methods write into memory that they are given. It may hold
+    anything before, so do not read what you have not written.
 
-    A subclass, a frozen dataclass, implements `wire_bytes`, `encode` and `decode`. One that codes block by block is a
-    `BlockCodec`, which lays out a header and a payload for each. The other methods follow from these; a codec that has
-    faster ones overrides them, to the same bits.
+    A subclass is a frozen dataclass and implements `wire_bytes`, `encode` and `decode`. The other methods follow from
+    these. Override them if there is a faster way, with the same bits. For a codec that works block by block, with a
+    header and a payload for each, subclass `BlockCodec`.
     """
 
     @property
     def block_elements(self) -> int:
-        """Elements of the blocks that chunks are made of; no block crosses a parameter's boundary."""
+        """How many elements a block has. Chunks consist of blocks, and no block crosses a parameter's boundary."""
         return DEFAULT_BLOCK
 
     @property
     def wire_is_tensor(self) -> bool:
-        """Whether the wire is the tensor's own bytes, so that a view of the tensor can serve as its wire."""
+        """Whether the wire is the bytes of the tensor itself, so that a view of the tensor can be sent."""
         return False
 
     @property
     def codes_blocks(self) -> bool:
-        """Whether blocks are coded as wholes, so that a chunk begins where a block does."""
+        """Whether blocks are encoded as a whole, so that a chunk must begin where a block begins."""
         return True
 
     def encodes(self, dtype: torch.dtype) -> bool:
@@ -45,18 +45,21 @@ class Compressor(ABC):
 
     @abstractmethod
     def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
-        """Return the bytes of the wire of one chunk, whatever its values: a multiple of 32 unless it is in place."""
+        """Return how many bytes the wire of one chunk takes, whatever its values.
+
+        It is a multiple of 32, unless the wire is the tensor itself.
+        """
 
     def layout(self, spec: TensorSpec, cuts: Sequence[int], *, equal_bytes: bool = False) -> WireLayout:
-        """Lay out the chunks between `cuts`, elements of the tensor: `wire_bytes` for each.
+        """Lay out the wire of a tensor in chunks, with `wire_bytes` for each.
 
         Args:
-            spec: the tensor.
-            cuts: see `TensorSpec.even_cuts`.
-            equal_bytes: give each as many bytes as the longest.
+            spec: the description of the tensor.
+            cuts: at which elements chunks begin and end, see `TensorSpec.even_cuts`.
+            equal_bytes: give each chunk as many bytes as the longest one has.
 
         Raises:
-            ValueError: `cuts` do not lie between blocks.
+            ValueError: a cut does not lie between two blocks.
         """
         bounds_B = spec.block_bounds(self.block_elements)
         chunk_blocks = blocks_of_chunks(bounds_B, cuts, spec.name, are_whole=self.codes_blocks)
@@ -82,19 +85,19 @@ class Compressor(ABC):
         )
 
     def block_table(self, bounds_B: torch.Tensor, first_byte: int) -> torch.Tensor:
-        """Return the part of `WireLayout.table` for a chunk with these blocks, whose bytes begin at `first_byte`."""
+        """Return the rows of `WireLayout.table` for a chunk with these blocks, whose bytes begin at `first_byte`."""
         return torch.zeros(0, 4, dtype=torch.int64)
 
     @abstractmethod
     def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        """Read `x_N`, write `wire_W`."""
+        """Encode the elements `x_N` into the bytes `wire_W`."""
 
     @abstractmethod
     def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
-        """Read `wire_W`, write `x_N`, of any floating-point dtype, rounding to it."""
+        """Decode the bytes `wire_W` into `x_N`, which has any floating-point dtype, and round to it."""
 
     def decode_mean(self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
-        """Decode R wires of one chunk, add them in rank order, divide by `divisor`, write `x_N`.
+        """Decode R wires of one chunk, add them in rank order, divide by `divisor`, and write the result to `x_N`.
 
         Sums are formed in the dtype of `x_N`: float32, or float64 for float64.
         """
@@ -108,7 +111,7 @@ class Compressor(ABC):
     def decode_mean_encode(
         self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:
-        """Encode into `wire_W` what `decode_mean` makes of R wires. What `wires_RW` holds afterwards is not defined."""
+        """Encode the result of `decode_mean` into `wire_W`. It may change `wires_RW`."""
         mean_N = torch.empty(layout.elements[0].stop, dtype=sum_dtype(layout.dtype), device=wire_W.device)
         self.decode_mean(wires_RW, layout, divisor, mean_N)
         self.encode(mean_N, layout, wire_W)
@@ -121,9 +124,9 @@ class Compressor(ABC):
         wire_W: torch.Tensor,
         left_out_N: torch.Tensor,
     ) -> None:
-        """Encode `x_N + residual_N`, and write what the wire leaves out of that to `left_out_N`; all are float32.
+        """Encode `x_N + residual_N`, and write what the wire leaves out of it to `left_out_N`. All are float32.
 
-        What `x_N` holds afterwards is not defined.
+        It may change `x_N`.
         """
         self.encode(x_N.add_(residual_N), layout, wire_W)
         self.decode(wire_W, layout, left_out_N)
@@ -131,7 +134,7 @@ class Compressor(ABC):
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what values of `dtype` are added in: float64 for float64, float32 for all others."""
+    """Return the dtype in which values of `dtype` are added: float64 for float64, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -146,7 +149,11 @@ REGISTRY: dict[str, Callable[..., Compressor]] = {}
 
 
 def register_compressor(name: str, make: Callable[..., Compressor]) -> None:
-    """Make what `make` returns known as `name` wherever a compression is named.
+    """Make a codec known by a name, wherever a compression can be named.
+
+    Args:
+        name: a name that is not taken.
+        make: the class, or a function that returns a compressor.
 
     Raises:
         ValueError: `name` is taken.

@@ -16,7 +16,7 @@ _LARGEST_BLOCK = 2**30
 
 
 def check_block(owner: str, block: int | None) -> None:
-    """Raise TypeError or ValueError where `block` is not a block size; `owner` is the class that the error names."""
+    """Raise TypeError or ValueError if `block` is not a block size. `owner` is the class that the error names."""
     if block is None:
         return
     if not isinstance(block, int) or isinstance(block, bool):
@@ -44,15 +44,16 @@ class BlockBytes(Protocol):
 
 @dataclass(frozen=True)
 class BlockCodec(Compressor):
-    """A compressor with a header and a payload for each block: in each chunk the headers, then the payloads.
+    """A codec with a header and a payload for each block. In each chunk all headers come first, then all payloads.
 
-    A subclass says how many bytes they take, and implements `encode` and `decode`, which find them by `layout.table`.
+    A subclass returns from `block_format` how many bytes they take, and implements `encode` and `decode`. These find
+    headers and payloads by `WireLayout.table`.
 
     Args:
-        block: elements that share a header, a multiple of 8; None gives a header per chunk.
+        block: how many elements share a header, a multiple of 8; None gives one header for each chunk.
 
     Raises:
-        TypeError, ValueError: `block` is no such number.
+        TypeError, ValueError: `block` is not such a number.
     """
 
     block: int | None = DEFAULT_BLOCK
@@ -86,12 +87,10 @@ class BlockCodec(Compressor):
 
 @dataclass(frozen=True)
 class NativeBlockCodec(BlockCodec):
-    """A block codec whose arithmetic is that of five native operations, of which a subclass says how they begin.
+    """A block codec that is computed by five native operations. A subclass sets `op_prefix`, how their names begin.
 
     For `op_prefix` "minmax_uint8", a key of CODECS, they are torchbagua::minmax_uint8_encode, minmax_uint8_decode,
-    minmax_uint8_decode_mean, minmax_uint8_decode_mean_encode and minmax_uint8_encode_feedback; for "sign_1bit"
-    sign_1bit_encode, sign_1bit_decode, sign_1bit_decode_mean, sign_1bit_decode_mean_encode and
-    sign_1bit_encode_feedback.
+    minmax_uint8_decode_mean, minmax_uint8_decode_mean_encode and minmax_uint8_encode_feedback.
     """
 
     op_prefix: ClassVar[str]

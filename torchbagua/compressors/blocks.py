@@ -23,14 +23,14 @@ def pad_bytes(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A flat tensor that is communicated, without its values.
+    """The description of a flat tensor that is communicated, without its values.
 
     Attributes:
-        segment_lengths: elements of the parameters that lie one after the other in it. No block crosses from one to
-            another.
-        dtype: its own.
-        device: its own.
-        name: in events and errors.
+        segment_lengths: how many elements each parameter has that lies in the tensor, one after the other. No block
+            crosses from one parameter to the next.
+        dtype: the dtype of the tensor.
+        device: the device of the tensor.
+        name: its name in events and errors.
     """
 
     segment_lengths: tuple[int, ...]
@@ -40,14 +40,15 @@ class TensorSpec:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all segments."""
+        """How many elements the tensor has."""
         return sum(self.segment_lengths)
 
     def block_bounds(self, block_elements: int) -> torch.Tensor:
-        """Cut every segment into blocks of `block_elements`, of which its last may be shorter.
+        """Cut every segment into blocks of `block_elements`. The last block of a segment may be shorter.
 
         Returns:
-            int64 [B + 1], ascending from 0: block b is the elements bounds[b] to bounds[b + 1].
+            An int64 tensor of B + 1 ascending numbers from 0, for B blocks: block b is the elements from number b to
+                number b + 1.
         """
         starts = []
         offset = 0
@@ -57,10 +58,11 @@ class TensorSpec:
         return torch.cat([*starts, torch.tensor([offset], dtype=torch.int64)])
 
     def even_cuts(self, num_chunks: int, block_elements: int) -> tuple[int, ...]:
-        """Assign whole blocks to chunks, in order, balanced by elements; a chunk may be empty.
+        """Assign whole blocks to chunks in their order, with about as many elements in each. A chunk may be empty.
 
         Returns:
-            C + 1 elements, from 0 to N: chunk c is the elements result[c] to result[c + 1].
+            C + 1 numbers from 0 to the number of elements, for C chunks: chunk c is the elements from number c to
+                number c + 1.
         """
         bounds_B = self.block_bounds(block_elements)
         targets = torch.tensor([chunk * self.num_elements // num_chunks for chunk in range(num_chunks)])
@@ -68,7 +70,7 @@ class TensorSpec:
         return (*cuts, self.num_elements)
 
     def restricted_to(self, elements: slice, dtype: torch.dtype) -> "TensorSpec":
-        """Return the description of some of its elements as a tensor of their own, of `dtype`."""
+        """Return the description of a tensor of `dtype` that consists of some of the elements."""
         lengths = []
         start = 0
         for length in self.segment_lengths:
@@ -81,15 +83,15 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class WireLayout:
-    """Where the C chunks of a flat tensor lie, in the tensor and in the wire of one compressor.
+    """Where the chunks of a flat tensor lie, in the tensor and in the wire of a codec.
 
     Attributes:
-        dtype: of the tensor.
-        elements: of each chunk, its slice of the tensor.
-        byte_slices: of each chunk, its slice of the wire.
-        table: int64 [B, 4] for block-wise compressors, else [0, 4]: of each block its start and length in the tensor
-            and the offsets of header and payload in the wire.
-        chunk_blocks: C + 1 row indices into `table`.
+        dtype: the dtype of the tensor.
+        elements: for each chunk, its slice of the tensor.
+        byte_slices: for each chunk, its slice of the wire.
+        table: an int64 tensor with a row for each block: its start and length in the tensor, and the offsets of header
+            and payload in the wire. Without rows for a codec that has no blocks.
+        chunk_blocks: C + 1 indices of rows in `table`, for C chunks: those of chunk c begin at number c.
     """
 
     dtype: torch.dtype
@@ -100,11 +102,11 @@ class WireLayout:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of the whole wire."""
+        """How many bytes the whole wire has."""
         return max((one.stop for one in self.byte_slices), default=0)
 
     def chunk(self, index: int) -> "WireLayout":
-        """Return the layout of one chunk alone, in a tensor and a wire of its own."""
+        """Return the layout of one chunk, as a tensor and a wire of its own."""
         elements, own_bytes = self.elements[index], self.byte_slices[index]
         first, last = self.chunk_blocks[index], self.chunk_blocks[index + 1]
         shift = torch.tensor([elements.start, 0, own_bytes.start, own_bytes.start], device=self.table.device)
@@ -117,7 +119,7 @@ class WireLayout:
         )
 
     def beginning(self, num_elements: int) -> "WireLayout":
-        """Return the layout of the first blocks of a layout of one chunk, about so many elements of it."""
+        """Return the layout of the first blocks, with about `num_elements` elements. Only for a layout of one chunk."""
         first = min(num_elements, self.elements[0].stop)
         num_blocks = 0
         if len(self.table):

@@ -12,7 +12,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class Identity(Compressor):
-    """Full precision: the wire is the tensor's own bytes, in its own memory."""
+    """Full precision: the wire is the bytes of the tensor itself, in its memory."""
 
     @property
     def wire_is_tensor(self) -> bool:
@@ -60,7 +60,7 @@ class Identity(Compressor):
 
 @dataclass(frozen=True)
 class Cast(Compressor):
-    """Sixteen bits an element: rounded to nearest in bfloat16 or float16 (which overflows beyond 65504).
+    """16 bits an element, rounded to nearest: bfloat16, or float16, which overflows beyond 65504.
 
     Args:
         dtype: "bfloat16" or "float16".

@@ -9,17 +9,17 @@ from torchbagua.compressors.block_codec import NativeBlockCodec
 
 @dataclass(frozen=True)
 class MinMaxUInt8(NativeBlockCodec):
-    """8-bit quantisation of float32, bfloat16 or float16 with one range per block (Bagua, arXiv 2107.01499).
+    """Quantises float32, bfloat16 or float16 to 8 bits, with one range for each block (Bagua, arXiv 2107.01499).
 
-    A decoded value is off by at most half a step, (max - min) / 510, and rounding; zeros inside the range and constant
-    blocks are exact. A block that holds a NaN, an Inf or a magnitude of 2^126 or more decodes to NaN.
+    A decoded value is off by at most half a step, which is (max - min) / 510, and rounding. Zeros inside the range, and
+    blocks of equal values, are exact. A block that holds a NaN, an Inf or a magnitude of 2^126 or more decodes to NaN.
 
     Args:
-        block: elements that share a range, a multiple of 8. None gives Bagua's one range per chunk, whose results
-            depend on the number of ranks and on how DDP makes its buckets.
+        block: how many elements share a range, a multiple of 8. None gives Bagua's one range per chunk; results then
+            depend on the number of ranks and on how DDP forms its buckets.
 
     Raises:
-        TypeError, ValueError: `block` is no such number.
+        TypeError, ValueError: `block` is not such a number.
     """
 
     op_prefix: ClassVar[str] = "minmax_uint8"

@@ -9,18 +9,18 @@ from torchbagua.compressors.block_codec import NativeBlockCodec
 
 @dataclass(frozen=True)
 class Sign1Bit(NativeBlockCodec):
-    """Sign of float32, bfloat16 or float16 and one scale per block, for 1-bit Adam (Tang et al., arXiv 2102.02888).
+    """The signs of float32, bfloat16 or float16, and one scale for each block: for 1-bit Adam (arXiv 2102.02888).
 
-    A decoded value is the mean magnitude of its block with the sign that it had; -0 counts as negative. The mean is
-    biased and meant for error feedback. A block that holds a NaN or an Inf, or whose mean magnitude is 2^126 or more
-    or whose magnitudes add up to Inf, decodes to NaN.
+    A decoded value is the mean magnitude of its block with its own sign; -0 counts as negative. Since this is biased,
+    use it with error feedback. A block decodes to NaN if it holds a NaN or an Inf, if its mean magnitude is 2^126 or
+    more, or if its magnitudes add up to Inf.
 
     Args:
-        block: elements that share a scale, a multiple of 8. None gives one scale per chunk, whose results depend on
-            the number of ranks and on how DDP makes its buckets.
+        block: how many elements share a scale, a multiple of 8. None gives one scale per chunk; results then depend on
+            the number of ranks and on how DDP forms its buckets.
 
     Raises:
-        TypeError, ValueError: `block` is no such number.
+        TypeError, ValueError: `block` is not such a number.
     """
 
     op_prefix: ClassVar[str] = "sign_1bit"

@@ -27,20 +27,20 @@ def busy_ns(spans: Iterable[tuple[int, int]]) -> int:
 
 
 class Figures:
-    """Sums over the events that have been added; times in ns, of this rank.
+    """Sums over the events of one rank. Times are in nanoseconds.
 
     Attributes:
-        num_steps: steps that have ended.
-        step_ns: what they took.
-        wait_ns: for how long training stood still in them until communication was done (exposed time).
-        communication_ns: in which the lane or the network was busy, hidden behind training or not.
-        network_ns: in which a message was under way, or waited for.
-        phase_ns: by phase, also where phases were under way at the same time.
+        num_steps: how many steps have ended.
+        step_ns: how long they took.
+        wait_ns: how long training waited for communication in them (exposed time).
+        communication_ns: how long the lane or the network was busy, hidden behind training or not.
+        network_ns: how long a message was under way, or waited for.
+        phase_ns: how long each phase took, by its name. Phases may overlap.
         bytes_sent: on the wire, without headers of the transport.
-        bytes_received: likewise.
-        num_elements: of what was sent.
-        bucket_ns: for each bucket of each step.
-        latest: by name, the last value that was told of; and `peer`, where a mean is taken with one.
+        bytes_received: on the wire, without headers of the transport.
+        num_elements: how many elements were sent.
+        bucket_ns: how long each bucket of each step took.
+        latest: the last of the sampled values, by name; and `peer`, if a mean is taken with a single one.
     """
 
     def __init__(self) -> None:
@@ -95,32 +95,32 @@ class Figures:
 
     @property
     def bits_per_element(self) -> float:
-        """Wire bits for each element that was sent, agreements included; 0 where nothing was."""
+        """Bits on the wire for each element that was sent, agreements included; 0 if nothing was sent."""
         return 8 * self.bytes_sent / self.num_elements if self.num_elements else 0.0
 
     @property
     def ratio(self) -> float:
-        """How much less that is than float32; 0 where nothing was sent."""
+        """How many times less that is than float32; 0 if nothing was sent."""
         return FLOAT32_BITS / self.bits_per_element if self.num_elements else 0.0
 
     @property
     def overlap(self) -> float:
-        """The share of communication that training did not wait for, 0 to 1; 1 where there was none."""
+        """The share of communication that training did not wait for, from 0 to 1; 1 if there was none."""
         return 1 - min(1.0, self.wait_ns / self.communication_ns) if self.communication_ns else 1.0
 
     @property
     def gbit_per_s(self) -> float:
-        """Bits sent a second while messages were under way, or waited for, in 10^9; 0 where there were none."""
+        """How many 10^9 bits were sent in a second while messages were under way, or waited for; 0 without messages."""
         return 8 * self.bytes_sent / self.network_ns if self.network_ns else 0.0
 
     @property
     def relative_error(self) -> float | None:
-        """What encoding left out of the sampled values, as a fraction of their norm; None where none were sampled."""
+        """What encoding left out of the sampled values, as a fraction of their norm; None without samples."""
         if not self._encoded_squared:  # NaN is not zero
             return None
         return math.sqrt(self._left_out_squared / self._encoded_squared)
 
     @property
     def residual_norm(self) -> float | None:
-        """Norm of this rank's residuals when they were last sampled, all together; None where there are none."""
+        """The norm of all residuals of this rank when they were last sampled; None if there are none."""
         return math.hypot(*self._residuals.values()) if self._residuals else None

@@ -27,20 +27,20 @@ Progress = Callable[[Iterable[RankFile]], Iterable[RankFile]]
 
 
 class PerfettoTrace(BackgroundTrace):
-    """Writes one file a rank, of everything that observers hear. An observer.
+    """An observer that writes all events of a rank to a file, for Perfetto and for `torchbagua trace`.
 
-    Writes `rank<r>.jsonl.gz` in `path`, on a thread of its own, and replaces what an earlier run has left there.
-    Of all ranks' files `torchbagua trace merge` makes one for https://ui.perfetto.dev: training thread, lane, messages
-    by peer and an arrow for each, on one clock; `torchbagua trace show` prints a table. Serves one attachment, or one
-    `reify`.
+    It writes `rank<r>.jsonl.gz` in `path`, on a thread of its own, and replaces what an earlier run has left there.
+    `torchbagua trace merge` makes one file for https://ui.perfetto.dev from those of all ranks. It shows the training
+    thread, the lane, messages by peer and an arrow for each message, on one clock. `torchbagua trace show` prints a
+    table. It serves one attachment, or one `Algorithm.reify`.
 
     Args:
-        path: a folder; the ranks of one run share it, or their files are brought together later.
-        steps: which steps to keep; default all. A step takes some 20 bytes for each event of it.
+        path: a folder. The ranks of a run share it, or you bring their files together later.
+        steps: which steps to keep; by default all. A step takes about 20 bytes for each of its events.
 
     Raises:
         ValueError: `path` cannot be written to, or `steps` is empty.
-        TypeError: `path` is no path, or `steps` no range.
+        TypeError: `path` is not a path, or `steps` is not a range.
     """
 
     compares_clocks = True
@@ -58,7 +58,7 @@ class PerfettoTrace(BackgroundTrace):
         return RankFileWriter(self.path, run)
 
     def on_comm(self, event: CommEvent) -> None:
-        """Keep the event, where its step is one to keep."""
+        """Keep the event, if its step is to be kept."""
         if self._steps is None or event.step in self._steps:
             super().on_comm(event)
 

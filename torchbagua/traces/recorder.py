@@ -4,9 +4,9 @@ from torchbagua.events import CommEvent
 
 
 class Recorder:
-    """Keeps every event in memory, in the order in which the phases ended.
+    """An observer that keeps every event in memory, in the order in which the phases ended.
 
-    Pass it as one of the `observers` of `attach` or `reify`. Events arrive when the step in which they ended does.
+    Hand it to `attach` or `Algorithm.reify` in `observers`. Events arrive at the end of their step.
     """
 
     def __init__(self) -> None:
@@ -18,9 +18,9 @@ class Recorder:
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes that this rank has sent since the last `clear`."""
+        """How many payload bytes this rank has sent since the last `clear`."""
         return sum(event.bytes_sent for event in self.events)
 
     def clear(self) -> None:
-        """Forget everything heard so far."""
+        """Forget all events."""
         self.events.clear()

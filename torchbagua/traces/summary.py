@@ -10,13 +10,13 @@ _NS_PER_MS = 1e6
 
 
 class Summary(Trace):
-    """Adds up what one rank's communication costs; `str` of it is a table. An observer.
+    """An observer that adds up what the communication of one rank costs. `print` it for a table.
 
-    Pass it as one of the `observers` of `attach` or `reify`. What `attachment.summary()` returns is one.
+    Hand it to `attach` or `Algorithm.reify` in `observers`. `Attachment.summary` returns one.
 
     Attributes:
-        figures: the sums, of the steps that have ended.
-        bytes_after: sent after those, while it was detached for instance.
+        figures: the sums over the steps that have ended.
+        bytes_after: how many bytes were sent after these, in detach for instance.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class Summary(Trace):
         self._pending: list[CommEvent] = []
 
     def check(self) -> None:
-        """Raise ValueError where it has been attached before."""
+        """Raise ValueError if it has been attached before."""
         if self.run is not None:
             raise ValueError("Summary: it serves one attachment; make another one")
 
     def on_start(self, run: Run) -> None:
-        """Keep what the run is."""
+        """Keep the description of the run."""
         self.run = run
 
     def on_comm(self, event: CommEvent) -> None:

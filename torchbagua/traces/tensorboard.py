@@ -15,19 +15,23 @@ if TYPE_CHECKING:
 
 
 class TensorBoardTrace(BackgroundTrace):
-    """Writes to TensorBoard what communication costs: charts, bucket times, the timeline of a step. An observer.
+    """An observer that writes to TensorBoard what communication costs: charts, bucket times, the timeline of a step.
 
-    Every `every_n_steps` steps it writes means over these steps: under `communication/` the time of a step, what of it
-    was exposed communication, overlap, bytes, compression ratio and the timeline; under `communication_detail/` the
-    rest; under `communication_of_all_ranks/` mean and maximum over the ranks. It writes on a thread of its own. Serves
-    one attachment, or one `reify`.
+    Every `every_n_steps` steps it writes the means over these steps, on a thread of its own:
+
+    - under `communication/` the time of a step, the exposed communication in it, overlap, bytes, compression ratio and
+      the timeline;
+    - under `communication_detail/` the rest;
+    - under `communication_of_all_ranks/` mean and maximum over the ranks.
+
+    It serves one attachment, or one `Algorithm.reify`.
 
     Args:
-        log_dir: a folder, another one for each run, or a SummaryWriter of yours, which stays open and keeps its layout
+        log_dir: a folder, another one for each run; or a SummaryWriter of yours, which stays open and keeps its layout
             of Custom Scalars.
-        every_n_steps: how often to write; in one of these steps the quantisation error is measured.
-        ranks: which ranks write; the first of them also what all ranks have in common. In a folder, ranks other than
-            the first write to `rank<r>` in it. Every rank has to have the trace, whether it writes or not.
+        every_n_steps: how often to write. In one of these steps the quantisation error is measured.
+        ranks: which ranks write. The first of them also writes what all ranks have in common. In a folder, the others
+            write to `rank<r>` in it. Every rank must have the trace, whether it writes or not.
 
     Raises:
         ValueError: `log_dir` cannot be written to, or another argument is out of range.
