@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageStat
 
 import programs
 
@@ -21,7 +21,7 @@ SHOWN = ("index.html", "algorithms/bytegrad.html", "design.html", "api/attach.ht
 NETWORK_OFF = ("--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking")
 
 
-def chromium(*arguments: str, folder: Path, dark: bool = False) -> "tuple[str, list[str]]":
+def chromium(*arguments: str, folder: Path, dark: bool = False) -> tuple[str, list[str]]:
     """Run headless Chromium; return what it prints, and the messages of the page's console."""
     binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert binary, "there is no Chromium; `make test-browser` says how to get it"
@@ -75,8 +75,7 @@ def test_a_page_is_light_or_dark_as_the_system_is(page: str, width: int, dark: b
     picture = tmp_path / f"{page.replace('/', '-').removesuffix('.html')}-{width}-{'dark' if dark else 'light'}.png"
     screenshot(page, width, 1000, picture, dark=dark)
     with Image.open(picture) as image:
-        grey = image.convert("L").getdata()
-        is_dark = sum(grey) / len(grey) < 128
+        is_dark = ImageStat.Stat(image.convert("L")).mean[0] < 128
     assert is_dark == dark
     if pictures := os.environ.get("TORCHBAGUA_PICTURES"):
         shutil.copy(picture, pictures)
