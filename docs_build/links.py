@@ -35,6 +35,8 @@ class Links(griffe.Extension):
             path = f"{cls.path}.{name}"
         elif first in self.public:
             path = self.public[first] + (f".{rest}" if rest else "")
-        else:
+        elif name.startswith("torchbagua."):
             path = name
+        else:
+            return f"`{name}`"
         return f'<autoref optional identifier="{path}"><code>{name}</code></autoref>'

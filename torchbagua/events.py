@@ -29,42 +29,43 @@ class CommEvent(NamedTuple):
     """One phase of communication, or of the training step around it, on one rank.
 
     Times are those of `time.perf_counter_ns` in this process.
+
+    Attributes:
+        phase: what happened: one of the phases in the table below.
+        start_ns: when it began.
+        end_ns: when it ended.
+        step: the step in which it ended: how many optimizer steps there were since `attach`. A step that a GradScaler
+            skips is part of the next one. Without `attach`, averaged backward passes are counted.
+        algorithm: the class name of the algorithm.
+        operation: the exchange that it is part of: "all_to_all", "all_gather", "all_reduce" (over NCCL),
+            "peer_exchange", or "agreement" for small numbers.
+        bucket: the name of the bucket that it served; for an agreement, what that is about.
+        scope: the group that it ran over: "world", "intra_node" or "inter_node".
+        ranks: the members of that group, as ranks of the group that trains.
+        peers: the rank that a message goes to or comes from. In "reduce", the peer if the mean is taken with a single
+            one.
+        message: the number of the message among those between these two ranks in this group, the same on both.
+        num_elements: how many elements of the averaged tensors it is about; 0 for an agreement.
+        raw_bytes: what these elements take uncompressed.
+        wire_bytes: what these elements take on the wire: the payload that is handed to the transport, without headers.
+        values: what "measure" found, by name; in "apply", how old the averaged weights are.
     """
 
     phase: Phase
-    """What happened: one of the phases in the table below."""
     start_ns: int
-    """When it began."""
     end_ns: int
-    """When it ended."""
     step: int = 0
-    """The step in which it ended: how many optimizer steps there were since `attach`.
-
-    A step that a GradScaler skips is part of the next one. Without `attach`, averaged backward passes are counted.
-    """
     algorithm: str = ""
-    """The class name of the algorithm."""
     operation: str = ""
-    """The exchange that it is part of: "all_to_all", "all_gather", "all_reduce" (over NCCL), "peer_exchange", or
-    "agreement" for small numbers."""
     bucket: str = ""
-    """The name of the bucket that it served; for an agreement, what that is about."""
     scope: str = ""
-    """The group that it ran over: "world", "intra_node" or "inter_node"."""
     ranks: tuple[int, ...] = ()
-    """The members of that group, as ranks of the group that trains."""
     peers: tuple[int, ...] = ()
-    """The rank that a message goes to or comes from. In "reduce", the peer if the mean is taken with a single one."""
     message: int = 0
-    """The number of the message among those between these two ranks in this group, the same on both."""
     num_elements: int = 0
-    """How many elements of the averaged tensors it is about; 0 for an agreement."""
     raw_bytes: int = 0
-    """What these elements take uncompressed."""
     wire_bytes: int = 0
-    """What these elements take on the wire: the payload that is handed to the transport, without headers."""
     values: Mapping[str, float] = _NO_VALUES
-    """What "measure" found, by name; in "apply", how old the averaged weights are."""
 
     @property
     def duration_ns(self) -> int:
@@ -130,26 +131,30 @@ class Board(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a `Trace` is told of the run when it starts."""
+    """What a `Trace` is told of the run when it starts.
+
+    Attributes:
+        id: the same on all ranks, and on no other run.
+        algorithm: the class name of the algorithm.
+        description: the algorithm with its arguments.
+        rank: the rank whose events they are.
+        nodes: the number of each rank's node.
+        settings: hyperparameters and environment, by name.
+        board: where ranks leave texts for each other; None if the run was read from a file.
+        clock_offsets: what to add to this rank's clock for rank 0's: an entry for each comparison of clocks. Grows
+            during the run.
+        failures: which observers have failed, and why. Grows during the run.
+    """
 
     id: str
-    """The same on all ranks, and on no other run."""
     algorithm: str
-    """The class name of the algorithm."""
     description: str
-    """The algorithm with its arguments."""
     rank: int
-    """The rank whose events they are."""
     nodes: tuple[int, ...]
-    """The number of each rank's node."""
     settings: Mapping[str, str]
-    """Hyperparameters and environment, by name."""
     board: Board | None
-    """Where ranks leave texts for each other; None if the run was read from a file."""
     clock_offsets: list[ClockOffset] = field(default_factory=list)
-    """What to add to this rank's clock for rank 0's: an entry for each comparison of clocks. Grows during the run."""
     failures: list[str] = field(default_factory=list)
-    """Which observers have failed, and why. Grows during the run."""
 
     @property
     def num_ranks(self) -> int:
