@@ -70,8 +70,8 @@ def attach(
     Args:
         module: for an algorithm that averages gradients, a DistributedDataParallel without a communication hook. An
             algorithm that averages weights takes any module. If it is not a DistributedDataParallel, all ranks first
-            get rank 0's parameters, buffers and optimizer state. While such an algorithm is attached, DDP sends
-            nothing.
+            get rank 0's parameters, buffers and optimizer state. While such an algorithm is attached, DDP sends neither
+            gradients nor buffers, also if it is around the module.
         optimizer: the optimizer of the module's parameters, or a list of them. What accelerate or Lightning have
             wrapped is taken too. A step ends when each of them has stepped, or was skipped by a GradScaler. Parameters
             of other modules are left alone; an algorithm that averages weights takes no optimizer that has some.
