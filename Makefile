@@ -10,7 +10,8 @@ SHELL := bash
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
-PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+PIP_INSTALL_ARGS = python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+PIP_INSTALL = $(BIN)/$(PIP_INSTALL_ARGS)
 NATIVE_SOURCES = $(shell find csrc_cuda -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 # As many tests at once as there are cores.
@@ -45,6 +46,10 @@ test-all: test ## then those that take longer, and those that nothing may run be
 .PHONY: test-docs
 test-docs: $(STAMPS)/dev ## run every code block of README and docs, each alone
 	$(PYTEST_PARALLEL) -m docs $(ARGS)
+
+.PHONY: test-integrations
+test-integrations: $(STAMPS)/integrations ## run the programs that use other people's frameworks
+	.venv-integrations/bin/pytest -m integrations $(ARGS) tests/test_docs.py
 
 # The package is read for the reference, and not imported: this needs neither torch nor a compiler.
 .PHONY: docs
@@ -114,7 +119,7 @@ test-browser: $(STAMPS)/dev docs ## open traces in TensorBoard, and the document
 
 .PHONY: clean
 clean: ## remove .venv and everything built
-	rm -rf .venv build dist runs site docs/assets/vendor *.egg-info torchbagua/native/*.so .hypothesis .*_cache .cache
+	rm -rf .venv .venv-integrations build dist runs site docs/assets/vendor *.egg-info torchbagua/native/*.so .hypothesis .*_cache .cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS)/venv:
@@ -138,6 +143,13 @@ $(STAMPS)/bench: $(STAMPS)/torch $(BUILT_FROM)
 $(STAMPS)/dev: $(STAMPS)/torch $(BUILT_FROM)
 	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	touch $(STAMPS)/package $(STAMPS)/bench $@
+
+# An environment of its own, so that no other test finds a framework; the package is that of the working tree.
+$(STAMPS)/integrations: $(STAMPS)/dev
+	$(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/$(PIP_INSTALL_ARGS) torch
+	.venv-integrations/bin/$(PIP_INSTALL_ARGS) accelerate filelock hypothesis lightning pytest transformers
+	touch $@
 
 # They need a newer Python than the package does.
 $(STAMPS)/docs: $(STAMPS)/venv constraints.txt

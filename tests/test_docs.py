@@ -27,10 +27,15 @@ ENDING = r"\1__import__('time').sleep(1)\n\1\2\n"
 BLOCKS = [block for path in PAGES for block in blocks_of(path)]
 
 
+def marker_of(block: Block) -> pytest.MarkDecorator:
+    """Those that import other people's frameworks say so, and run in an environment that has them."""
+    return pytest.mark.integrations if "# needs: pip install" in block.text else pytest.mark.docs
+
+
 def cases(*languages: str) -> list[object]:
     """The blocks of a language, as cases of a test."""
     return [
-        pytest.param(block, id=str(block), marks=pytest.mark.docs)
+        pytest.param(block, id=str(block), marks=marker_of(block))
         for block in BLOCKS
         if block.language in languages and not block.includes
     ]
