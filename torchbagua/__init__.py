@@ -14,7 +14,8 @@ from torchbagua.algorithms import (
     available_algorithms,
     register,
 )
-from torchbagua.attach import Attachment, attach
+from torchbagua.attach import attach
+from torchbagua.attachment import Attachment
 from torchbagua.bucket import BaguaBucket, BaguaTensor
 from torchbagua.collectives import BaguaProcessGroup, CommunicationError
 from torchbagua.comm_hook import comm_hook

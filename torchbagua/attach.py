@@ -17,34 +17,26 @@ The whole order:
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
 from datetime import timedelta
-from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua.algorithms.base import Algorithm, init_for
-from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.saved_state import load_state, save_state
+from torchbagua.attachment import Attachment
 from torchbagua.checks import (
+    check_ddp_arguments,
     check_detached,
-    check_first_step,
     check_kind,
     check_module,
     check_optimizers,
     check_same_ranks,
-    mark_attached,
     warn_of_closures,
 )
-from torchbagua.collectives import BaguaProcessGroup, broadcast_state, broadcast_tensors
-from torchbagua.comm_hook import comm_hook
-from torchbagua.ddp import ddp_sync_disabled, hooked, named_tensors
+from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.events import Observer, check_observers
 from torchbagua.optimizers import unwrap
-from torchbagua.step_hooks import install_step_hooks
 from torchbagua.traces import Summary
 from torchbagua.training_setup import TrainingSetup, ddps_of
 
@@ -59,7 +51,8 @@ def attach(
     observers: Sequence[Observer] = (),
     timeout: timedelta | None = None,
     strict: bool = False,
-) -> "Attachment":
+    ddp_arguments: Mapping[str, Any] | None = None,
+) -> Attachment:
     """Put an algorithm in charge of what a module communicates, until you detach it. Collective.
 
     Your training loop stays as it is. What is returned is a context manager: leaving it detaches.
@@ -87,6 +80,9 @@ def attach(
             for the ranks that are still training.
         strict: raise ValueError if parameters cannot be compressed, float64 ones for instance. By default they travel
             in full precision, and a RuntimeWarning names them.
+        ddp_arguments: keyword arguments of DistributedDataParallel, for a module without one. An algorithm that
+            averages gradients then makes one of the module, with these; `{}` takes DDP's defaults. You go on calling
+            the module itself. An algorithm that averages weights needs none and makes none.
 
     Raises:
         TypeError, ValueError: an argument does not fit, or ranks disagree in the algorithm, its arguments, the version
@@ -111,6 +107,8 @@ def attach(
         raise TypeError(f"attach: process_group must be a BaguaProcessGroup, got {type(process_group).__name__}")
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
         raise TypeError(f"attach: grad_scaler must be a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
+    if ddp_arguments is not None:
+        check_ddp_arguments(module, ddp_arguments)
     if not isinstance(strict, bool):
         raise TypeError(f"attach: strict must be True or False, got {strict!r}")
     if process_group is not None and isinstance(module, DistributedDataParallel):
@@ -118,7 +116,8 @@ def attach(
     check_detached(module)
     ddps = ddps_of(module, averages_weights=algorithm.averages_weights)
     setup = TrainingSetup(module, ddps, optimizers, grad_scaler)
-    if algorithm.averages_weights is not None:  # None: an own algorithm, asked again once the impl is there
+    # None: an own algorithm, asked again once the impl is there. Where a DDP is to be made, that is not there yet.
+    if algorithm.averages_weights or (algorithm.averages_weights is False and ddp_arguments is None):
         check_kind(algorithm, setup, averages_weights=algorithm.averages_weights)
     warn_of_closures(optimizers)
     check_observers("attach", observers)  # reify checks again, for those who call it alone: optimizers too
@@ -128,141 +127,17 @@ def attach(
         optimizer=optimizers,
         observers=[*observers, *([] if summary is None else [summary])],  # the same one twice hears once
         timeout=timeout,
-        must_agree={**setup.must_agree(), "attach's argument strict": strict},
+        must_agree={
+            **setup.must_agree(),
+            "attach's argument strict": strict,
+            "attach's argument ddp_arguments": None if ddp_arguments is None else sorted(ddp_arguments),
+        },
         run_settings=setup.run_settings(),
     )
-    return Attachment(setup, algorithm, impl, summary, strict=strict)
+    return Attachment(setup, algorithm, impl, summary, strict=strict, ddp_arguments=ddp_arguments)
 
 
 def _summary_among(observers: Sequence[Observer], process_group: BaguaProcessGroup | None) -> Summary | None:
     """Return what `Attachment.summary` returns: the user's, or one of our own where anything is observed, or None."""
     is_observed = bool(observers) or (process_group is not None and process_group.tracer.is_on)
     return next((one for one in observers if isinstance(one, Summary)), Summary() if is_observed else None)
-
-
-class Attachment:
-    """An algorithm at work on a module. `attach` returns it; it is a context manager that detaches when you leave it.
-
-    Attributes:
-        algorithm: what you handed to `attach`.
-        impl: the running algorithm, with its state.
-    """
-
-    def __init__(
-        self,
-        setup: TrainingSetup,
-        algorithm: Algorithm,
-        impl: AlgorithmImpl,
-        summary: Summary | None,
-        *,
-        strict: bool,
-    ) -> None:
-        self.algorithm = algorithm
-        self.impl = impl
-        self._summary = summary
-        self._setup = setup
-        self._is_detached = False
-        # Undone in reverse, by detach or where one of these steps raises: DDP's hook first, impl.close last.
-        with ExitStack() as undo:
-            undo.callback(impl.close)
-            undo.callback(mark_attached(setup.inner, type(impl).__name__).close)
-            check_kind(algorithm, setup, averages_weights=impl.averages_weights)
-            impl.tell_uncompressed(setup.trained(), strict=strict)
-            ignored = setup.ignored_names()
-            if setup.ddp is None:
-                own = [tensor for name, tensor in named_tensors(setup.module) if name not in ignored]
-                broadcast_tensors(impl.process_group.world, own, "the module")
-                self._broadcast_state()
-            impl.grad_scaler = setup.grad_scaler
-            impl.set_module(setup.inner, ignored)
-            undo.enter_context(install_step_hooks(setup, impl, after_first_step=partial(check_first_step, impl, setup)))
-            if impl.averages_weights:
-                for ddp in setup.ddps:
-                    undo.enter_context(ddp_sync_disabled(ddp))
-            else:
-                assert setup.ddp is not None
-                undo.enter_context(hooked(setup.ddp, partial(comm_hook, impl)))
-            self._undo = undo.pop_all()
-
-    def detach(self) -> None:
-        """Finish what is in flight and give the module back to plain DDP. Collective.
-
-        After an algorithm that averages weights, all ranks hold the same weights, and the state of rank 0's optimizers
-        and GradScaler. They also hold the same floating-point buffers, if these were averaged. With
-        `final_average=False` nothing of this is done. Learning rates and schedulers are yours: they differ between
-        ranks that have taken different numbers of steps.
-
-        A second call does nothing.
-
-        Raises:
-            RuntimeError: what was in flight failed. The module is given back all the same.
-        """
-        self._end(failed=False)
-
-    def _end(self, *, failed: bool) -> None:
-        if self._is_detached:
-            return
-        self._is_detached = True
-        with self._undo:
-            if self.impl.finish(failed=failed):
-                self._broadcast_state()
-            if not failed and self.impl.process_group.compares_clocks:
-                with suppress(RuntimeError):  # a rank has left: what was compared when the run began has to do
-                    self.impl.lane.submit(self.impl.process_group.compare_clocks).result()
-
-    def _broadcast_state(self) -> None:
-        world = self.impl.process_group.world
-        for optimizer in self._setup.optimizers:
-            # Not its groups: learning rates belong to the loop, and to its schedulers.
-            own = optimizer.state_dict()
-            without_groups = {key: value for key, value in own.items() if key != "param_groups"}
-            state = broadcast_state(world, without_groups, f"the state of {type(optimizer).__name__}")
-            if world.rank != 0:
-                optimizer.load_state_dict({**own, **state})
-        scaler = self._setup.grad_scaler
-        if scaler is not None and scaler.is_enabled():
-            scaler.load_state_dict(broadcast_state(world, scaler.state_dict(), "the state of the GradScaler"))
-
-    def summary(self) -> Summary:
-        """Return what communication has cost this rank so far. `print` it for a table.
-
-        Raises:
-            RuntimeError: `attach` was given no observer, so nothing was noted.
-        """
-        if self._summary is None:
-            raise RuntimeError(
-                "torchbagua: there is nothing to sum up: without observers nothing is noted; "
-                "attach(..., observers=[torchbagua.traces.Summary()])"
-            )
-        return self._summary
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to resume the algorithm; save it beside model and optimizer.
-
-        It holds plain tensors and numbers, which `torch.load(..., weights_only=True)` loads. It also holds, as JSON,
-        the version of its format and those arguments of the algorithm that it depends on.
-        """
-        return save_state(self.algorithm, self.impl)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank. Load the weights that go with it first.
-
-        Collective if the algorithm averages weights or has error feedback. States of earlier releases can be loaded.
-        Which arguments may have changed since is said where the algorithm is documented.
-
-        Raises:
-            ValueError: it is the state of another algorithm, of a later format, or of arguments that may not change.
-            CommunicationError: ranks have states of different parameters, or communication failed.
-        """
-        load_state(self.algorithm, self.impl, state)
-
-    def __enter__(self) -> "Attachment":
-        return self
-
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._end(failed=exception_type is not None)

@@ -1,6 +1,7 @@
 """What `attach` checks: that the module and its optimizers fit, on this rank and beside the others'."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -94,6 +95,20 @@ def _refusal_of_shards(name: str, one: torch.nn.Module | torch.Tensor) -> str:
         f"attach: {name} is sharded ({type(one).__name__}): ranks hold different parts of the weights, which is not "
         "supported"
     )
+
+
+def check_ddp_arguments(module: torch.nn.Module, arguments: Mapping[str, object]) -> None:
+    """Raise TypeError or ValueError where a DistributedDataParallel of `module` cannot be made with `arguments`."""
+    if not isinstance(arguments, Mapping):
+        raise TypeError(f"attach: ddp_arguments must be a mapping of names to values, got {arguments!r}")
+    if isinstance(module, DistributedDataParallel):
+        raise ValueError("attach: ddp_arguments is for a module without a DistributedDataParallel, got one that is one")
+    allowed = inspect.signature(DistributedDataParallel).parameters.keys() - {"module", "process_group"}
+    if unknown := arguments.keys() - allowed:
+        raise ValueError(
+            f"attach: ddp_arguments must be arguments of DistributedDataParallel, but module and process_group, got "
+            f"{sorted(unknown)}; allowed are {sorted(allowed)}"
+        )
 
 
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module) -> None:

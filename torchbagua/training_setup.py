@@ -21,17 +21,19 @@ class TrainingSetup:
         ddps: `module` first, where it is a DDP, and others around it.
         optimizers: of its parameters.
         grad_scaler: the loop's.
+        driven_ddp: one that attach has made of `module`, which is no DDP, and that forwards of `module` drive.
     """
 
     module: torch.nn.Module
     ddps: Sequence[DistributedDataParallel]
     optimizers: Sequence[torch.optim.Optimizer]
     grad_scaler: torch.amp.GradScaler | None
+    driven_ddp: DistributedDataParallel | None = None
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """The module, where it is a DDP."""
-        return self.module if isinstance(self.module, DistributedDataParallel) else None
+        """The DDP that communicates: the module, where it is one, or the one that was made of it."""
+        return self.module if isinstance(self.module, DistributedDataParallel) else self.driven_ddp
 
     @property
     def inner(self) -> torch.nn.Module:

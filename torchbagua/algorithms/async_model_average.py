@@ -1,6 +1,7 @@
 """Asynchronous model averaging: training waits for nobody, and weights are averaged in the background."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -176,6 +177,27 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
         self._meet("resume")
         self._is_enabled = True
         self._start()
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Stop averaging, give all ranks the mean of their weights for as long as the context lasts, and go on.
+
+        Collective: rounds go on until all ranks have come here.
+
+        Raises:
+            RuntimeError: a rank has left, or communication failed.
+        """
+        was_running = self._rounds is not None
+        if was_running:
+            self._stop("averaged_weights", with_mean=False)
+        if self._leaving_rank is not None:
+            raise RuntimeError(f"torchbagua: weights cannot be averaged: rank {self._leaving_rank} has left")
+        try:
+            with super().averaged_weights():
+                yield
+        finally:
+            if was_running:
+                self._start()
 
     def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
         """Make buckets, and start averaging where there is no warm-up."""

@@ -1,6 +1,7 @@
 """What the algorithms that average weights share: their options, and rounds that all ranks make at the same step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -115,6 +116,12 @@ class AveragingImpl(AlgorithmImpl):
         if has_mean:
             self.weights.take_mean(self.lane, self.progress(is_last=True))
         return has_mean
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Give all ranks the mean of their weights, for as long as the context lasts. Collective."""
+        with nullcontext() if self.is_single_rank else self.weights.averaged(self.lane, self.progress()):
+            yield
 
     def pending_state(
         self, has_differences: bool, differences: Mapping[str, torch.Tensor], snapshots: Mapping[str, torch.Tensor]

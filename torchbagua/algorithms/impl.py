@@ -1,6 +1,7 @@
 """AlgorithmImpl: what runs an algorithm. With Algorithm, the interface of the built-in ones and of users' own."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -300,6 +301,20 @@ class AlgorithmImpl:
             found_inf: whether the gradients of this rank hold an Inf or NaN.
         """
         return found_inf
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Give all ranks the mean of their weights, for as long as the context lasts; then each its own again.
+
+        Collective. Nothing where gradients are averaged, since all ranks hold the same weights. A weight algorithm of
+        yours overrides it, with `WeightBuckets.averaged` say.
+
+        Raises:
+            NotImplementedError: a weight algorithm does not override it.
+        """
+        if self.averages_weights:
+            raise NotImplementedError(f"{type(self).__name__} must override AlgorithmImpl.averaged_weights")
+        yield
 
     def finish(self, *, failed: bool) -> bool:
         """End the work on the module, before `close`. Return whether this made the weights equal on all ranks.

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from torchbagua.collectives import CommunicationError, Communicator, all_reduce_max
 
-Reason = Literal["abort", "detach", "new buckets", "load_state_dict"]
+Reason = Literal["abort", "detach", "new buckets", "load_state_dict", "averaged_weights"]
 """Why a rank stops; all must have the same reason."""
 
 _REASONS: tuple[Reason, ...] = get_args(Reason)

@@ -1,0 +1,157 @@
+"""What an attachment offers beside training: the mean of the weights for a while, and a state for every rank."""
+
+import io
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import oracle
+import torchbagua as tb
+from averaging import Normed, Trainer, Weights, assert_same_weights, stacked, train, weights_of
+from ranks import run_ranks
+from training import build, flat
+
+SYNCHRONOUS = [
+    tb.DecentralizedAlgorithm(),
+    tb.DecentralizedAlgorithm(peer_selection_mode="shift_one", communication_interval=2, bucket_cap_mb=0.001),
+    tb.LowPrecisionDecentralizedAlgorithm(),
+]
+ASYNCHRONOUS = tb.AsyncModelAverageAlgorithm(sync_interval_ms=10)
+
+
+@pytest.mark.parametrize("algorithm", SYNCHRONOUS, ids=str)
+def test_the_mean_of_the_weights_is_there_for_a_while_and_leaves_no_trace(algorithm: tb.Algorithm) -> None:
+    model = build(Normed)
+    seen: dict[int, list[tuple[Weights, Weights, Weights]]] = {rank: [] for rank in range(4)}
+
+    def body(group: dist.ProcessGroup) -> Any:
+        def evaluate(trainer: Trainer, attachment: tb.Attachment) -> None:
+            before = weights_of(trainer.module)
+            with suppress(ZeroDivisionError), attachment.averaged_weights():
+                within = weights_of(trainer.module)
+                raise ZeroDivisionError  # the loop's own, in its evaluation
+            seen[group.rank()].append((before, within, weights_of(trainer.module)))
+
+        return train(group, model, algorithm, after_step=evaluate)
+
+    evaluated = run_ranks(4, body)
+    plain = run_ranks(4, lambda group: train(group, model, algorithm))
+    for one, other in zip(evaluated, plain, strict=True):
+        for step in range(len(one.start)):
+            assert_same_weights([one.start[step], other.start[step]])
+        assert_same_weights([one.final, other.final])
+    for times in zip(*seen.values(), strict=True):
+        befores, withins, afters = zip(*times, strict=True)
+        assert_same_weights(withins)
+        for before, after in zip(befores, afters, strict=True):
+            assert_same_weights([before, after])
+        for name, mean in withins[0].items():
+            np.testing.assert_array_equal(flat(mean), oracle.gradient_allreduce(stacked(befores, name)))
+    assert any(not torch.equal(seen[0][-1][0][name], mean) for name, mean in seen[0][-1][1].items())
+
+
+def test_asynchronous_averaging_pauses_for_the_mean_and_goes_on() -> None:
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> tuple[list[Weights], int]:
+        trainer = Trainer(group, model, lr=0.001)
+        means = []
+        with tb.attach(trainer.ddp, trainer.optimizer, ASYNCHRONOUS) as attachment:
+            for evaluation in range(3):
+                for _ in range(4 + 3 * group.rank()):  # ranks take different numbers of steps
+                    trainer.step()
+                with attachment.averaged_weights():
+                    means.append(weights_of(trainer.module))
+                if evaluation < 2:
+                    num_rounds = attachment.impl.num_rounds
+                    while attachment.impl.num_rounds == num_rounds:
+                        trainer.step()
+            attachment.impl.abort(trainer.ddp)
+            with attachment.averaged_weights():
+                means.append(weights_of(trainer.module))
+            assert attachment.impl.mode == "stopped"
+        return means, attachment.impl.num_rounds
+
+    results = run_ranks(2, body)
+    for means in zip(*(means for means, _ in results), strict=True):
+        assert_same_weights(means)
+    assert all(num_rounds >= 2 for _, num_rounds in results)
+
+
+def test_gradient_algorithms_and_single_ranks_hold_the_mean_already() -> None:
+    def body(group: dist.ProcessGroup, algorithm: str) -> None:
+        trainer = Trainer(group, build(Normed))
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+            trainer.step()
+            before = weights_of(trainer.module)
+            with attachment.averaged_weights():
+                assert_same_weights([before, weights_of(trainer.module)])
+
+    run_ranks(2, lambda group: body(group, "bytegrad"))
+    for algorithm in ("bytegrad", "decentralized", "low_precision_decentralized", "async"):
+        run_ranks(1, lambda group, algorithm=algorithm: body(group, algorithm))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *SYNCHRONOUS,
+        tb.AsyncModelAverageAlgorithm(sync_interval_ms=14_000),  # no round comes
+        tb.ByteGradAlgorithm(error_feedback=True),
+    ],
+    ids=str,
+)
+def test_every_rank_goes_on_from_its_own_state(algorithm: tb.Algorithm) -> None:
+    """Although the framework, or DDP, has given all ranks rank 0's weights."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> tuple[Weights, Weights]:
+        trainer = Trainer(group, model)
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+            for _ in range(3):
+                trainer.step()
+            file = io.BytesIO()
+            torch.save(attachment.rank_state_dict(), file)
+            shared = io.BytesIO()  # what a framework saves: the gradient algorithms' are the same on all ranks
+            torch.save((trainer.module.state_dict(), trainer.optimizer.state_dict()), shared)
+            data = trainer.data.get_state()
+            for _ in range(3):
+                trainer.step()
+            straight = weights_of(trainer.module)
+
+        resumed = Trainer(group, model)
+        for read in (file, shared):
+            read.seek(0)
+        if not algorithm.averages_weights:
+            module, optimizer = torch.load(shared, weights_only=True)
+            resumed.module.load_state_dict(module)
+            resumed.optimizer.load_state_dict(optimizer)
+        resumed.data.set_state(data)
+        with tb.attach(resumed.ddp, resumed.optimizer, algorithm) as attachment:
+            attachment.load_rank_state_dict(torch.load(file, weights_only=True))
+            for _ in range(3):
+                resumed.step()
+            return straight, weights_of(resumed.module)
+
+    for straight, resumed in run_ranks(2, body):
+        assert_same_weights([straight, resumed])
+
+
+def test_what_is_no_state_of_a_rank_is_refused() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Normed))
+        with tb.attach(trainer.ddp, trainer.optimizer, "decentralized") as attachment:
+            state = attachment.rank_state_dict()
+            for wrong, message in (
+                (attachment.state_dict(), "must be what rank_state_dict returned, with the keys .* got .'algorithm'"),
+                ({**state, "optimizers": []}, "state must be of 1 optimizers, as there are attached, got 0"),
+                (7, "must be what rank_state_dict returned.* got 7"),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    attachment.load_rank_state_dict(wrong)
+
+    run_ranks(1, body)

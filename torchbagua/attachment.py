@@ -1,0 +1,226 @@
+"""Attachment: what is installed on a module while an algorithm is attached to it, and what can be asked of it."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from torchbagua.algorithms.base import Algorithm
+from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.saved_state import load_state, save_state
+from torchbagua.checks import check_first_step, check_kind, mark_attached
+from torchbagua.collectives import broadcast_state, broadcast_tensors
+from torchbagua.comm_hook import comm_hook
+from torchbagua.ddp import ddp_sync_disabled, driven_by, hooked, named_tensors
+from torchbagua.step_hooks import install_step_hooks
+from torchbagua.traces import Summary
+from torchbagua.training_setup import TrainingSetup
+
+
+class Attachment:
+    """An algorithm at work on a module. `attach` returns it; it is a context manager that detaches when you leave it.
+
+    Attributes:
+        algorithm: what you handed to `attach`.
+        impl: the running algorithm, with its state.
+    """
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The DistributedDataParallel that communicates: yours, or the one made with `ddp_arguments`. None otherwise.
+
+        Its `no_sync` and `require_backward_grad_sync` hold for forwards of the module too.
+        """
+        return None if self.impl.averages_weights else self._setup.ddp
+
+    def __init__(
+        self,
+        setup: TrainingSetup,
+        algorithm: Algorithm,
+        impl: AlgorithmImpl,
+        summary: Summary | None,
+        *,
+        strict: bool,
+        ddp_arguments: Mapping[str, Any] | None,
+    ) -> None:
+        self.algorithm = algorithm
+        self.impl = impl
+        self._summary = summary
+        self._setup = setup
+        self._is_detached = False
+        # Undone in reverse, by detach or where one of these steps raises: DDP's hook first, impl.close last.
+        with ExitStack() as undo:
+            undo.callback(impl.close)
+            if ddp_arguments is not None and not impl.averages_weights and not setup.ddps:
+                ddp = DistributedDataParallel(
+                    module=setup.module, process_group=impl.process_group.process_group, **ddp_arguments
+                )
+                self._setup = setup = replace(setup, driven_ddp=ddp, ddps=[ddp])
+                undo.enter_context(driven_by(setup.module, ddp))
+            undo.callback(mark_attached(setup.inner, type(impl).__name__).close)
+            check_kind(algorithm, setup, averages_weights=impl.averages_weights)
+            impl.tell_uncompressed(setup.trained(), strict=strict)
+            ignored = setup.ignored_names()
+            if setup.ddp is None:
+                own = [tensor for name, tensor in named_tensors(setup.module) if name not in ignored]
+                broadcast_tensors(impl.process_group.world, own, "the module")
+                self._broadcast_state()
+            impl.grad_scaler = setup.grad_scaler
+            impl.set_module(setup.inner, ignored)
+            undo.enter_context(install_step_hooks(setup, impl, after_first_step=partial(check_first_step, impl, setup)))
+            if impl.averages_weights:
+                for ddp in setup.ddps:
+                    undo.enter_context(ddp_sync_disabled(ddp))
+            else:
+                assert setup.ddp is not None
+                undo.enter_context(hooked(setup.ddp, partial(comm_hook, impl)))
+            self._undo = undo.pop_all()
+
+    def detach(self) -> None:
+        """Finish what is in flight and give the module back to plain DDP. Collective.
+
+        After an algorithm that averages weights, all ranks hold the same weights, and the state of rank 0's optimizers
+        and GradScaler. They also hold the same floating-point buffers, if these were averaged. With
+        `final_average=False` nothing of this is done. Learning rates and schedulers are yours: they differ between
+        ranks that have taken different numbers of steps.
+
+        A second call does nothing.
+
+        Raises:
+            RuntimeError: what was in flight failed. The module is given back all the same.
+        """
+        self._end(failed=False)
+
+    def _end(self, *, failed: bool) -> None:
+        if self._is_detached:
+            return
+        self._is_detached = True
+        with self._undo:
+            self._undo.callback(self._let_driven_ddp_go)
+            if self.impl.finish(failed=failed):
+                self._broadcast_state()
+            if not failed and self.impl.process_group.compares_clocks:
+                with suppress(RuntimeError):  # a rank has left: what was compared when the run began has to do
+                    self.impl.lane.submit(self.impl.process_group.compare_clocks).result()
+
+    def _let_driven_ddp_go(self) -> None:
+        if self._setup.driven_ddp is not None:
+            self._setup = replace(self._setup, driven_ddp=None, ddps=[])
+
+    def _broadcast_state(self) -> None:
+        world = self.impl.process_group.world
+        for optimizer in self._setup.optimizers:
+            # Not its groups: learning rates belong to the loop, and to its schedulers.
+            own = optimizer.state_dict()
+            without_groups = {key: value for key, value in own.items() if key != "param_groups"}
+            state = broadcast_state(world, without_groups, f"the state of {type(optimizer).__name__}")
+            if world.rank != 0:
+                optimizer.load_state_dict({**own, **state})
+        scaler = self._setup.grad_scaler
+        if scaler is not None and scaler.is_enabled():
+            scaler.load_state_dict(broadcast_state(world, scaler.state_dict(), "the state of the GradScaler"))
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Give all ranks the mean of their weights within a `with` block, for an evaluation or a file. Collective.
+
+        After the block each rank has its own weights again, and training goes on as if there had been no block. Buffers
+        are averaged too where the algorithm averages them. Does nothing where gradients are averaged, since all ranks
+        hold the same weights. Asynchronous averaging pauses in the block. It takes twice the memory of the weights.
+
+        Raises:
+            NotImplementedError: the algorithm is not of this package, and does not offer it.
+            CommunicationError: a rank is gone, or did not come here in time.
+        """
+        return self.impl.averaged_weights()
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """Return all that this rank needs to go on as if it had never stopped. Every rank has its own.
+
+        Under "attachment", what `state_dict` returns. Where weights are averaged, ranks hold different ones, so there
+        are also this rank's module, its optimizers and its GradScaler: their own state dicts. Like those, they are no
+        copies. Loadable with `weights_only=True`.
+        """
+        state: dict[str, Any] = {"attachment": self.state_dict()}
+        if self.impl.averages_weights:
+            scaler = self._setup.grad_scaler
+            state["module"] = self._setup.inner.state_dict()
+            state["optimizers"] = [optimizer.state_dict() for optimizer in self._setup.optimizers]
+            state["grad_scaler"] = None if scaler is None else scaler.state_dict()
+        return state
+
+    def load_rank_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `rank_state_dict` returned on this rank. Collective where `load_state_dict` is.
+
+        Where gradients are averaged, load module, optimizers and GradScaler yourself, as under DDP.
+
+        Raises:
+            ValueError: it is no such state, or is of another number of optimizers; or as `load_state_dict`.
+            CommunicationError: as `load_state_dict`.
+        """
+        keys = ["attachment", *(["grad_scaler", "module", "optimizers"] if self.impl.averages_weights else [])]
+        if not isinstance(state, Mapping) or not set(keys) <= state.keys():
+            raise ValueError(
+                f"Attachment.load_rank_state_dict: state must be what rank_state_dict returned, with the keys {keys}, "
+                f"got {sorted(state) if isinstance(state, Mapping) else state!r}"
+            )
+        if self.impl.averages_weights:
+            optimizers = self._setup.optimizers
+            if len(state["optimizers"]) != len(optimizers):
+                raise ValueError(
+                    f"Attachment.load_rank_state_dict: state must be of {len(optimizers)} optimizers, as there are "
+                    f"attached, got {len(state['optimizers'])}"
+                )
+            self._setup.inner.load_state_dict(state["module"])
+            for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            if self._setup.grad_scaler is not None and state["grad_scaler"] is not None:
+                self._setup.grad_scaler.load_state_dict(state["grad_scaler"])
+        self.load_state_dict(state["attachment"])
+
+    def summary(self) -> Summary:
+        """Return what communication has cost this rank so far. `print` it for a table.
+
+        Raises:
+            RuntimeError: `attach` was given no observer, so nothing was noted.
+        """
+        if self._summary is None:
+            raise RuntimeError(
+                "torchbagua: there is nothing to sum up: without observers nothing is noted; "
+                "attach(..., observers=[torchbagua.traces.Summary()])"
+            )
+        return self._summary
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs to resume the algorithm; save it beside model and optimizer.
+
+        It holds plain tensors and numbers, which `torch.load(..., weights_only=True)` loads. It also holds, as JSON,
+        the version of its format and those arguments of the algorithm that it depends on.
+        """
+        return save_state(self.algorithm, self.impl)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned on this rank. Load the weights that go with it first.
+
+        Collective if the algorithm averages weights or has error feedback. States of earlier releases can be loaded.
+        Which arguments may have changed since is said where the algorithm is documented.
+
+        Raises:
+            ValueError: it is the state of another algorithm, of a later format, or of arguments that may not change.
+            CommunicationError: ranks have states of different parameters, or communication failed.
+        """
+        load_state(self.algorithm, self.impl, state)
+
+    def __enter__(self) -> "Attachment":
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end(failed=exception_type is not None)
