@@ -104,6 +104,10 @@ def attach_class_instead_of_instance(group: dist.ProcessGroup) -> None:
     tb.attach(*wrapped(group), tb.ByteGradAlgorithm)
 
 
+def attach_with_a_number_for_a_timeout(group: dist.ProcessGroup) -> None:
+    tb.attach(*wrapped(group), "bytegrad", timeout=5)
+
+
 def attach_delayed_all_reduce(group: dist.ProcessGroup) -> None:
     module = nn.Linear(4, 2)
     delayed = [("weight", module.weight)]
@@ -158,7 +162,8 @@ def hook_with_sparse_gradients(group: dist.ProcessGroup) -> None:
         (attach_around_an_attached_module, ValueError, "Impl is attached to the module's module.0 already"),
         (attach_sharded_optimizer, ValueError, "steps all weights on every rank, got ZeroRedundancyOptimizer"),
         (attach_unknown_name, KeyError, "no algorithm is named 'bitegrad'; there are .*'bytegrad'"),
-        (attach_class_instead_of_instance, TypeError, "algorithm must be an Algorithm or a registered name"),
+        (attach_class_instead_of_instance, TypeError, r"must be an Algorithm or .*; construct it: ByteGradAlgorithm\(\)"),
+        (attach_with_a_number_for_a_timeout, TypeError, "attach: timeout must be a datetime.timedelta, got 5"),
         (attach_delayed_all_reduce, ValueError, "attach: the module was made with delay_all_reduce_named_params"),
         (attach_sparse, ValueError, "attach: 0 has sparse=True; sparse gradients are not supported"),
         (attach_with_a_class_as_observer, TypeError, "an observer must be an object with .* on_comm.*got <class"),

@@ -32,4 +32,5 @@ dist.destroy_process_group()
 def test_exit_without_detach(algorithm: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(algorithm=algorithm))
-    programs.run(programs.torchrun(script))
+    done = programs.run(programs.torchrun(script))
+    assert done.stderr.count("was not detached: ranks hold different weights. Keep what attach returns") == 2

@@ -102,11 +102,14 @@ def attach(
     if isinstance(algorithm, str):
         algorithm = init_for(algorithm, optimizers)
     if not isinstance(algorithm, Algorithm):
-        raise TypeError(f"attach: algorithm must be an Algorithm or a registered name, got {algorithm!r}")
+        hint = f"; construct it: {algorithm.__name__}()" if isinstance(algorithm, type) else ""
+        raise TypeError(f"attach: algorithm must be an Algorithm or a registered name, got {algorithm!r}{hint}")
     if process_group is not None and not isinstance(process_group, BaguaProcessGroup):
         raise TypeError(f"attach: process_group must be a BaguaProcessGroup, got {type(process_group).__name__}")
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
         raise TypeError(f"attach: grad_scaler must be a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"attach: timeout must be a datetime.timedelta, got {timeout!r}")
     if ddp_arguments is not None:
         check_ddp_arguments(module, ddp_arguments)
     if not isinstance(strict, bool):

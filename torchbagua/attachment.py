@@ -1,5 +1,6 @@
 """Attachment: what is installed on a module while an algorithm is attached to it, and what can be asked of it."""
 
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
@@ -19,6 +20,7 @@ from torchbagua.ddp import ddp_sync_disabled, driven_by, hooked, named_tensors
 from torchbagua.step_hooks import install_step_hooks
 from torchbagua.traces import Summary
 from torchbagua.training_setup import TrainingSetup
+from torchbagua.user_warning import warn_user
 
 
 class Attachment:
@@ -79,6 +81,7 @@ class Attachment:
                 assert setup.ddp is not None
                 undo.enter_context(hooked(setup.ddp, partial(comm_hook, impl)))
             self._undo = undo.pop_all()
+        self._forgotten = weakref.finalize(self, _warn_of_missing_detach, impl)
 
     def detach(self) -> None:
         """Finish what is in flight and give the module back to plain DDP. Collective.
@@ -99,6 +102,7 @@ class Attachment:
         if self._is_detached:
             return
         self._is_detached = True
+        self._forgotten.detach()
         with self._undo:
             self._undo.callback(self._let_driven_ddp_go)
             if self.impl.finish(failed=failed):
@@ -224,3 +228,12 @@ class Attachment:
         traceback: TracebackType | None,
     ) -> None:
         self._end(failed=exception_type is not None)
+
+
+def _warn_of_missing_detach(impl: AlgorithmImpl) -> None:
+    """Where the program ends, or nobody can detach any more."""
+    if impl.leaves_ranks_apart:
+        warn_user(
+            f"torchbagua: {type(impl.algorithm).__name__} was not detached: ranks hold different weights. Keep what "
+            "attach returns and call its detach() when training is done, or use `with attach(...)`"
+        )

@@ -131,6 +131,10 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
         return "running" if self._is_enabled else "stopped"
 
     @property
+    def leaves_ranks_apart(self) -> bool:
+        return self.mode != "stopped" and super().leaves_ranks_apart
+
+    @property
     def num_rounds(self) -> int:
         """How many rounds have finished since `attach`."""
         return self._num_rounds_before + (0 if self._rounds is None else self._rounds.num_rounds)

@@ -89,6 +89,10 @@ class AveragingImpl(AlgorithmImpl):
         """Whether this is a group of one, which communicates nothing and changes nothing."""
         return self.process_group.size == 1
 
+    @property
+    def leaves_ranks_apart(self) -> bool:
+        return self.algorithm.final_average and not self.is_single_rank
+
     def init_tensors(self, module: torch.nn.Module) -> list[BaguaTensor]:
         return self.weights.select(module, self.ignored_names)
 

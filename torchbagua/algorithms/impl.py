@@ -121,6 +121,11 @@ class AlgorithmImpl:
         """Whether a loop that has a GradScaler must hand it to `attach`."""
         return False
 
+    @property
+    def leaves_ranks_apart(self) -> bool:
+        """Whether ranks hold different weights if nobody detaches, although detaching would make them equal."""
+        return False
+
     def need_reset(self) -> bool:
         """Return True to have buckets initialised again.
 
