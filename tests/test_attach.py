@@ -162,7 +162,7 @@ def hook_with_sparse_gradients(group: dist.ProcessGroup) -> None:
         (attach_around_an_attached_module, ValueError, "Impl is attached to the module's module.0 already"),
         (attach_sharded_optimizer, ValueError, "steps all weights on every rank, got ZeroRedundancyOptimizer"),
         (attach_unknown_name, KeyError, "no algorithm is named 'bitegrad'; there are .*'bytegrad'"),
-        (attach_class_instead_of_instance, TypeError, r"must be an Algorithm or .*; construct it: ByteGradAlgorithm\(\)"),
+        (attach_class_instead_of_instance, TypeError, r"an Algorithm or .*; construct it: ByteGradAlgorithm\(\)"),
         (attach_with_a_number_for_a_timeout, TypeError, "attach: timeout must be a datetime.timedelta, got 5"),
         (attach_delayed_all_reduce, ValueError, "attach: the module was made with delay_all_reduce_named_params"),
         (attach_sparse, ValueError, "attach: 0 has sparse=True; sparse gradients are not supported"),

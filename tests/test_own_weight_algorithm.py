@@ -10,7 +10,17 @@ import torch.distributed as dist
 
 import oracle
 import torchbagua as tb
-from averaging import Normed, Trace, Trainer, assert_same_weights, check_unchanged, stacked, train, weights_of
+from averaging import (
+    Normed,
+    Trace,
+    Trainer,
+    Weights,
+    assert_same_weights,
+    check_unchanged,
+    stacked,
+    train,
+    weights_of,
+)
 from documentation import names_in
 from ranks import run_ranks
 from training import Wide, build
@@ -75,6 +85,25 @@ def test_resumes_in_the_middle_of_a_round() -> None:
         assert_same_weights([weights_of(first.module), weights_of(second.module)])
 
     run_ranks(4, body)
+
+
+def test_the_mean_for_a_while() -> None:
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> tuple[Weights, Weights, Weights]:
+        trainer = Trainer(group, model)
+        with tb.attach(trainer.ddp, trainer.optimizer, LocalSGD()) as attachment:
+            trainer.step()
+            before = weights_of(trainer.module)
+            with attachment.averaged_weights():
+                within = weights_of(trainer.module)
+            return before, within, weights_of(trainer.module)
+
+    befores, withins, afters = zip(*run_ranks(2, body), strict=True)
+    assert_same_weights(withins)
+    for before, after in zip(befores, afters, strict=True):
+        assert_same_weights([before, after])
+        assert any(not torch.equal(before[name], mean) for name, mean in withins[0].items())
 
 
 def test_ranks_out_of_step_are_told_so() -> None:
