@@ -57,7 +57,7 @@ def test_the_mean_of_the_weights_is_there_for_a_while_and_leaves_no_trace(algori
 def test_asynchronous_averaging_pauses_for_the_mean_and_goes_on() -> None:
     model = build(Normed)
 
-    def body(group: dist.ProcessGroup) -> tuple[list[Weights], int]:
+    def body(group: dist.ProcessGroup) -> tuple[list[Weights], Weights, int]:
         trainer = Trainer(group, model, lr=0.001)
         means = []
         with tb.attach(trainer.ddp, trainer.optimizer, ASYNCHRONOUS) as attachment:
@@ -70,16 +70,42 @@ def test_asynchronous_averaging_pauses_for_the_mean_and_goes_on() -> None:
                     num_rounds = attachment.impl.num_rounds
                     while attachment.impl.num_rounds == num_rounds:
                         trainer.step()
-            attachment.impl.abort(trainer.ddp)
+            attachment.impl.abort(trainer.ddp, final_average=False)
+            before = weights_of(trainer.module)
             with attachment.averaged_weights():
                 means.append(weights_of(trainer.module))
+            assert_same_weights([before, weights_of(trainer.module)])
             assert attachment.impl.mode == "stopped"
-        return means, attachment.impl.num_rounds
+        return means, before, attachment.impl.num_rounds
 
-    results = run_ranks(2, body)
-    for means in zip(*(means for means, _ in results), strict=True):
+    all_means, befores, all_num_rounds = zip(*run_ranks(2, body), strict=True)
+    for means in zip(*all_means, strict=True):
         assert_same_weights(means)
-    assert all(num_rounds >= 2 for _, num_rounds in results)
+    for name, mean in all_means[0][-1].items():
+        np.testing.assert_array_equal(flat(mean), oracle.gradient_allreduce(stacked(befores, name)))
+    assert min(all_num_rounds) >= 2
+
+
+@pytest.mark.parametrize("algorithm", [*SYNCHRONOUS, tb.AsyncModelAverageAlgorithm(sync_interval_ms=14_000)], ids=str)
+def test_the_mean_is_of_parameters_that_were_replaced(algorithm: tb.Algorithm) -> None:
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> tuple[Weights, Weights]:
+        trainer = Trainer(group, model)
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+            own = {name: tensor + group.rank() for name, tensor in trainer.module.state_dict().items()}
+            trainer.module.load_state_dict(own, assign=True)
+            before = weights_of(trainer.module)
+            with attachment.averaged_weights():
+                within = weights_of(trainer.module)
+            assert_same_weights([before, weights_of(trainer.module)])
+            attachment._end(failed=True)  # its optimizer has the old ones
+        return before, within
+
+    befores, withins = zip(*run_ranks(2, body), strict=True)
+    assert_same_weights(withins)
+    for name, mean in withins[0].items():
+        np.testing.assert_array_equal(flat(mean), oracle.gradient_allreduce(stacked(befores, name)))
 
 
 def test_gradient_algorithms_and_single_ranks_hold_the_mean_already() -> None:
@@ -139,6 +165,60 @@ def test_every_rank_goes_on_from_its_own_state(algorithm: tb.Algorithm) -> None:
 
     for straight, resumed in run_ranks(2, body):
         assert_same_weights([straight, resumed])
+
+
+def test_all_optimizers_and_the_scaler_belong_to_a_rank() -> None:
+    """The asynchronous algorithm has ranks skip alone, so that their scales differ."""
+    model = build(Normed)
+
+    def start(group: dist.ProcessGroup) -> tuple[Trainer, list[torch.optim.Optimizer], torch.amp.GradScaler]:
+        trainer = Trainer(group, model)
+        parts = (trainer.module.first, trainer.module.last)
+        return trainer, [torch.optim.Adam(part.parameters()) for part in parts], torch.amp.GradScaler("cpu")
+
+    def body(group: dist.ProcessGroup) -> None:
+        algorithm = tb.AsyncModelAverageAlgorithm(sync_interval_ms=14_000)
+        trainer, optimizers, scaler = start(group)
+        with tb.attach(trainer.ddp, optimizers, algorithm, grad_scaler=scaler) as attachment:
+            for step in range(3):
+                loss = trainer.ddp(torch.randn(6, 10, generator=trainer.data)).square().sum()
+                scaler.scale(loss * (float("inf") if step == group.rank() == 1 else 1.0)).backward()
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+                    optimizer.zero_grad()
+                scaler.update()
+            file = io.BytesIO()
+            torch.save(saved := attachment.rank_state_dict(), file)
+            file.seek(0)
+            fresh, fresh_optimizers, fresh_scaler = start(group)
+            with tb.attach(fresh.ddp, fresh_optimizers, algorithm, grad_scaler=fresh_scaler) as other:
+                other.load_rank_state_dict(torch.load(file, weights_only=True))
+                loaded = other.rank_state_dict()
+                assert loaded["grad_scaler"] == saved["grad_scaler"]
+                assert (fresh_scaler.get_scale() < 2.0**16) == (group.rank() == 1)
+                for own, same in zip(saved["optimizers"], loaded["optimizers"], strict=True):
+                    for key, moments in own["state"].items():
+                        assert all(torch.equal(moments[name], value) for name, value in same["state"][key].items())
+                assert_same_weights([weights_of(trainer.module), weights_of(fresh.module)])
+
+    run_ranks(2, body)
+
+
+def test_another_ranks_state_changes_nothing() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build_once)
+        with tb.attach(trainer.ddp, trainer.optimizer, "decentralized") as attachment:
+            trainer.step()
+            state = attachment.rank_state_dict()
+            foreign = {**state, "module": {name: one + 1 for name, one in state["module"].items()}}
+            foreign["attachment"] = {**state["attachment"], "impl": {**state["attachment"]["impl"], "rank": 7}}
+            before = weights_of(trainer.module)
+            with pytest.raises(ValueError, match=r"that of rank \d of 2, got that of rank 7 of 2"):
+                attachment.load_rank_state_dict(foreign)
+            assert_same_weights([before, weights_of(trainer.module)])
+
+    build_once = build(Normed)
+    run_ranks(2, body)
 
 
 def test_what_is_no_state_of_a_rank_is_refused() -> None:

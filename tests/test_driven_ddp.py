@@ -81,12 +81,47 @@ def test_refused() -> None:
         optimizer, own_group = torch.optim.SGD(module.parameters()), tb.BaguaProcessGroup(group)
         with pytest.raises(TypeError, match="ddp_arguments must be a mapping of names to values, got True"):
             tb.attach(module, optimizer, "bytegrad", process_group=own_group, ddp_arguments=True)
-        with pytest.raises(ValueError, match=r"must be arguments of .*got \['buckets', 'module'\]; allowed"):
+        with pytest.raises(ValueError, match=r"ddp_arguments has \['buckets', 'module'\], .*; allowed"):
             tb.attach(module, optimizer, "bytegrad", ddp_arguments={"buckets": 1, "module": module})
         ddp = DistributedDataParallel(module, process_group=group)
         with pytest.raises(ValueError, match="ddp_arguments is for a module without a DistributedDataParallel"):
             tb.attach(ddp, optimizer, "bytegrad", ddp_arguments={})
-        with pytest.raises(TypeError, match=r"module must be a .*DistributedDataParallel, got Linear"):
-            tb.attach(module, optimizer, "bytegrad", ddp_arguments={})  # there is one around it
+        with pytest.raises(ValueError, match="a DistributedDataParallel is around Linear already, and ddp_arguments"):
+            tb.attach(module, optimizer, "bytegrad", ddp_arguments={})
 
     run_ranks(1, body)
+
+
+def test_ranks_agree_in_the_values() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(4, 2)
+        arguments = {"broadcast_buffers": group.rank() == 0}
+        with pytest.raises(ValueError, match=r"ddp_arguments.*'broadcast_buffers': True.*'broadcast_buffers': False"):
+            tb.attach(
+                module,
+                torch.optim.SGD(module.parameters()),
+                "bytegrad",
+                process_group=tb.BaguaProcessGroup(group),
+                ddp_arguments=arguments,
+            )
+
+    run_ranks(2, body)
+
+
+def test_another_ddp_around_it_is_found_and_a_failed_attach_can_be_tried_again() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(4, 2, dtype=torch.float64)
+        optimizer, own_group = torch.optim.SGD(module.parameters(), lr=0.1), tb.BaguaProcessGroup(group)
+        arguments = {"process_group": own_group, "ddp_arguments": {}}
+        try:
+            tb.attach(module, optimizer, "bytegrad", strict=True, **arguments)
+        except ValueError:  # which holds the DDP that was made
+            attachment = tb.attach(module, optimizer, "gradient_allreduce", **arguments)
+        module(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+        ddp = DistributedDataParallel(module, process_group=group)
+        with pytest.raises(RuntimeError, match="Linear was wrapped in DistributedDataParallel after attach"):
+            optimizer.step()
+        del ddp
+        attachment._end(failed=True)
+
+    run_ranks(2, body)

@@ -33,4 +33,4 @@ def test_exit_without_detach(algorithm: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(algorithm=algorithm))
     done = programs.run(programs.torchrun(script))
-    assert done.stderr.count("was not detached: ranks hold different weights. Keep what attach returns") == 2
+    assert done.stderr.count("was not detached, and nobody can do it any more: ranks are left with") == 2

@@ -76,8 +76,8 @@ def attach(
             alone.
         observers: are told of every phase of communication and of each training step; see `torchbagua.traces`.
         timeout: the longest that the algorithm waits for another rank; by default that of the group. What DDP itself
-            sends, buffers for instance, keeps the group's. The end of asynchronous averaging is not bounded: it waits
-            for the ranks that are still training.
+            sends, buffers for instance, keeps the group's, and so does the making of one with `ddp_arguments`. The end
+            of asynchronous averaging is not bounded: it waits for the ranks that are still training.
         strict: raise ValueError if parameters cannot be compressed, float64 ones for instance. By default they travel
             in full precision, and a RuntimeWarning names them.
         ddp_arguments: keyword arguments of DistributedDataParallel, for a module without one. An algorithm that
@@ -133,11 +133,18 @@ def attach(
         must_agree={
             **setup.must_agree(),
             "attach's argument strict": strict,
-            "attach's argument ddp_arguments": None if ddp_arguments is None else sorted(ddp_arguments),
+            "attach's argument ddp_arguments": _what_must_agree(ddp_arguments),
         },
         run_settings=setup.run_settings(),
     )
     return Attachment(setup, algorithm, impl, summary, strict=strict, ddp_arguments=ddp_arguments)
+
+
+def _what_must_agree(ddp_arguments: Mapping[str, Any] | None) -> str | None:
+    """Return all but the devices, which are each rank's own."""
+    if ddp_arguments is None:
+        return None
+    return repr({name: ddp_arguments[name] for name in sorted(ddp_arguments.keys() - {"device_ids", "output_device"})})
 
 
 def _summary_among(observers: Sequence[Observer], process_group: BaguaProcessGroup | None) -> Summary | None:

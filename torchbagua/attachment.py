@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.saved_state import load_state, save_state
+from torchbagua.algorithms.saved_state import check_saved, load_state, save_state
 from torchbagua.checks import check_first_step, check_kind, mark_attached
 from torchbagua.collectives import broadcast_state, broadcast_tensors
 from torchbagua.comm_hook import comm_hook
@@ -57,7 +57,12 @@ class Attachment:
         # Undone in reverse, by detach or where one of these steps raises: DDP's hook first, impl.close last.
         with ExitStack() as undo:
             undo.callback(impl.close)
-            if ddp_arguments is not None and not impl.averages_weights and not setup.ddps:
+            if ddp_arguments is not None and not impl.averages_weights:
+                if setup.ddps:
+                    raise ValueError(
+                        f"attach: a DistributedDataParallel is around {type(setup.module).__name__} already, and "
+                        "ddp_arguments would make another one; attach to that one, or let it go"
+                    )
                 ddp = DistributedDataParallel(
                     module=setup.module, process_group=impl.process_group.process_group, **ddp_arguments
                 )
@@ -81,7 +86,7 @@ class Attachment:
                 assert setup.ddp is not None
                 undo.enter_context(hooked(setup.ddp, partial(comm_hook, impl)))
             self._undo = undo.pop_all()
-        self._forgotten = weakref.finalize(self, _warn_of_missing_detach, impl)
+        self._forgotten = weakref.finalize(self, _warn_of_missing_detach, weakref.ref(impl))
 
     def detach(self) -> None:
         """Finish what is in flight and give the module back to plain DDP. Collective.
@@ -133,13 +138,16 @@ class Attachment:
 
         After the block each rank has its own weights again, and training goes on as if there had been no block. Buffers
         are averaged too where the algorithm averages them. Does nothing where gradients are averaged, since all ranks
-        hold the same weights. Asynchronous averaging pauses in the block. It takes twice the memory of the weights.
+        hold the same weights, and after `detach`. It takes the memory of the weights once more.
+
+        Asynchronous averaging pauses: finished rounds are applied before the block, and ranks must leave it within the
+        timeout of each other.
 
         Raises:
             NotImplementedError: the algorithm is not of this package, and does not offer it.
-            CommunicationError: a rank is gone, or did not come here in time.
+            RuntimeError: communication failed, or a rank has left.
         """
-        return self.impl.averaged_weights()
+        return nullcontext() if self._is_detached else self.impl.averaged_weights()
 
     def rank_state_dict(self) -> dict[str, Any]:
         """Return all that this rank needs to go on as if it had never stopped. Every rank has its own.
@@ -163,6 +171,7 @@ class Attachment:
 
         Raises:
             ValueError: it is no such state, or is of another number of optimizers; or as `load_state_dict`.
+            RuntimeError: as the `load_state_dict` of the module or of the GradScaler.
             CommunicationError: as `load_state_dict`.
         """
         keys = ["attachment", *(["grad_scaler", "module", "optimizers"] if self.impl.averages_weights else [])]
@@ -172,6 +181,7 @@ class Attachment:
                 f"got {sorted(state) if isinstance(state, Mapping) else state!r}"
             )
         if self.impl.averages_weights:
+            check_saved(self.algorithm, self.impl, state["attachment"])  # before anything is overwritten
             optimizers = self._setup.optimizers
             if len(state["optimizers"]) != len(optimizers):
                 raise ValueError(
@@ -230,10 +240,12 @@ class Attachment:
         self._end(failed=exception_type is not None)
 
 
-def _warn_of_missing_detach(impl: AlgorithmImpl) -> None:
-    """Where the program ends, or nobody can detach any more."""
-    if impl.leaves_ranks_apart:
+def _warn_of_missing_detach(reference: weakref.ref[AlgorithmImpl]) -> None:
+    """Where the program ends, or nobody can detach any more. It must not keep the impl, which keeps the module."""
+    impl = reference()
+    if impl is not None and impl.leaves_ranks_apart:
         warn_user(
-            f"torchbagua: {type(impl.algorithm).__name__} was not detached: ranks hold different weights. Keep what "
-            "attach returns and call its detach() when training is done, or use `with attach(...)`"
+            f"torchbagua: {type(impl.algorithm).__name__} was not detached, and nobody can do it any more: ranks are "
+            "left with different weights. Keep what attach returns and call its detach() when training is done, or use "
+            "`with attach(...)`"
         )

@@ -103,11 +103,15 @@ def check_ddp_arguments(module: torch.nn.Module, arguments: Mapping[str, object]
         raise TypeError(f"attach: ddp_arguments must be a mapping of names to values, got {arguments!r}")
     if isinstance(module, DistributedDataParallel):
         raise ValueError("attach: ddp_arguments is for a module without a DistributedDataParallel, got one that is one")
-    allowed = inspect.signature(DistributedDataParallel).parameters.keys() - {"module", "process_group"}
+    allowed = inspect.signature(DistributedDataParallel).parameters.keys() - {
+        *("module", "process_group", "device_mesh"),
+        *("delay_all_reduce_named_params", "param_to_hook_all_reduce"),  # gradients that bypass communication hooks
+        "mixed_precision",  # which has a communication hook of its own
+    }
     if unknown := arguments.keys() - allowed:
         raise ValueError(
-            f"attach: ddp_arguments must be arguments of DistributedDataParallel, but module and process_group, got "
-            f"{sorted(unknown)}; allowed are {sorted(allowed)}"
+            f"attach: ddp_arguments has {sorted(unknown)}, which attach does not hand on to DistributedDataParallel; "
+            f"allowed are {sorted(allowed)}"
         )
 
 
@@ -193,7 +197,7 @@ def check_first_step(impl: AlgorithmImpl, setup: TrainingSetup) -> None:
             f"torchbagua: a GradScaler steps {type(setup.optimizers[0]).__name__}, and {type(impl).__name__} does not "
             f"know it: {what}; attach(..., grad_scaler=scaler)",
         )
-    if setup.ddp is None and any(ddp not in setup.ddps for ddp in ddps_around(setup.module)):
+    if setup.ddp is not setup.module and any(ddp not in setup.ddps for ddp in ddps_around(setup.module)):
         raise RuntimeError(
             f"torchbagua: {type(setup.module).__name__} was wrapped in DistributedDataParallel after attach, which "
             "averages gradients beside the algorithm: wrap it before attach"

@@ -130,6 +130,8 @@ def _keep_gradients(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tenso
 def driven_by(module: torch.nn.Module, ddp: DistributedDataParallel) -> ExitStack:
     """Have every forward of `module`, which `ddp` wraps, be one of `ddp`, until what is returned is closed.
 
+    Then `ddp` is of no use any more.
+
     As torch.distributed._composable.replicate does it.
     """
 
@@ -140,6 +142,7 @@ def driven_by(module: torch.nn.Module, ddp: DistributedDataParallel) -> ExitStac
         return post_forward(ddp, outputs) if called is module else None
 
     undo = ExitStack()
+    undo.callback(delattr, ddp, "module")  # else `ddps_around` would find it while anything holds it
     undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
     undo.callback(module.register_forward_hook(after).remove)
     return undo

@@ -280,8 +280,8 @@ class WeightBuckets:
     def averaged(self, lane: Lane, progress: Mapping[str, int]) -> Iterator[None]:
         """Give all ranks the mean of their weights, for as long as the context lasts; then each its own again.
 
-        Collective where it begins. The flat tensors of the buckets stay as they are. It takes twice the memory of the
-        weights.
+        Collective where it begins. The flat tensors of the buckets stay as they are. It takes the memory of the
+        weights once more, and twice while the mean is formed.
 
         Args:
             lane: the lane of the algorithm.
@@ -297,6 +297,7 @@ class WeightBuckets:
 
         self.submit_in_lockstep(lane, average, "the mean of the weights", progress).result()
         self.write(means.__getitem__)
+        means.clear()
         try:
             yield
         finally:

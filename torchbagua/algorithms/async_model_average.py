@@ -132,7 +132,7 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
 
     @property
     def leaves_ranks_apart(self) -> bool:
-        return self.mode != "stopped" and super().leaves_ranks_apart
+        return self.mode == "running" and super().leaves_ranks_apart
 
     @property
     def num_rounds(self) -> int:
@@ -186,7 +186,8 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
     def averaged_weights(self) -> Iterator[None]:
         """Stop averaging, give all ranks the mean of their weights for as long as the context lasts, and go on.
 
-        Collective: rounds go on until all ranks have come here.
+        Collective: rounds go on until all ranks have come here. They begin again when all have left the block, which
+        they do within the group's timeout of each other.
 
         Raises:
             RuntimeError: a rank has left, or communication failed.

@@ -124,6 +124,8 @@ class AveragingImpl(AlgorithmImpl):
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """Give all ranks the mean of their weights, for as long as the context lasts. Collective."""
+        if self.need_reset():  # parameters were unfrozen or replaced since the last step
+            self.reset()
         with nullcontext() if self.is_single_rank else self.weights.averaged(self.lane, self.progress()):
             yield
 

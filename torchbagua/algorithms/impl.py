@@ -123,7 +123,7 @@ class AlgorithmImpl:
 
     @property
     def leaves_ranks_apart(self) -> bool:
-        """Whether ranks hold different weights if nobody detaches, although detaching would make them equal."""
+        """Whether ranks hold different weights as long as averaging is on, which detaching would make equal."""
         return False
 
     def need_reset(self) -> bool:

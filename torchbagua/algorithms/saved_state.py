@@ -8,6 +8,7 @@ from typing import Any
 
 from torchbagua.algorithms.base import PLAIN_TYPES, Algorithm
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.rank_state import check_rank_state
 from torchbagua.version import __version__
 
 # Grows where an earlier release must not read what is saved. What a release adds beside it the earlier ones ignore.
@@ -35,9 +36,19 @@ def save_state(algorithm: Algorithm, impl: AlgorithmImpl) -> dict[str, Any]:
 def load_state(algorithm: Algorithm, impl: AlgorithmImpl, state: Mapping[str, Any]) -> None:
     """Have `impl` take over what `save_state` returned.
 
+    Raises:
+        ValueError: as `check_saved`; or its tensors are not those of this module.
+    """
+    check_saved(algorithm, impl, state)
+    impl.load_state_dict(state["impl"])
+
+
+def check_saved(algorithm: Algorithm, impl: AlgorithmImpl, state: Mapping[str, Any]) -> None:
+    """Look at what `save_state` returned before it is loaded.
+
     Four places check it, in this order: here its form, the format's version and the algorithm's name;
-    `Algorithm.check_state` the arguments that it depends on; the impl's `load_state_dict` whose it is
-    (`check_rank_state`); and what the impl keeps, `ParameterState.load_state_dict` say, the names and shapes in it.
+    `Algorithm.check_state` the arguments that it depends on; `check_rank_state` whose it is; and, when it is loaded,
+    what the impl keeps, `ParameterState.load_state_dict` say, the names and shapes in it.
 
     Raises:
         ValueError: it is nothing of the kind, of a later format, of another algorithm, or of other arguments where the
@@ -62,7 +73,8 @@ def load_state(algorithm: Algorithm, impl: AlgorithmImpl, state: Mapping[str, An
         )
     if _depends_on_arguments(algorithm, impl):
         algorithm.check_state(described["arguments"], state["impl"], impl.process_group)
-    impl.load_state_dict(state["impl"])
+    if "rank" in state["impl"]:
+        check_rank_state(type(impl).__name__, state["impl"], (), impl.process_group)
 
 
 def _depends_on_arguments(algorithm: Algorithm, impl: AlgorithmImpl) -> bool:
