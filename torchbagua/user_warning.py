@@ -8,9 +8,10 @@ import warnings
 
 import torch
 
-# Between the user's line and this package may be torch, whose optimizers call hooks, and what calls a context manager's
-# end or a thread's function.
+# Between the user's line and this package may be torch, whose optimizers call hooks, what calls a context manager's end
+# or a thread's function, and what imports.
 _FOLDERS = tuple(os.path.join(os.path.dirname(str(file)), "") for file in (__file__, torch.__file__))
+_IMPORT = "<frozen importlib"
 _FILES = (contextlib.__file__, threading.__file__)
 
 
@@ -38,4 +39,4 @@ def warn_user(message: str) -> None:
 
 
 def _is_users(filename: str) -> bool:
-    return not filename.startswith(_FOLDERS) and filename not in _FILES
+    return not filename.startswith((*_FOLDERS, _IMPORT)) and filename not in _FILES
