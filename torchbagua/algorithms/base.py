@@ -41,12 +41,12 @@ class Algorithm:
         return get(name)(**kwargs)
 
     @classmethod
-    def for_optimizers(cls, optimizers: Sequence[torch.optim.Optimizer]) -> "Algorithm":
+    def for_optimizers(cls, optimizers: Sequence[torch.optim.Optimizer], **arguments: Any) -> "Algorithm":
         """Return the algorithm for `attach(module, optimizers, name)`, where it is given by its name.
 
-        Override it if the constructor needs an optimizer.
+        Override it if the constructor needs an optimizer. `arguments` are further ones, which an adapter was given.
         """
-        return cls()
+        return cls(**arguments)
 
     def prepare(self) -> None:
         """Do what may fail on this rank alone, before any group is opened. By default: load the native kernels.
@@ -236,11 +236,11 @@ def get(name: str) -> Callable[..., Algorithm]:
     return _REGISTRY[name].algorithm
 
 
-def init_for(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> Algorithm:
+def init_for(name: str, optimizers: Sequence[torch.optim.Optimizer], **arguments: Any) -> Algorithm:
     """Return the algorithm registered as `name`, to be attached with `optimizers`; see `Algorithm.for_optimizers`."""
     constructor = get(name)
     for_optimizers: Callable[..., Algorithm] | None = getattr(constructor, "for_optimizers", None)
-    return constructor() if for_optimizers is None else for_optimizers(optimizers)
+    return constructor(**arguments) if for_optimizers is None else for_optimizers(optimizers, **arguments)
 
 
 def available_algorithms() -> dict[str, str | None]:

@@ -83,13 +83,13 @@ class QAdamAlgorithm(Algorithm):
             )
 
     @classmethod
-    def for_optimizers(cls, optimizers: Sequence[torch.optim.Optimizer]) -> "QAdamAlgorithm":
+    def for_optimizers(cls, optimizers: Sequence[torch.optim.Optimizer], **arguments: Any) -> "QAdamAlgorithm":
         """Return the algorithm of the QAdamOptimizer in `optimizers`. Raises ValueError unless there is one."""
         own = [optimizer for optimizer in optimizers if isinstance(optimizer, QAdamOptimizer)]
         if len(own) != 1:
             names = [type(optimizer).__name__ for optimizer in optimizers]
             raise ValueError(f"QAdamAlgorithm: by its name it needs exactly one QAdamOptimizer, got {names}")
-        return cls(own[0])
+        return cls(own[0], **arguments)
 
     def arguments(self) -> dict[str, str]:
         """Return the arguments, and what of the optimizer must be the same on all ranks."""
