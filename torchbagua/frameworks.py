@@ -1,11 +1,14 @@
-"""Other people's frameworks: what an adapter says where its own is missing, or older than what was tested."""
+"""What adapters share: how a framework is imported, and an algorithm that is given by its name and arguments."""
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from importlib import metadata
+from typing import Any
 
 from torch.torch_version import TorchVersion
 
+from torchbagua.algorithms import Algorithm, get
 from torchbagua.user_warning import warn_user
 
 
@@ -39,3 +42,32 @@ def framework(package: str, *, tested: str, adapter: str, extra: str | None = No
         warn_user(
             f"torchbagua: {adapter} was tested with {package} {tested} and later, installed is {package} {installed}"
         )
+
+
+def take_arguments(
+    adapter: str, algorithm: Algorithm | str, arguments: dict[str, Any], others: Collection[str]
+) -> dict[str, Any]:
+    """Move the arguments of an algorithm that is given by its name out of `arguments`, and return them.
+
+    Args:
+        adapter: what was called with them, for errors.
+        algorithm: a registered name; or an algorithm, which takes no further ones.
+        arguments: those of the call; what remains is for the framework.
+        others: the names that the framework takes.
+
+    Raises:
+        KeyError: no algorithm has that name.
+        TypeError: an argument is neither the algorithm's nor the framework's.
+        ValueError: a value does not fit. Those of an algorithm that needs the optimizer are not looked at here.
+    """
+    named = {} if isinstance(algorithm, Algorithm) else inspect.signature(get(algorithm)).parameters
+    needed = {name for name, parameter in named.items() if parameter.default is parameter.empty}
+    own = {name: arguments.pop(name) for name in named.keys() - needed if name in arguments}
+    if unknown := sorted(arguments.keys() - set(others)):
+        raise TypeError(
+            f"{adapter}: {unknown[0]} is no argument of {algorithm!r}, which has {sorted(named.keys() - needed)}, nor "
+            f"one that is handed on: {sorted(others)}"
+        )
+    if isinstance(algorithm, str) and not needed:
+        Algorithm.init(algorithm, **own)
+    return own
