@@ -1,0 +1,564 @@
+"""One rank of runs under Lightning, started by torchrun: `lightning_rank.py <folder> <scenario>...`.
+
+What a scenario returns is written to <folder>/<scenario>-rank<rank>.json, or how it failed. Scenarios follow each other
+in the same processes, which saves the seconds that importing Lightning takes; one that ends the group stands alone.
+"""
+
+import contextlib
+import hashlib
+import json
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytorch_lightning
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import torchbagua as tb
+from torchbagua.lightning import BaguaStrategy
+
+FOLDER = Path(sys.argv[1])
+STEPS_AN_EPOCH, BATCH = 10, 16
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gradient_allreduce": {},
+    "bytegrad": {"error_feedback": True},
+    "qadam": {"error_feedback": True, "compression": "sign1bit"},
+    "decentralized": {"communication_interval": 2},
+    "low_precision_decentralized": {},
+    # Which round falls between which steps is chance; in this time there is none.
+    "async": {"sync_interval_ms": 600_000, "warmup_steps": 7},
+}
+AVERAGES_WEIGHTS = ("decentralized", "low_precision_decentralized", "async")
+
+
+def build(*, norm: bool = True) -> torch.nn.Module:
+    torch.manual_seed(0)
+    norms = [torch.nn.BatchNorm1d(33)] if norm else []
+    return torch.nn.Sequential(torch.nn.Linear(8, 33), *norms, torch.nn.Tanh(), torch.nn.Linear(33, 1))
+
+
+def data() -> TensorDataset:
+    x = torch.randn(2 * STEPS_AN_EPOCH * BATCH, 8, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x[:, :1].sin() / 2)
+
+
+def optimizer_for(algorithm: str, parameters: Any) -> torch.optim.Optimizer:
+    if algorithm == "qadam":
+        return tb.QAdamOptimizer(parameters, lr=0.01, warmup_steps=4)
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9 if algorithm == "decentralized" else 0)
+
+
+class Net(lightning.LightningModule):
+    def __init__(self, algorithm: str = "") -> None:
+        super().__init__()
+        self.net, self.algorithm = build(), algorithm
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return (self.net(x) - y).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("digest", float(int(digest(self)[:6], 16)))
+
+    def configure_optimizers(self) -> Any:
+        return optimizer_for(self.algorithm, self.parameters())
+
+
+def digest(module: Any) -> str:
+    """The bits of the weights; and of the buffers where these are averaged: DDP sends rank 0's before each forward."""
+    bits = hashlib.sha256()
+    averages_buffers = getattr(module, "algorithm", "") in AVERAGES_WEIGHTS
+    for tensor in module.state_dict().values() if averages_buffers else module.parameters():
+        bits.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return bits.hexdigest()
+
+
+class Watch(lightning.Callback):
+    """Notes this rank's own weights when the last batch is done, before the strategy ends the algorithm."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.own = digest(pl_module)
+        self.ddp_hook = trainer.strategy.model._get_ddp_logging_data().get("comm_hook")
+
+
+class Validations(lightning.Callback):
+    def __init__(self) -> None:
+        self.seen: dict[str, list[str]] = {"before": [], "during": [], "after": []}
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seen["before"].append(digest(pl_module))
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.seen["during"].append(digest(pl_module))
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if len(self.seen["after"]) < len(self.seen["during"]):
+            self.seen["after"].append(digest(pl_module))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.seen["after"].append(digest(pl_module))
+
+
+def trainer_of(strategy: Any, *, package: Any = lightning, **options: Any) -> Any:
+    settings = {
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+        "devices": 2,
+    }
+    settings |= {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings["use_distributed_sampler"] = False  # the loader has one
+    return package.Trainer(strategy=strategy, **{**settings, **options})
+
+
+def loader() -> DataLoader[Any]:
+    sampler = DistributedSampler(data(), dist.get_world_size(), dist.get_rank(), shuffle=False)
+    return DataLoader(data(), batch_size=BATCH, sampler=sampler)
+
+
+def strategy_of(algorithm: str, **options: Any) -> BaguaStrategy:
+    return BaguaStrategy(algorithm, **ALGORITHMS[algorithm], **options)
+
+
+def threads() -> list[str]:
+    """The threads that are not the main one's, nor those of the machinery around."""
+    return [one.name for one in threading.enumerate() if one is not threading.main_thread()]
+
+
+def each_algorithm(scenario: Callable[[str], Any]) -> dict[str, Any]:
+    return {algorithm: scenario(algorithm) for algorithm in ALGORITHMS}
+
+
+def counts() -> Any:
+    def count(algorithm: str, accumulation: int) -> Any:
+        recorder, watch = tb.traces.Recorder(), Watch()
+        model = Net(algorithm)
+        strategy = strategy_of(algorithm, observers=[recorder])
+        trainer = trainer_of(strategy, max_epochs=1, accumulate_grad_batches=accumulation, callbacks=[watch])
+        trainer.fit(model, loader())
+        phases = [event.phase for event in recorder.events]
+        return {
+            "steps": trainer.global_step,
+            "step events": phases.count("step"),
+            "buckets": phases.count("bucket"),
+            "sent": recorder.bytes_sent,
+            "own": watch.own,
+            "end": digest(model),
+            "is detached": strategy.attachment is None and strategy.model is model,
+            "threads": threads(),
+        }
+
+    return each_algorithm(lambda algorithm: [count(algorithm, 1), count(algorithm, 2)])
+
+
+def as_in_a_plain_loop() -> Any:
+    def compare(algorithm: str) -> Any:
+        model = Net(algorithm)
+        trainer_of(strategy_of(algorithm)).fit(model, loader())
+
+        ddp = DistributedDataParallel(build(), gradient_as_bucket_view=True)
+        optimizer = optimizer_for(algorithm, ddp.parameters())
+        own = ALGORITHMS[algorithm]
+        named = tb.QAdamAlgorithm(optimizer, **own) if algorithm == "qadam" else tb.Algorithm.init(algorithm, **own)
+        with tb.attach(ddp, optimizer, named):
+            for _ in range(2):
+                for x, y in loader():
+                    optimizer.zero_grad()
+                    (ddp(x) - y).square().mean().backward()
+                    optimizer.step()
+        ddp.module.algorithm = model.net.algorithm = algorithm
+        return {"lightning": digest(model.net), "plain": digest(ddp.module)}
+
+    return each_algorithm(compare)
+
+
+def beside_ddp() -> Any:
+    """The distance, relative in norm, from what Lightning's own DDPStrategy trains."""
+
+    def weights(strategy: Any) -> torch.Tensor:
+        model = Net()
+        model.net = build(norm=False)
+        trainer_of(strategy).fit(model, loader())
+        return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    reference = weights("ddp")
+    strategies = {"gradient_allreduce": BaguaStrategy(), "bytegrad": BaguaStrategy("bytegrad"), "bagua": "bagua"}
+    return {
+        name: float((weights(strategy) - reference).norm() / reference.norm()) for name, strategy in strategies.items()
+    }
+
+
+def pytorch_lightning_by_name() -> Any:
+    class Regression(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = build()
+
+        training_step, loss = Net.training_step, Net.loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def run(strategy: Any) -> str:
+        model = Regression()
+        trainer = trainer_of(strategy, package=pytorch_lightning)
+        trainer.fit(model, loader())
+        assert isinstance(trainer.strategy, pytorch_lightning.strategies.DDPStrategy)
+        return digest(model)
+
+    return {"ddp": run("ddp"), "bagua": run("bagua")}
+
+
+def validation() -> Any:
+    def run(algorithm: str, *, is_validated: bool, averaged_weights: bool = True) -> Any:
+        watch, validations = Watch(), Validations()
+        model = Net(algorithm)
+        trainer = trainer_of(
+            strategy_of(algorithm, averaged_weights=averaged_weights),
+            callbacks=[watch, validations],
+            val_check_interval=5,
+            num_sanity_val_steps=1,
+        )
+        trainer.fit(model, loader(), *([loader()] if is_validated else []))
+        return {**validations.seen, "own": watch.own, "end": digest(model)}
+
+    return each_algorithm(
+        lambda algorithm: {
+            "averaged": run(algorithm, is_validated=True),
+            "own": run(algorithm, is_validated=True, averaged_weights=False),
+            "not validated": run(algorithm, is_validated=False),
+        }
+    )
+
+
+def resume() -> Any:
+    """Two epochs and one more from the file, beside three at one go."""
+
+    def run(algorithm: str, *, in_validation: bool) -> Any:
+        folder = FOLDER / f"{algorithm}-{in_validation}"
+
+        def fit(path: Path | None = None) -> Any:
+            watch, model = Watch(), Net(algorithm)
+            kept = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=not in_validation)
+            strategy = strategy_of(algorithm)
+            trainer = trainer_of(strategy, callbacks=[watch, kept], enable_checkpointing=True, max_epochs=3)
+            trainer.fit(model, loader(), loader(), ckpt_path=path)
+            return {"own": watch.own, "end": digest(model), "steps": trainer.global_step}
+
+        straight = fit()
+        path = folder / "epoch=1.ckpt"
+        saved = torch.load(path, weights_only=True)
+        states = saved["torchbagua"]
+        modules = [state.get("module", saved["state_dict"]) for state in states]
+        mean = {name: torch.stack([one[name].double() for one in modules]).mean(0) for name in saved["state_dict"]}
+        return {
+            "straight": straight,
+            "resumed": fit(path),
+            "num_states": len(states),
+            "are_different": any(not torch.equal(modules[0][name], modules[1][name]) for name in mean),
+            "is_mean": all(
+                torch.allclose(mean[name], value.double(), rtol=1e-6, atol=1e-7)
+                for name, value in saved["state_dict"].items()
+                if value.is_floating_point()
+            ),
+        }
+
+    results = each_algorithm(lambda algorithm: run(algorithm, in_validation=False))
+    results |= {f"{name}, in validation": run(name, in_validation=True) for name in ("bytegrad", *AVERAGES_WEIGHTS)}
+    return results
+
+
+def saved_by_an_exception() -> Any:
+    """What Lightning saves then, and a run that goes on from there."""
+    model = Failing("decentralized")
+    model.where, model.error, model.ranks = "training", ZeroDivisionError, (0, 1)
+    kept = ModelCheckpoint(FOLDER / "exception", "last", save_on_exception=True)
+    trainer = trainer_of(strategy_of("decentralized"), callbacks=[kept], enable_checkpointing=True)
+    with contextlib.suppress(ZeroDivisionError):
+        trainer.fit(model, loader())
+    path = FOLDER / "exception" / "last.ckpt"
+    has_states = "torchbagua" in torch.load(path, weights_only=True)
+    model = Net("decentralized")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_of(strategy_of("decentralized")).fit(model, loader(), ckpt_path=path)
+    said = [str(one.message) for one in caught if "torchbagua" in str(one.message)]
+    return {"has_states": has_states, "warnings": said, "end": digest(model)}
+
+
+def learning_rate_finder() -> Any:
+    """Lightning ends its loop of 5 steps as it ends a fit, and then trains on."""
+    recorder = tb.traces.Recorder()
+    model = Net("bytegrad")
+    model.lr = 0.01
+    finder = LearningRateFinder(num_training_steps=5, early_stop_threshold=None, update_attr=False)
+    strategy = strategy_of("bytegrad", observers=[recorder])
+    trainer = trainer_of(strategy, max_epochs=1, callbacks=[finder], default_root_dir=FOLDER)
+    trainer.fit(model, loader())
+    return {"buckets": [event.phase for event in recorder.events].count("bucket"), "end": digest(model)}
+
+
+def one_device() -> Any:
+    """Beside Lightning's strategy of one device, in one process."""
+
+    def run(algorithm: str, strategy: Any, **options: Any) -> str:
+        model = Net(algorithm)
+        trainer_of(strategy, devices=1, **options).fit(model, loader(), loader())
+        return digest(model)
+
+    def both(algorithm: str) -> Any:
+        alone = lightning.pytorch.strategies.SingleDeviceStrategy(torch.device("cpu"))
+        return {
+            "alone": run(algorithm, alone, accelerator="auto"),
+            "bagua": run(algorithm, strategy_of(algorithm)),
+        }
+
+    # Past its warm-up QAdamOptimizer takes no step without its algorithm.
+    return {algorithm: both(algorithm) for algorithm in ALGORITHMS if algorithm != "qadam"}
+
+
+def qadam_refusals() -> Any:
+    """What is said of optimizers that QAdam does not take."""
+
+    def run(choose: Callable[[Any], Any], **options: Any) -> str:
+        class Wrong(Net):
+            def configure_optimizers(self) -> Any:
+                return choose(self)
+
+        try:
+            trainer_of(BaguaStrategy("qadam", **options), devices=1).fit(Wrong(), loader())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "accepted"
+
+    def adam(model: Any) -> Any:
+        return tb.QAdamOptimizer(model.parameters())
+
+    def scheduled(model: Any) -> Any:
+        optimizer = adam(model)
+        schedulers = [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(2)]
+        return [optimizer], schedulers
+
+    return {
+        "Adam": run(lambda model: torch.optim.Adam(model.parameters())),
+        "two schedulers": run(scheduled),
+        "QAdam": run(adam),
+        "another value": run(adam, compression="sign1bit"),
+    }
+
+
+def from_two_ranks() -> Any:
+    """Files of `resume`, in one process."""
+
+    def run(algorithm: str) -> str:
+        trainer = trainer_of(strategy_of(algorithm), devices=1, max_epochs=3)
+        try:
+            trainer.fit(Net(algorithm), loader(), ckpt_path=FOLDER / f"{algorithm}-False" / "epoch=1.ckpt")
+        except ValueError as error:
+            return str(error)
+        return "accepted"
+
+    return each_algorithm(run)
+
+
+class Pair(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = build(), build()
+
+    def forward(self, x: torch.Tensor, is_second: int) -> torch.Tensor:
+        return (self.first, self.second)[is_second](x)
+
+
+class Manual(lightning.LightningModule):
+    """Two optimizers, stepped by hand, of two parts."""
+
+    def __init__(self, algorithm: str) -> None:
+        super().__init__()
+        self.algorithm = algorithm
+        self.automatic_optimization = False
+        self.first, self.second = build(), build()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        for optimizer, net in zip(self.optimizers(), (self.first, self.second), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward((net(x) - y).square().mean())
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(net.parameters(), lr=0.01) for net in (self.first, self.second)]
+
+
+def manual() -> Any:
+    def run(algorithm: str | None) -> Any:
+        recorder, watch = tb.traces.Recorder(), Watch()
+        model = Manual(algorithm or "")
+        own = {"find_unused_parameters": True}
+        strategy: Any = lightning.pytorch.strategies.DDPStrategy(**own)
+        if algorithm is not None:
+            strategy = BaguaStrategy(algorithm, observers=[recorder], **own)
+        trainer = trainer_of(strategy, max_epochs=1, callbacks=[watch])
+        trainer.fit(model, loader())
+        phases = [event.phase for event in recorder.events]
+        return {
+            "own": watch.own,
+            "end": digest(model),
+            "steps": phases.count("step"),
+            "buckets": phases.count("bucket"),
+        }
+
+    def plain_loop() -> Any:
+        ddp = DistributedDataParallel(Pair(), find_unused_parameters=True)
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (ddp.module.first, ddp.module.second)]
+        with tb.attach(ddp, optimizers, "decentralized"):
+            for x, y in loader():
+                for is_second, optimizer in enumerate(optimizers):
+                    optimizer.zero_grad()
+                    (ddp(x, is_second) - y).square().mean().backward()
+                    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
+                    optimizer.step()
+        ddp.module.algorithm = "decentralized"
+        return {"end": digest(ddp.module), "steps": 10}
+
+    results = {str(name): run(name) for name in (None, "gradient_allreduce", "bytegrad", "decentralized")}
+    return {**results, "decentralized, plain loop": plain_loop()}
+
+
+class Overflowing(Net):
+    """In batch 3 rank 1's loss is Inf."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        return loss * float("inf") if batch_idx == 3 and dist.get_rank() == 1 else loss
+
+
+def overflow() -> Any:
+    def run(algorithm: str) -> Any:
+        steps = []
+        plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+        class Count(lightning.Callback):
+            def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+                (optimizer,) = trainer.optimizers
+                optimizer.register_step_post_hook(lambda *_: steps.append(trainer.fit_loop.batch_idx))
+
+        model = Overflowing(algorithm)
+        strategy = strategy_of(algorithm)
+        trainer = trainer_of(strategy, max_epochs=1, plugins=[plugin], callbacks=[Count()], gradient_clip_val=1.0)
+        trainer.fit(model, loader())
+        return {"steps": steps, "scale": plugin.scaler.get_scale(), "end": digest(model)}
+
+    return {name: run(name) for name in ALGORITHMS if name != "async"}
+
+
+def twice() -> Any:
+    def run(algorithm: str) -> Any:
+        model = Net(algorithm)
+        trainer = trainer_of(strategy_of(algorithm), max_epochs=1)
+        trainer.fit(model, loader())
+        first = digest(model)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, loader())
+        trainer.validate(model, loader(), verbose=False)
+        return {"first": first, "second": digest(model), "steps": trainer.global_step}
+
+    return each_algorithm(run)
+
+
+class Failing(Net):
+    where: str
+    error: type[BaseException]
+    ranks: tuple[int, ...]
+
+    def _fail(self, where: str, batch_idx: int) -> None:
+        if where == self.where and batch_idx == 3 and dist.get_rank() in self.ranks:
+            raise self.error("of the user's")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self._fail("training", batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._fail("validation", batch_idx)
+
+
+def failing(where: str, error: type[BaseException], ranks: tuple[int, ...], algorithm: str) -> Any:
+    model = Failing(algorithm)
+    model.where, model.error, model.ranks = where, error, ranks
+    options = {"sync_interval_ms": 1} if algorithm == "async" else ALGORITHMS[algorithm]
+    strategy = BaguaStrategy(algorithm, **options)
+    trainer = trainer_of(strategy)
+    try:
+        trainer.fit(model, loader(), loader())
+        raised = "nothing"
+    except BaseException as caught:
+        raised = type(caught).__name__
+    return {"raised": raised, "threads": threads(), "is detached": strategy.attachment is None}
+
+
+def failing_everywhere() -> Any:
+    kinds = {
+        "training": ("training", ZeroDivisionError),
+        "validation": ("validation", ZeroDivisionError),
+        "interrupt": ("training", KeyboardInterrupt),
+    }
+    return each_algorithm(lambda algorithm: {kind: failing(*what, (0, 1), algorithm) for kind, what in kinds.items()})
+
+
+SCENARIOS = {
+    one.__name__: one
+    for one in (
+        counts,
+        as_in_a_plain_loop,
+        beside_ddp,
+        pytorch_lightning_by_name,
+        validation,
+        resume,
+        saved_by_an_exception,
+        learning_rate_finder,
+        one_device,
+        from_two_ranks,
+        qadam_refusals,
+        manual,
+        overflow,
+        twice,
+        failing_everywhere,
+    )
+}
+for _where in ("training", "validation"):
+    for _algorithm in ("async", "decentralized", "bytegrad"):
+        SCENARIOS[f"{_where}_{_algorithm}"] = lambda where=_where, algorithm=_algorithm: failing(
+            where, ZeroDivisionError, (1,), algorithm
+        )
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for name in sys.argv[2:]:
+        try:
+            result = {"result": SCENARIOS[name]()}
+        except BaseException:
+            result = {"failure": traceback.format_exc()}
+        (FOLDER / f"{name}-rank{dist.get_rank()}.json").write_text(json.dumps(result))
+        if "failure" in result:
+            break
+
+
+if __name__ == "__main__":
+    main()
