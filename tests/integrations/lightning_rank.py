@@ -135,8 +135,9 @@ def strategy_of(algorithm: str, **options: Any) -> BaguaStrategy:
 
 
 def threads() -> list[str]:
-    """The threads that are not the main one's, nor those of the machinery around."""
-    return [one.name for one in threading.enumerate() if one is not threading.main_thread()]
+    """The threads besides the main one, but for that of a progress bar of Lightning's."""
+    names = [one.name for one in threading.enumerate() if one is not threading.main_thread()]
+    return [name for name in names if name != "tqdm_monitor"]
 
 
 def each_algorithm(scenario: Callable[[str], Any]) -> dict[str, Any]:
