@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -244,6 +245,29 @@ def validation() -> Any:
             "not validated": run(algorithm, is_validated=False),
         }
     )
+
+
+def async_rounds() -> Any:
+    """Asynchronous averaging at its fastest, with validation and checkpoints between."""
+
+    class Rounds(lightning.Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self.num_rounds = trainer.strategy.attachment.impl.num_rounds
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            time.sleep(0.01)
+
+    rounds, validations = Rounds(), Validations()
+    kept = ModelCheckpoint(FOLDER / "rounds", save_on_train_epoch_end=False)
+    model = Net("async")
+    trainer = trainer_of(
+        BaguaStrategy("async", sync_interval_ms=1),
+        callbacks=[validations, kept, rounds],
+        val_check_interval=5,
+        enable_checkpointing=True,
+    )
+    trainer.fit(model, loader(), loader())
+    return {**validations.seen, "num_rounds": rounds.num_rounds, "end": digest(model), "threads": threads()}
 
 
 def resume() -> Any:
@@ -530,6 +554,7 @@ SCENARIOS = {
         beside_ddp,
         pytorch_lightning_by_name,
         validation,
+        async_rounds,
         resume,
         saved_by_an_exception,
         learning_rate_finder,

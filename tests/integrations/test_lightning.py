@@ -5,25 +5,22 @@ import os
 import re
 import subprocess
 import sys
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import torchbagua as tb
 from documentation import ROOT, blocks_of
 from programs import run, torchrun
+from torchbagua import frameworks
 
 pytestmark = pytest.mark.integrations
-lightning = pytest.importorskip("lightning")
-
-if True:  # after importorskip: the other tests are collected where no framework is
-    import pytorch_lightning
-
-    import torchbagua as tb
-    import torchbagua.lightning
-    from torchbagua import frameworks
-    from torchbagua.lightning import BaguaStrategy, PytorchLightningBaguaStrategy
+lightning = pytest.importorskip("lightning")  # the other tests run where no framework is
+pytorch_lightning = import_module("pytorch_lightning")
+adapter = import_module("torchbagua.lightning")
+BaguaStrategy = adapter.BaguaStrategy
 
 RANK = Path(__file__).parent / "lightning_rank.py"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -37,6 +34,7 @@ OF_TWO = [
     "beside_ddp",
     "pytorch_lightning_by_name",
     "validation",
+    "async_rounds",
     "resume",
     "saved_by_an_exception",
     "learning_rate_finder",
@@ -133,6 +131,15 @@ def test_validation_sees_the_mean_and_training_nothing_of_it(of_two: dict[str, l
         after_training = slice(2 if algorithm == "async" else 1, None)  # its warm-up is longer than the first five
         assert not set(own["own"]["during"][after_training]) & set(other["own"]["during"][after_training])
         assert not set(own["averaged"]["before"][after_training]) & set(own["averaged"]["during"])
+
+
+def test_validation_and_checkpoints_between_rounds_in_the_background(of_two: dict[str, list[Any]]) -> None:
+    own, other = each(of_two, "async_rounds")
+    for one in (own, other):
+        assert one["num_rounds"] > 0
+        assert one["threads"] == []
+    assert own["during"] == other["during"]
+    assert own["end"] == other["end"]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +272,10 @@ def test_qadam_takes_its_own_optimizer(of_one: dict[str, list[Any]]) -> None:
 
 
 def test_both_registries_have_it() -> None:
-    for package, strategy in ((lightning.pytorch, BaguaStrategy), (pytorch_lightning, PytorchLightningBaguaStrategy)):
+    for package, strategy in (
+        (lightning.pytorch, BaguaStrategy),
+        (pytorch_lightning, adapter.PytorchLightningBaguaStrategy),
+    ):
         trainer = package.Trainer(accelerator="cpu", devices=1, strategy="BAGUA", logger=False)
         assert type(trainer.strategy) is strategy
         assert isinstance(trainer.strategy, package.strategies.DDPStrategy)
@@ -273,7 +283,7 @@ def test_both_registries_have_it() -> None:
 
 def test_what_is_overridden_is_there() -> None:
     """None is private; a release that calls them otherwise may lack one."""
-    overridden = [name for name in vars(torchbagua.lightning._BaguaStrategy) if not name.startswith("_")]
+    overridden = [name for name in vars(adapter._BaguaStrategy) if not name.startswith("_")]
     assert len(overridden) >= 9
     for package in (lightning.pytorch, pytorch_lightning):
         for name in overridden:
