@@ -83,11 +83,6 @@ class _BaguaStrategy(_Base):
         )
         self._averaged, self._is_averaged = self._running.enter_context(ExitStack()), False
 
-    def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        # With manual optimization Lightning has DDP average gradients from here, past what attach has set (2.6.6).
-        if self.attachment is None or not self.attachment.impl.averages_weights:
-            super().pre_backward(closure_loss)
-
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._set_averaged(self._averaged_weights)
