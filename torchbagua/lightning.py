@@ -151,8 +151,11 @@ class BaguaStrategy(_BaguaStrategy, _TREES[0].strategies.DDPStrategy):  # type: 
     Args:
         algorithm: an algorithm, or its registered name.
         flatten: DDP's `gradient_as_bucket_view`.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in DDPStrategy. A
-            GradScaler of the precision plugin is handed to `attach`.
+        accelerator: as in DDPStrategy.
+        parallel_devices: as in DDPStrategy.
+        cluster_environment: as in DDPStrategy.
+        checkpoint_io: as in DDPStrategy.
+        precision_plugin: as in DDPStrategy. Its GradScaler is handed to `attach`.
         averaged_weights: validate the mean of the ranks' weights, and save it as the model. With False, each rank
             validates its own weights, and rank 0's are saved. All the same where gradients are averaged.
         observers: as in `attach`.
