@@ -61,6 +61,31 @@ def test_a_loop_that_sets_require_backward_grad_sync_itself(name: str, options: 
 
 
 @pytest.mark.parametrize("name", RARELY)
+def test_a_loop_that_has_ddp_average_in_a_backward_without_a_forward(name: str) -> None:
+    """As accelerate's trigger_sync_in_backward does: gradients stay the rank's own."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        twin, batch = copy.deepcopy(model), batches(group.rank())()
+        optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.01)
+
+        def backward() -> None:
+            ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
+            ddp.reducer.prepare_for_backward([])
+            loss.backward()
+
+        with tb.attach(ddp, optimizer, RARELY[name]):
+            loss = ddp(batch).square().sum()
+            alone(group, backward)
+            twin(batch).square().sum().backward()
+            for own, expected in zip(ddp.module.parameters(), twin.parameters(), strict=True):
+                assert own.grad is expected.grad is None or torch.equal(own.grad, expected.grad)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", RARELY)
 @pytest.mark.parametrize(
     ("wrap", "options"),
     [(nn.Sequential, {}), (lambda module: module, {"static_graph": True})],

@@ -113,10 +113,10 @@ def ddp_sync_disabled(ddp: DistributedDataParallel) -> ExitStack:
         undo.callback(turn_on)
         turn_off()
         undo.callback(ddp.register_forward_pre_hook(disable).remove)
-        if not has_learnt_graph(ddp):
-            # Where that backward sends nothing DDP fails (torch 2.13), so it sends what parameters were used, and a
-            # hook leaves the gradients as they are.
-            undo.enter_context(hooked(ddp, _keep_gradients))
+        # Where DDP averages all the same, the hook leaves the gradients as they are: in the first backward of a static
+        # graph, which fails otherwise (torch 2.13), and where the attribute is set between forward and backward, as
+        # accelerate's trigger_sync_in_backward does.
+        undo.enter_context(hooked(ddp, _keep_gradients))
         return undo.pop_all()
 
 
