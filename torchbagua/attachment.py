@@ -32,6 +32,11 @@ class Attachment:
     """
 
     @property
+    def is_detached(self) -> bool:
+        """Whether `detach` was called, or the `with` block left."""
+        return self._is_detached
+
+    @property
     def ddp(self) -> DistributedDataParallel | None:
         """The DistributedDataParallel that communicates: yours, or the one made with `ddp_arguments`. None otherwise.
 
