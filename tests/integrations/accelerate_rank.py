@@ -1,0 +1,242 @@
+"""One rank of what test_accelerate.py tests; started by torchrun. Writes what each function has found to a file.
+
+Argument: a folder, for checkpoints and for `<rank>.json`.
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from torchbagua.accelerate import attach
+
+STEPS, STOP = 6, 3
+FOLDER = Path(sys.argv[1])
+
+ALGORITHMS: dict[str, Callable[[torch.optim.Optimizer], tb.Algorithm]] = {
+    "gradient_allreduce": lambda optimizer: tb.GradientAllReduceAlgorithm(),
+    "bytegrad": lambda optimizer: tb.ByteGradAlgorithm(error_feedback=True),
+    "qadam": lambda optimizer: tb.QAdamAlgorithm(optimizer, error_feedback=True),
+    "decentralized": lambda optimizer: tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
+    "low_precision_decentralized": lambda optimizer: tb.LowPrecisionDecentralizedAlgorithm(),
+    "async": lambda optimizer: tb.AsyncModelAverageAlgorithm(sync_interval_ms=5),
+}
+
+
+def model_and_optimizer(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same on all ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 30), nn.BatchNorm1d(30), nn.Tanh(), nn.Linear(30, 1))
+    if name == "qadam":
+        return model, tb.QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=2)
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def batches(rank: int, steps: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Other data on each rank and in each step."""
+    for step in steps:
+        yield torch.randn(8, 10, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def weights_of(model: nn.Module) -> dict[str, list[float]]:
+    """All that a state dict has, as JSON keeps it bit for bit."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return {key: value.double().flatten().tolist() for key, value in inner.state_dict().items()}
+
+
+def accelerated(name: str, scaler: torch.amp.GradScaler | None = None, **options: Any) -> Any:
+    """An accelerator with a prepared model and optimizer, and an algorithm attached."""
+    accelerator = Accelerator(cpu=True, **{"gradient_accumulation_steps": 1, **options})
+    accelerator.scaler = scaler
+    raw_model, raw_optimizer = model_and_optimizer(name)
+    model, optimizer = accelerator.prepare(raw_model, raw_optimizer)
+    return accelerator, model, optimizer, raw_optimizer
+
+
+def train(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> None:
+    """A loop as accelerate's pages show it."""
+    for x in batches(accelerator.process_index, steps):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def plain_loop(name: str) -> dict[str, Any]:
+    """The same without accelerate."""
+    raw_model, optimizer = model_and_optimizer(name)
+    model = DistributedDataParallel(raw_model)
+    with tb.attach(model, optimizer, ALGORITHMS[name](optimizer)):
+        for x in batches(RANK, range(STEPS)):
+            model(x).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(model)
+
+
+def runs() -> dict[str, Any]:
+    """Every algorithm, with and without accumulation; and the same in a plain loop."""
+    found = {}
+    for name in ALGORITHMS:
+        found[name] = {"plain": plain_loop(name)}
+        for accumulation in (1, 2):
+            accelerator, model, optimizer, raw = accelerated(name, gradient_accumulation_steps=accumulation)
+            recorder, threads = tb.traces.Recorder(), set(threading.enumerate())
+            with attach(accelerator, model, optimizer, ALGORITHMS[name](raw), observers=[recorder]):
+                train(accelerator, model, optimizer, range(STEPS))
+                during = weights_of(model)
+            found[name][f"accumulation {accumulation}"] = {
+                "steps": sum(event.phase == "step" for event in recorder.events),
+                "during": during,
+                "weights": weights_of(model),
+                "threads": [thread.name for thread in threading.enumerate() if thread not in threads],
+            }
+    return found
+
+
+def resumed() -> dict[str, Any]:
+    """Every algorithm that goes on bit for bit, saved in the middle."""
+    found = {}
+    for name in ALGORITHMS:
+        folder = FOLDER / name
+        accelerator, model, optimizer, raw = accelerated(name)
+        with attach(accelerator, model, optimizer, ALGORITHMS[name](raw)):
+            train(accelerator, model, optimizer, range(STOP))
+            if name == "async":  # so that no round changes them meanwhile
+                accelerator.wait_for_everyone()
+            saved = weights_of(model)
+            accelerator.save_state(str(folder))
+            accelerator.wait_for_everyone()
+            train(accelerator, model, optimizer, range(STOP, STEPS))
+            straight = weights_of(model)
+        accelerator, model, optimizer, raw = accelerated(name)
+        with attach(accelerator, model, optimizer, ALGORITHMS[name](raw)):
+            train(accelerator, model, optimizer, range(1))
+            accelerator.load_state(str(folder))
+            loaded = weights_of(model)
+            train(accelerator, model, optimizer, range(STOP, STEPS))
+            again = weights_of(model)
+        own = torch.load(folder / f"torchbagua_{RANK}.pt", weights_only=True)
+        found[name] = {"saved": saved, "loaded": loaded, "straight": straight, "again": again, "keys": sorted(own)}
+    return found
+
+
+def overflow() -> dict[str, Any]:
+    """Rank 1 alone has an Inf in step 2."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    accelerator, model, optimizer, _ = accelerated("decentralized", scaler)
+    skipped = []
+    with attach(accelerator, model, optimizer, "decentralized"):
+        for step, x in enumerate(batches(RANK, range(STEPS))):
+            optimizer.zero_grad()
+            accelerator.backward(model(x).square().mean() * (float("inf") if (RANK, step) == (1, 2) else 1.0))
+            optimizer.step()
+            skipped.append(optimizer.step_was_skipped)
+        scale = scaler.get_scale()
+    return {"skipped": skipped, "scale": scale, "weights": weights_of(model)}
+
+
+def forced_sync() -> dict[str, Any]:
+    """trigger_sync_in_backward under an algorithm that averages weights, and the same without it."""
+    found = {}
+    for is_forced in (False, True):
+        accelerator, model, optimizer, _ = accelerated("decentralized")
+        with attach(accelerator, model, optimizer, "decentralized"):
+            first, second = batches(RANK, range(2))
+            with accelerator.no_sync(model):
+                losses = [model(x).square().mean() for x in (first, second)]
+            accelerator.backward(losses[0])
+            if is_forced:
+                with accelerator.trigger_sync_in_backward(model):
+                    accelerator.backward(losses[1])
+            else:
+                accelerator.backward(losses[1])
+            found[str(is_forced)] = {key: p.grad.flatten().tolist() for key, p in model.module.named_parameters()}
+    return found
+
+
+def switched() -> dict[str, Any]:
+    """Two models in one accelerator, each with its algorithm; one is switched to another."""
+    accelerator, model, optimizer, _ = accelerated("decentralized")
+    other, other_optimizer = accelerator.prepare(*model_and_optimizer("bytegrad"))
+    attach(accelerator, model, optimizer, "bytegrad").detach()
+    with (
+        attach(accelerator, model, optimizer, "decentralized"),
+        attach(accelerator, other, other_optimizer, "decentralized"),
+    ):
+        train(accelerator, model, optimizer, range(2))
+        train(accelerator, other, other_optimizer, range(3))
+        saved = [weights_of(model), weights_of(other)]
+        accelerator.save_state(str(FOLDER / "two"))
+        accelerator.wait_for_everyone()
+        train(accelerator, model, optimizer, range(2))
+        accelerator.load_state(str(FOLDER / "two"))
+        loaded = [weights_of(model), weights_of(other)]
+    files = sorted(path.name for path in (FOLDER / "two").glob("*"))
+    return {"saved": saved, "loaded": loaded, "files": files}
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """What it raises."""
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refusals() -> dict[str, str]:
+    """What is refused, and what it says."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = None
+    raw_model, raw_optimizer = model_and_optimizer("bytegrad")
+    found = {"before prepare": error_of(lambda: attach(accelerator, raw_model, raw_optimizer, "bytegrad"))}
+    model, optimizer = accelerator.prepare(raw_model, raw_optimizer)
+    _, foreign = model_and_optimizer("bytegrad")
+    found["no accelerator"] = error_of(lambda: attach(model, model, optimizer, "bytegrad"))
+    found["unwrapped"] = error_of(lambda: attach(accelerator, accelerator.unwrap_model(model), optimizer, "bytegrad"))
+    found["optimizer"] = error_of(lambda: attach(accelerator, model, foreign, "bytegrad"))
+    detached = FOLDER / "detached"
+    with attach(accelerator, model, [optimizer], "bytegrad"):
+        found["twice"] = error_of(lambda: attach(accelerator, model, optimizer, "bytegrad"))
+    accelerator.save_state(str(detached))
+    accelerator.wait_for_everyone()
+    accelerator.load_state(str(detached))
+    with attach(accelerator, model, raw_optimizer, "decentralized"):
+        found["saved detached"] = error_of(lambda: accelerator.load_state(str(detached)))
+    return found
+
+
+def exception() -> list[str]:
+    """The threads that are left where training raises, on all ranks."""
+    accelerator, model, optimizer, _ = accelerated("async")
+    before = set(threading.enumerate())
+    try:
+        with attach(accelerator, model, optimizer, ALGORITHMS["async"](optimizer)):
+            train(accelerator, model, optimizer, range(2))
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    return [thread.name for thread in threading.enumerate() if thread not in before]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    RANK = Accelerator(cpu=True).process_index
+    found = {}
+    for scenario in (runs, resumed, overflow, forced_sync, switched, refusals, exception):
+        print(f"rank {RANK}: {scenario.__name__}", flush=True)
+        found[scenario.__name__] = scenario()
+    (FOLDER / f"{RANK}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

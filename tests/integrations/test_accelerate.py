@@ -1,0 +1,165 @@
+"""torchbagua.accelerate, in two processes: what trains, what comes back from a checkpoint, and what is refused."""
+
+import importlib.metadata
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import programs
+from documentation import ROOT
+
+pytestmark = pytest.mark.integrations
+accelerate = pytest.importorskip("accelerate")
+safetensors = pytest.importorskip("safetensors.torch")
+
+RANK_PROGRAM = Path(__file__).parent / "accelerate_rank.py"
+ADAPTER = ROOT / "torchbagua" / "accelerate.py"
+GRADIENTS = ["gradient_allreduce", "bytegrad", "qadam"]
+WEIGHTS = ["decentralized", "low_precision_decentralized", "async"]
+RANKS = (0, 1)
+STEPS = 6
+
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both ranks have written."""
+    folder = tmp_path_factory.mktemp("accelerate")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    programs.run(programs.torchrun(RANK_PROGRAM, str(folder)), env=environment)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Found:
+    """What each rank has found."""
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in RANKS]
+
+
+def parameters(state: dict[str, Any]) -> dict[str, Any]:
+    """Without BatchNorm's buffers: DDP gives the others rank 0's in a forward, and not after a step."""
+    return {name: value for name, value in state.items() if not name.startswith("1.") or name.endswith("t")}
+
+
+@pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
+def test_every_step_is_heard_of(found: Found, name: str) -> None:
+    for one in found:
+        assert one["runs"][name]["accumulation 1"]["steps"] == STEPS
+        assert one["runs"][name]["accumulation 2"]["steps"] == STEPS / 2
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in GRADIENTS + WEIGHTS if name != "async"]
+)  # rounds come when they come
+def test_weights_are_those_of_a_plain_loop(found: Found, name: str) -> None:
+    for one in found:
+        assert one["runs"][name]["accumulation 1"]["weights"] == one["runs"][name]["plain"]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
+def test_ranks_are_equal_in_the_end_and_no_thread_is_left(found: Found, name: str, accumulation: int) -> None:
+    runs = [one["runs"][name][f"accumulation {accumulation}"] for one in found]
+    assert (parameters(runs[0]["during"]) == parameters(runs[1]["during"])) == (name in GRADIENTS)
+    assert parameters(runs[0]["weights"]) == parameters(runs[1]["weights"])
+    assert [run["threads"] for run in runs] == [[], []]
+
+
+@pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
+def test_each_rank_has_its_own_again(found: Found, name: str) -> None:
+    for one in found:
+        resumed = one["resumed"][name]
+        if name in GRADIENTS:
+            assert parameters(resumed["loaded"]) == parameters(resumed["saved"])
+        else:
+            assert resumed["loaded"] == resumed["saved"]
+        if name != "async":
+            assert resumed["again"] == resumed["straight"]
+    saved = [parameters(one["resumed"][name]["saved"]) for one in found]
+    assert (saved[0] == saved[1]) == (name in GRADIENTS)
+
+
+@pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
+def test_a_checkpoint_holds_the_mean(found: Found, folder: Path, name: str) -> None:
+    model = safetensors.load_file(folder / name / "model.safetensors")
+    saved = [one["resumed"][name]["saved"] for one in found]
+    for key in parameters(saved[0]):
+        mean = torch.tensor([one[key] for one in saved], dtype=torch.float64).mean(0)
+        # The mean is rounded to float32 once, and a difference to it may be added to weights that are larger.
+        torch.testing.assert_close(model[key].double().flatten(), mean, rtol=1e-6, atol=1e-7)
+
+
+def test_an_overflow_on_one_rank_is_skipped_on_all(found: Found) -> None:
+    for one in found:
+        assert one["overflow"]["skipped"] == [step == 2 for step in range(STEPS)]
+        assert one["overflow"]["scale"] == 2
+    assert found[0]["overflow"]["weights"] == found[1]["overflow"]["weights"]
+
+
+def test_no_gradient_is_averaged_where_a_backward_is_forced_to(found: Found) -> None:
+    for one in found:
+        assert one["forced_sync"]["True"] == one["forced_sync"]["False"]
+    assert found[0]["forced_sync"]["True"] != found[1]["forced_sync"]["True"]
+
+
+def test_two_models_and_a_second_algorithm(found: Found) -> None:
+    for one in found:
+        assert one["switched"]["loaded"] == one["switched"]["saved"]
+    assert {"torchbagua_1.pt", "torchbagua_model1_1.pt"} <= set(found[0]["switched"]["files"])
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("before prepare", "ValueError: .* got Sequential; call attach after model, optimizer = accelerator.prepare"),
+        ("unwrapped", "ValueError: .* got Sequential; call attach after model, optimizer = accelerator.prepare"),
+        ("optimizer", "ValueError: .* got another Adam; call attach after model, optimizer = "),
+        ("no accelerator", "TypeError: .* must be an accelerate.Accelerator, got DistributedDataParallel"),
+        ("twice", "ValueError: .* is attached to the module already; detach it first"),
+        ("saved detached", "ValueError: .* was saved when no algorithm was attached; load it before attach"),
+    ],
+)
+def test_refusals(found: Found, case: str, message: str) -> None:
+    for one in found:
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(one["refusals"][case])
+
+
+def test_no_thread_is_left_where_training_is_interrupted(found: Found) -> None:
+    assert [one["exception"] for one in found] == [[], []]
+
+
+def test_one_process_is_refused() -> None:
+    from torchbagua.accelerate import attach
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    raw = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"one process.*torchrun or accelerate launch"):
+        attach(accelerator, model, optimizer, "bytegrad")
+
+
+def test_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(ImportError, match=r"needs accelerate.*; pip install 'torchbagua\[accelerate\]'"):
+        runpy.run_path(str(ADAPTER))
+
+
+def test_an_earlier_accelerate_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "1.2.3")
+    with pytest.warns(
+        RuntimeWarning, match=r"tested with accelerate 1\.15\.0 and later, installed is accelerate 1\.2\.3"
+    ):
+        runpy.run_path(str(ADAPTER))
+
+
+def test_the_private_names_that_are_read_are_there() -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    assert accelerator._models == accelerator._optimizers == accelerator._custom_objects == []

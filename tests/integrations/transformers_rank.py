@@ -1,0 +1,309 @@
+"""One rank of what test_transformers.py tests; started by torchrun. Writes what each function has found to a file.
+
+Argument: a folder, for checkpoints, logs and `<rank>.json`.
+"""
+
+import json
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
+
+import torchbagua as tb
+from torchbagua.transformers import TrainerAttachment, attach
+
+STEPS, STOP = 6, 3
+BATCH = 4
+FOLDER = Path(sys.argv[1])
+
+ALGORITHMS: dict[str, tb.Algorithm | str] = {
+    "gradient_allreduce": "gradient_allreduce",
+    "bytegrad": tb.ByteGradAlgorithm(error_feedback=True),
+    "qadam": "qadam",
+    "decentralized": tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
+    "low_precision_decentralized": "low_precision_decentralized",
+    "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=5),
+}
+
+
+class Regression(nn.Module):
+    """A model that computes its loss, as transformers' do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        predicted = self.layers(x)
+        return {"loss": (predicted - labels).square().mean(), "predicted": predicted}
+
+
+class OwnTrainer(Trainer):
+    """One that computes the loss and logs in its own way, as TRL's do."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return model(**inputs)["loss"]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log({**logs, "own": 1.0}, start_time)
+
+
+TRAINERS = {"Seq2SeqTrainer": (Seq2SeqTrainer, Seq2SeqTrainingArguments), "OwnTrainer": (OwnTrainer, TrainingArguments)}
+
+
+def data(accumulation: int = 1) -> list[dict[str, torch.Tensor]]:
+    """For so many steps of two ranks."""
+    x = torch.randn(2 * BATCH * STEPS * accumulation, 16, generator=torch.Generator().manual_seed(1))
+    return [{"x": one, "labels": one.sum()[None]} for one in x]
+
+
+def make(name: str, accumulation: int = 1, kind: str = "", callbacks: Any = None, **options: Any) -> Trainer:
+    """A trainer of this rank."""
+    trainer_class, arguments_class = TRAINERS.get(kind, (Trainer, TrainingArguments))
+    arguments = {
+        "use_cpu": True,
+        "ddp_backend": "gloo",
+        "per_device_train_batch_size": BATCH,
+        "gradient_accumulation_steps": accumulation,
+        "num_train_epochs": 1,
+        "learning_rate": 0.01,
+        "logging_steps": 2,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "output_dir": str(FOLDER / "out"),
+    }
+    model = Regression()
+    optimizer = tb.QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=2) if name == "qadam" else None
+    rows = data(accumulation)
+    return trainer_class(
+        model,
+        arguments_class(**{**arguments, **options}),
+        train_dataset=rows,
+        eval_dataset=rows[:8],
+        optimizers=(optimizer, None),
+        callbacks=callbacks,
+    )
+
+
+def weights_of(model: nn.Module) -> dict[str, list[float]]:
+    """As JSON keeps them bit for bit."""
+    return {key: value.double().flatten().tolist() for key, value in model.state_dict().items()}
+
+
+class Spy(TrainerCallback):
+    """Keeps the weights after each step."""
+
+    def __init__(self) -> None:
+        self.weights: list[dict[str, list[float]]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        self.weights.append(weights_of(model))
+
+
+def runs() -> dict[str, Any]:
+    """Every algorithm, with and without accumulation; and the same in a plain loop."""
+    found: dict[str, Any] = {}
+    for name, algorithm in ALGORITHMS.items():
+        found[name] = {}
+        for accumulation in (1, 2):
+            recorder, threads, spy = tb.traces.Recorder(), set(threading.enumerate()), Spy()
+            trainer = make(name, accumulation, callbacks=[spy])
+            attach(trainer, algorithm, observers=[recorder])
+            trainer.train()
+            found[name][f"accumulation {accumulation}"] = {
+                "steps": sum(event.phase == "step" for event in recorder.events),
+                "global_step": trainer.state.global_step,
+                "during": spy.weights[-1],
+                "weights": weights_of(trainer.model),
+                "threads": [thread.name for thread in threading.enumerate() if thread not in threads],
+            }
+        found[name]["plain"] = plain_loop(name, algorithm)
+    return found
+
+
+def plain_loop(name: str, algorithm: tb.Algorithm | str) -> dict[str, Any]:
+    """What a Trainer does in the same order, written down."""
+    trainer = make(name)  # for its optimizer, schedule and order of data alone
+    loader, optimizer = trainer.get_train_dataloader(), trainer.create_optimizer()
+    scheduler = trainer.create_scheduler(STEPS, optimizer)
+    ddp = nn.parallel.DistributedDataParallel(trainer.model)
+    ddp.train()
+    with tb.attach(ddp, optimizer, algorithm):
+        for batch in loader:
+            ddp(**batch)["loss"].backward()
+            nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return weights_of(trainer.model)
+
+
+def resumed() -> dict[str, Any]:
+    """Every algorithm that goes on bit for bit, from a checkpoint in the middle."""
+    found = {}
+    for name, algorithm in ALGORITHMS.items():
+        options = {"save_strategy": "steps", "save_steps": STOP, "output_dir": str(FOLDER / name)}
+        spies = Spy(), Spy()
+        trainer = make(name, callbacks=[spies[0]], **options)
+        attach(trainer, algorithm)
+        trainer.train()
+        trainer = make(name, callbacks=[spies[1]], **options)
+        attach(trainer, algorithm)
+        trainer.train(resume_from_checkpoint=str(FOLDER / name / f"checkpoint-{STOP}"))
+        own = torch.load(FOLDER / name / f"checkpoint-{STOP}" / f"torchbagua_{RANK}.pt", weights_only=True)
+        found[name] = {
+            "saved": spies[0].weights[STOP - 1],
+            "straight": spies[0].weights[STOP:],
+            "again": spies[1].weights,
+            "keys": sorted(own),
+        }
+    return found
+
+
+def logged() -> dict[str, Any]:
+    """Subclasses of Trainer, what they log, TensorBoard's files; a second training; the trainer given back."""
+    found: dict[str, Any] = {}
+    for kind in TRAINERS:
+        trainer = make("bytegrad", kind=kind, report_to=["tensorboard"], output_dir=str(FOLDER / kind))
+        attached = attach(trainer, "bytegrad")
+        trainer.train()
+        first = trainer.state.log_history
+        trainer.train()
+        assert attached.attachment is not None
+        attached.detach()
+        trainer.train()
+        found[kind] = {
+            "logs": [first, trainer.state.log_history],
+            "patched": sorted(name for name in ("train", "log", "evaluate") if name in vars(trainer)),
+            "detached": attached.attachment.is_detached,
+        }
+    return found
+
+
+def evaluated() -> dict[str, Any]:
+    """Evaluations and the best model, under an algorithm that averages weights."""
+    seen: list[dict[str, list[float]]] = []
+
+    class Evaluating(Trainer):
+        def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append(weights_of(self.model))
+            return super().evaluation_loop(*args, **kwargs)
+
+    TRAINERS["Evaluating"] = (Evaluating, TrainingArguments)
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    options |= {"load_best_model_at_end": True, "save_total_limit": 1, "output_dir": str(FOLDER / "best")}
+    spy = Spy()
+    trainer = make("decentralized", kind="Evaluating", callbacks=[spy], learning_rate=0.1, **options)
+    attach(trainer, "decentralized")
+    trainer.train()
+    best = Path(str(trainer.state.best_model_checkpoint)).name
+    files = sorted(str(path.relative_to(FOLDER / "best")) for path in (FOLDER / "best").rglob("torchbagua_*"))
+    return {"seen": seen, "during": spy.weights, "best": best, "weights": weights_of(trainer.model), "files": files}
+
+
+class Raise(TrainerCallback):
+    """Raises at an event."""
+
+    def __init__(self, event: str, error: type[BaseException]) -> None:
+        def raise_error(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                raise error("on purpose")
+
+        setattr(self, event, raise_error)
+
+
+def exceptions() -> dict[str, list[str]]:
+    """The threads that are left where training, or evaluation, raises on all ranks."""
+    found = {}
+    cases = ("on_step_end", RuntimeError), ("on_prediction_step", RuntimeError), ("on_step_end", KeyboardInterrupt)
+    for event, error in cases:
+        before = set(threading.enumerate())
+        trainer = make("async", eval_strategy="steps", eval_steps=2, callbacks=[Raise(event, error)])
+        attach(trainer, ALGORITHMS["async"])
+        try:
+            trainer.train()
+        except error:
+            found[f"{event} {error.__name__}"] = [one.name for one in threading.enumerate() if one not in before]
+    return found
+
+
+def overflow() -> dict[str, Any]:
+    """Rank 1 alone has an Inf in step 2, under a GradScaler, which on CPUs Trainer makes for nobody."""
+
+    class Overflowing(OwnTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().training_step(*args, **kwargs)
+            if RANK == 1 and self.state.global_step == 2:
+                next(self.model.parameters()).grad.fill_(float("inf"))
+            return loss
+
+    TRAINERS["Overflowing"] = (Overflowing, TrainingArguments)
+    trainer = make("decentralized", kind="Overflowing", max_grad_norm=0.0)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    attach(trainer, "decentralized")
+    trainer.train()
+    # Trainer counts steps that are skipped too; Adam counts its own.
+    steps = next(iter(trainer.optimizer.state.values()))["step"].item()
+    return {"steps": steps, "scale": trainer.accelerator.scaler.get_scale(), "weights": weights_of(trainer.model)}
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """What it raises, or warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        try:
+            call()
+        except (TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "; ".join(str(one.message) for one in caught if "torchbagua" in str(one.message)) or "nothing"
+
+
+class AttachTooLate(TrainerCallback):
+    """Attaches when training has begun."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.error = error_of(lambda: attach(self.trainer, "bytegrad"))
+
+
+def refusals() -> dict[str, str]:
+    """What is refused, and what it says."""
+    trainer = make("bytegrad")
+    found = {"no trainer": error_of(lambda: attach(trainer.model, "bytegrad"))}
+    attached: TrainerAttachment = attach(trainer, "bytegrad")
+    found["twice"] = error_of(lambda: attach(trainer, "bytegrad"))
+    attached.detach()
+    attached.detach()
+    late = AttachTooLate()
+    trainer = make("bytegrad", callbacks=[late], save_strategy="steps", save_steps=STOP, output_dir=str(FOLDER / "no"))
+    late.trainer = trainer
+    trainer.train()
+    found["too late"] = late.error
+    found["name"] = error_of(lambda: _train(make("bytegrad"), "qadam"))
+    checkpoint = str(FOLDER / "no" / f"checkpoint-{STOP}")
+    found["plain checkpoint"] = error_of(lambda: _train(make("bytegrad"), "decentralized", checkpoint))
+    return found
+
+
+def _train(trainer: Trainer, algorithm: str, checkpoint: str | None = None) -> None:
+    attach(trainer, algorithm)
+    trainer.train(resume_from_checkpoint=checkpoint)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    RANK = TrainingArguments(output_dir=str(FOLDER), use_cpu=True, ddp_backend="gloo").process_index
+    found = {}
+    for scenario in (runs, resumed, logged, evaluated, exceptions, overflow, refusals):
+        print(f"rank {RANK}: {scenario.__name__}", flush=True)
+        found[scenario.__name__] = scenario()
+    (FOLDER / f"{RANK}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
