@@ -39,12 +39,12 @@ def attach(
         What `torchbagua.attach` returns: a context manager, which detaches when you leave it.
 
     Raises:
-        TypeError, ValueError: `model` or `optimizer` is not what `prepare` returned, or there is only one process. Or
-            as `torchbagua.attach`.
+        TypeError, ValueError: `model` or `optimizer` is not what `prepare` returned, or that makes no
+            DistributedDataParallel: of one process, for instance. Or as `torchbagua.attach`.
     """
     if not isinstance(accelerator, accelerate.Accelerator):
         raise TypeError(f"attach: accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}")
-    check_processes(accelerator)
+    check_uses_ddp(accelerator)
     ddp = without_compiler(model)
     order = "call attach after model, optimizer = accelerator.prepare(model, optimizer)"
     if not isinstance(ddp, DistributedDataParallel) or id(ddp.module) not in map(id, accelerator._models):
@@ -63,11 +63,12 @@ def attach(
     return attachment
 
 
-def check_processes(accelerator: accelerate.Accelerator) -> None:
-    """Raise ValueError where there is one process."""
-    if accelerator.num_processes == 1:
+def check_uses_ddp(accelerator: accelerate.Accelerator) -> None:
+    """Raise ValueError where accelerate makes no DistributedDataParallel: of one process, or FSDP's."""
+    if not str(accelerator.distributed_type.value).startswith("MULTI_"):
         raise ValueError(
-            "attach: there is one process, and nothing to average; start several, with torchrun or accelerate launch"
+            "attach: accelerate must run DistributedDataParallel, of several processes, got DistributedType."
+            f"{accelerator.distributed_type.value}; start with torchrun or accelerate launch, without FSDP or DeepSpeed"
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torchbagua as tb
-from torchbagua.accelerate import check_processes, load_rank_state, save_rank_state, without_compiler
+from torchbagua.accelerate import check_uses_ddp, load_rank_state, save_rank_state, without_compiler
 from torchbagua.events import CommEvent
 from torchbagua.frameworks import framework
 from torchbagua.traces.charts import scalars
@@ -39,7 +39,7 @@ def attach(trainer: transformers.Trainer, algorithm: tb.Algorithm | str, **optio
         options: of [`torchbagua.attach`][torchbagua.attach], `observers` for instance.
 
     Raises:
-        TypeError, ValueError: `trainer` is no Trainer, is training or attached already, or there is only one process.
+        TypeError, ValueError: `trainer` is no Trainer, is training or attached already, or does not use DDP.
     """
     if not isinstance(trainer, transformers.Trainer):
         raise TypeError(f"attach: trainer must be a transformers.Trainer, got {type(trainer).__name__}")
@@ -47,7 +47,7 @@ def attach(trainer: transformers.Trainer, algorithm: tb.Algorithm | str, **optio
         raise ValueError("attach: trainer is training, or has failed to; call attach before trainer.train")
     if hasattr(trainer, _MARK):
         raise ValueError("attach: an algorithm is attached to the trainer already; detach it first")
-    check_processes(trainer.accelerator)
+    check_uses_ddp(trainer.accelerator)
     return TrainerAttachment(trainer, algorithm, options)
 
 
