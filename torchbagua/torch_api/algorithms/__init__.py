@@ -1,0 +1,21 @@
+"""Bagua's `algorithms`: the algorithms of this package under its module paths, and the base classes of own ones."""
+
+from torchbagua.torch_api.algorithms import (
+    async_model_average,
+    bytegrad,
+    decentralized,
+    gradient_allreduce,
+    q_adam,
+)
+from torchbagua.torch_api.algorithms.base import Algorithm, AlgorithmImpl, GlobalAlgorithmRegistry
+
+__all__ = [
+    "Algorithm",
+    "AlgorithmImpl",
+    "GlobalAlgorithmRegistry",
+    "async_model_average",
+    "bytegrad",
+    "decentralized",
+    "gradient_allreduce",
+    "q_adam",
+]

@@ -1,0 +1,87 @@
+"""Bagua's `distributed`: what importing `torchbagua.torch_api` gives to every torch.nn.Module."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchbagua.algorithms import Algorithm
+from torchbagua.torch_api.data_parallel.bagua_distributed import BaguaDistributedDataParallel
+from torchbagua.torch_api.process_groups import BaguaProcessGroup, to_bagua_process_group
+
+
+class BaguaModule:
+    """The methods that importing `torchbagua.torch_api` gives to torch.nn.Module."""
+
+    def with_bagua(
+        self: Any,
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm | str,
+        process_group: torch.distributed.ProcessGroup | BaguaProcessGroup | None = None,
+        do_flatten: bool = True,
+    ) -> torch.nn.Module:
+        """Put an algorithm to work on the module, and return the module. Collective.
+
+        All ranks get rank 0's weights. Called again, it ends the algorithm that is at work, and begins another one.
+        `module.bagua_ddp.attachment.detach()` ends it for good.
+
+        Args:
+            optimizers: of the module's parameters.
+            algorithm: one of `torchbagua.torch_api.algorithms`, its registered name, or your own.
+            process_group: the ranks that train together; by default all.
+            do_flatten: have gradients lie in the buckets that are sent, and not be copied there.
+
+        Raises:
+            TypeError, ValueError, TimeoutError, CommunicationError: see `torchbagua.attach`.
+            RuntimeError: there is no default process group.
+        """
+        group = to_bagua_process_group(process_group)
+        before: BaguaDistributedDataParallel | None = vars(self).pop("bagua_ddp", None)
+        if before is not None:
+            before.attachment.detach()
+            del before  # and the DDP that it has made
+        self.bagua_ddp = BaguaDistributedDataParallel(
+            self,
+            optimizers,
+            algorithm,
+            group,
+            bagua_module_name=vars(self).get("_bagua_module_name"),
+            gradient_as_bucket_view=do_flatten,
+        )
+        module: torch.nn.Module = self
+        return module
+
+    @property
+    def bagua_module_name(self: Any) -> str:
+        """A name of the module."""
+        ddp: BaguaDistributedDataParallel | None = vars(self).get("bagua_ddp")
+        name = vars(self).get("_bagua_module_name") or (ddp and ddp.bagua_module_name)
+        return name or f"{type(self).__name__}_{id(self)}"
+
+    @bagua_module_name.setter
+    def bagua_module_name(self: Any, name: str) -> None:
+        self._bagua_module_name = name
+
+    @property
+    def bagua_algorithm(self: Any) -> Any:
+        """What runs the algorithm; of AsyncModelAverage it has `abort(module)` and `resume(module)`."""
+        return self.bagua_ddp.bagua_algorithm
+
+    @property
+    def bagua_optimizers(self: Any) -> list[torch.optim.Optimizer]:
+        """The optimizers that `with_bagua` was given."""
+        optimizers: list[torch.optim.Optimizer] = self.bagua_ddp.bagua_optimizers
+        return optimizers
+
+    @property
+    def bagua_buckets(self: Any) -> list[Any]:
+        """The buckets. Those of gradients are there after the first backward."""
+        buckets: list[Any] = self.bagua_ddp.bagua_buckets
+        return buckets
+
+
+def install() -> None:
+    """Give torch.nn.Module the methods."""
+    for name, member in vars(BaguaModule).items():
+        if "bagua" in name:
+            setattr(torch.nn.Module, name, member)

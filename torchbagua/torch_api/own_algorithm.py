@@ -1,0 +1,223 @@
+"""How an algorithm that is written against Bagua's documentation runs under `attach`.
+
+Such an algorithm has buckets of its own, whatever its tensors stand for. So for `attach` it is of the kind that
+averages weights: DDP sends nothing, and what the buckets send runs on a lane.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from torchbagua import algorithms, bucket, collectives
+from torchbagua.lane import Job
+from torchbagua.torch_api import env
+from torchbagua.torch_api.algorithms.base import AlgorithmImpl
+from torchbagua.torch_api.bucket import BaguaBucket
+from torchbagua.torch_api.process_groups import BaguaProcessGroup
+from torchbagua.torch_api.tensor import effective, proxy_of
+from torchbagua.weights import WeightBuckets
+
+if TYPE_CHECKING:
+    from torchbagua.torch_api.data_parallel.bagua_distributed import BaguaDistributedDataParallel
+
+_PLAIN_TYPES = (bool, int, float, str, type(None))
+
+
+def is_own(algorithm: object) -> bool:
+    """Return whether an algorithm is written against Bagua's documentation: it says itself what `reify` returns."""
+    return isinstance(algorithm, algorithms.Algorithm) and type(algorithm).reify is not algorithms.Algorithm.reify
+
+
+@dataclass(frozen=True)
+class OwnAlgorithm(algorithms.Algorithm):
+    """An algorithm of the user's, and the module that it is for."""
+
+    averages_weights: ClassVar[bool | None] = True
+
+    algorithm: algorithms.Algorithm
+    bagua_ddp: "BaguaDistributedDataParallel" = field(repr=False)
+
+    def arguments(self) -> dict[str, str]:
+        """Return the name of the class, and those of its attributes that are plain."""
+        own = {name: repr(value) for name, value in vars(self.algorithm).items() if isinstance(value, _PLAIN_TYPES)}
+        return {"algorithm": type(self.algorithm).__qualname__, **own}
+
+    def make_impl(self, process_group: collectives.BaguaProcessGroup) -> "OwnImpl":
+        """Return what runs what the user's `reify` returns."""
+        impl: Any = self.algorithm.reify(self.bagua_ddp.process_group)  # type: ignore[arg-type]
+        if not isinstance(impl, AlgorithmImpl):
+            raise TypeError(
+                f"{type(self.algorithm).__name__}.reify must return an AlgorithmImpl of torchbagua.torch_api, got "
+                f"{impl!r}; an algorithm with an impl of torchbagua's own overrides make_impl"
+            )
+        return OwnImpl(process_group, self, impl)
+
+
+class OwnImpl(algorithms.AlgorithmImpl):
+    """Runs an `AlgorithmImpl` of the user's.
+
+    Buckets run in their order, on all ranks the same, each when its tensors are ready and those before it have begun.
+    """
+
+    algorithm: OwnAlgorithm
+
+    def __init__(
+        self, process_group: collectives.BaguaProcessGroup, algorithm: OwnAlgorithm, impl: AlgorithmImpl
+    ) -> None:
+        super().__init__(process_group, algorithm)
+        self.own = impl
+        self.ddp = algorithm.bagua_ddp
+        self.ddp.bagua_algorithm = impl
+        self.ddp.runner = self
+        self._are_weights = False
+        self._num_steps = 0
+        self._of_core: dict[bucket.BaguaBucket, BaguaBucket] = {}
+        self._order: deque[BaguaBucket] = deque()
+        self._running: list[tuple[BaguaBucket, Job[torch.Tensor]]] = []
+        self._groups: list[tuple[BaguaProcessGroup, collectives.BaguaProcessGroup]] = []
+        self._reached: set[str] = set()  # in this backward, the parameters whose gradients are there
+        self._on_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+
+    def init_tensors(self, module: torch.nn.Module) -> list[bucket.BaguaTensor]:
+        self.ddp.parameters_to_ignore = sorted({*self.ddp.parameters_to_ignore, *self.ignored_names})
+        tensors = self.own.init_tensors(self.ddp)
+        parameters = {id(parameter) for parameter in module.parameters()}
+        self._are_weights = any(id(effective(tensor)) in parameters for tensor in tensors)
+        return [bucket.BaguaTensor(proxy_of(tensor).name, tensor) for tensor in tensors]
+
+    def tensors_to_buckets(self, tensors: list[bucket.BaguaTensor], do_flatten: bool) -> list[bucket.BaguaBucket]:
+        suggested = _suggested([tensor.parameter for tensor in tensors])
+        own = self.own.tensors_to_buckets(suggested, self.ddp.gradient_as_bucket_view)
+        self._of_core = {one.bind(self, self.process_group): one for one in own}
+        self._order = deque(own)
+        self.ddp.bagua_buckets = own
+        return list(self._of_core)
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: bucket.BaguaBucket) -> None:
+        self.own.init_operations(self.ddp, self._of_core[bucket])
+
+    def reset(self) -> None:
+        self.wait_pending()
+        super().reset()
+        self._on_step = self.own.init_post_optimizer_step_hook(self.ddp)
+
+    def init_forward_pre_hook(self, module: torch.nn.Module) -> Callable[[Any], None]:
+        return self._before_forward
+
+    def init_backward_hook(self, module: torch.nn.Module) -> Callable[[str, torch.Tensor], None]:
+        return self._on_gradient
+
+    def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
+        return self._after_backward
+
+    def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
+        return self._after_step
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        with super().averaged_weights() if self._are_weights else nullcontext():
+            yield
+
+    def mark_ready(self, bucket: BaguaBucket, tensor: torch.Tensor) -> None:
+        """Run the buckets whose turn it is."""
+        while self._order[0].is_ready:
+            first = self._order[0]
+            self._order.rotate(-1)
+            first.begin()
+            self._running.append((first, self.lane.submit(first.core.run)))
+
+    def wait_pending(self) -> None:
+        """Wait for the buckets that run, and have their tensors stand for the results."""
+        while self._running:
+            one, job = self._running.pop(0)
+            job.result()
+            one.end()
+
+    def open_group(self, group: BaguaProcessGroup | None, device: torch.device) -> collectives.BaguaProcessGroup | None:
+        """Return the private groups for another group than that of the algorithm. Collective."""
+        if group is None or group.torch_group is self.process_group.process_group:
+            return None
+        for known, opened in self._groups:
+            if known.torch_group is group.torch_group:
+                return opened
+        opened = group.open()
+        self._groups.append((group, opened))
+        opened.open_private_nccl()
+        if device.type == "cuda":
+            opened.connect_nccl(device)
+        return opened
+
+    def finish(self, *, failed: bool) -> bool:
+        """Take the last mean where weights were communicated."""
+        if failed:
+            return False
+        self.wait_pending()
+        if self._are_weights and self.process_group.size > 1:
+            weights = WeightBuckets(self.process_group, type(self.own).__name__)
+            weights.make_buckets(weights.select(self.ddp.module, self.ignored_names))
+            weights.take_mean(self.lane, {"optimizer steps": self._num_steps})
+        self.ends_in_order = True
+        return self._are_weights
+
+    def close(self) -> None:
+        super().close()
+        for _, opened in self._groups:
+            opened.close()
+        for one in self._order:
+            for tensor in one.tensors:
+                tensor._bagua_proxy = None  # type: ignore[attr-defined]
+
+    def _before_forward(self, inputs: Any) -> None:
+        self._reached.clear()
+        self.ddp.bagua_train_step_counter += 1
+        if self.own.need_reset():
+            self.wait_pending()
+            self.ddp.broadcast_from_first_rank()  # what comes may rely on equal weights, and so far they may differ
+            self.reset()
+        self.own.init_forward_pre_hook(self.ddp)(inputs)
+
+    def _on_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        if self.ddp.require_backward_grad_sync:
+            self._reached.add(name)
+            self.own.init_backward_hook(self.ddp)(name, parameter)
+
+    def _after_backward(self) -> None:
+        if not self.ddp.require_backward_grad_sync:
+            return
+        if self.ddp.find_unused_parameters:
+            for name, parameter in self.ddp.bagua_build_params():
+                if name not in self._reached:
+                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    self.own.init_backward_hook(self.ddp)(name, parameter)
+        self._reached.clear()
+        self.own.init_post_backward_hook(self.ddp)()
+        waiting = [one for one in self._order if one.is_begun]
+        if waiting and not self._are_weights:
+            raise RuntimeError(
+                f"torchbagua.torch_api: backward has ended, and bucket {self._order[0].name} has not run: "
+                f"{self._order[0].missing()}. If they are not used in every backward, put their names into the "
+                "module's _bagua_params_and_buffers_to_ignore, or use DistributedDataParallel with "
+                "find_unused_parameters=True"
+            )
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._num_steps += 1
+        for one in self.ddp.bagua_optimizers:
+            self._on_step(one)
+
+
+def _suggested(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return tensors in lists of one dtype, and of at most `env.get_default_bucket_size`, or one tensor."""
+    lists: dict[torch.dtype, list[list[torch.Tensor]]] = {}
+    for tensor in tensors:
+        found = effective(tensor)
+        alike = lists.setdefault(found.dtype, [[]])
+        num_bytes = sum(effective(one).nbytes for one in alike[-1])
+        if alike[-1] and num_bytes + found.nbytes > env.get_default_bucket_size():
+            alike.append([])
+        alike[-1].append(tensor)
+    return [one for alike in lists.values() for one in alike]
