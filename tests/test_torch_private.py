@@ -237,3 +237,11 @@ def test_dispatcher() -> None:
     assert torch_private.has_kernel("aten::add.Tensor", "CPU")
     assert not torch_private.has_kernel("torchbagua::minmax_uint8_encode", "MPS")
     assert torch_private.is_forked_from_cuda() is False
+
+
+def test_names_to_ignore(group: dist.ProcessGroup) -> None:
+    module = torch.nn.Linear(2, 2)
+    assert torch_private.names_to_ignore(module) == []
+    torch_private.ignore_names(module, ["bias"])
+    assert torch_private.names_to_ignore(module) == ["bias"]
+    assert DistributedDataParallel(module, process_group=group).parameters_to_ignore == {"bias"}

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua.ddp import ddps_around, named_tensors
+from torchbagua.torch_private import names_to_ignore
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,20 @@ class TrainingSetup:
         return self.module if self.ddp is None else self.ddp.module
 
     def ignored_names(self) -> frozenset[str]:
-        """Return the names in `inner` of the parameters and buffers that one of the DDPs was told to ignore."""
+        """Return the names in `inner` of the parameters and buffers that one of the DDPs was told to ignore.
+
+        Or would be: a module without one may have the list that a DDP of it reads.
+        """
         ignored_ids = {
             id(tensor)
             for ddp in self.ddps
             for name, tensor in named_tensors(ddp.module)
             if name in ddp.parameters_to_ignore
         }
-        return frozenset(name for name, tensor in named_tensors(self.inner) if id(tensor) in ignored_ids)
+        listed = names_to_ignore(self.inner)
+        return frozenset(
+            name for name, tensor in named_tensors(self.inner) if id(tensor) in ignored_ids or name in listed
+        )
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters of `inner` that are trained, and that no DDP was told to ignore, by name."""
