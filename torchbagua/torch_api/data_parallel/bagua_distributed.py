@@ -11,6 +11,7 @@ from torchbagua import algorithms, attach, collectives
 from torchbagua.torch_api import env
 from torchbagua.torch_api.own_algorithm import OwnAlgorithm, OwnImpl, is_own
 from torchbagua.torch_api.process_groups import BaguaProcessGroup
+from torchbagua.torch_private import ignore_names, names_to_ignore
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -141,10 +142,10 @@ def buffers_option(are_broadcast: bool) -> dict[str, Any]:
 
 def _ignored(module: torch.nn.Module) -> list[str]:
     """Return the names that Bagua's list and DDP's have, and have DDP know them all."""
-    of_ddp = list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    of_ddp = names_to_ignore(module)
     names = sorted({*of_ddp, *getattr(module, "_bagua_params_and_buffers_to_ignore", ())})
     if len(names) > len(of_ddp):
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+        ignore_names(module, names)
     return names
 
 

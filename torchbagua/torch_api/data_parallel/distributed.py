@@ -27,8 +27,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         find_unused_parameters: see torch's.
         check_reduction: without effect.
         gradient_as_bucket_view: see torch's.
-        optimizers: of the module's parameters. An algorithm that averages gradients, and keeps nothing from step to
-            step, needs none.
+        optimizers: of the module's parameters. By default those that the algorithm knows, QAdam's. An algorithm that
+            averages gradients, and keeps nothing from step to step, needs none.
         algorithm: see `with_bagua`; by default GradientAllReduce.
 
     Attributes:
@@ -54,6 +54,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         algorithm: algorithms.Algorithm | None = None,
     ) -> None:
         algorithm = algorithms.GradientAllReduceAlgorithm() if algorithm is None else algorithm
+        optimizers = optimizers or algorithm.own_optimizers()
         if not optimizers and (algorithm.averages_weights is not False or is_own(algorithm)):
             raise ValueError(
                 f"DistributedDataParallel: optimizers must be given, since {type(algorithm).__name__} works after "

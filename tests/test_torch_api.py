@@ -1,0 +1,304 @@
+"""Bagua's `with_bagua` and DistributedDataParallel beside `attach` in a plain loop, on ranks that are threads."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import parallel
+
+import torchbagua as tb
+import torchbagua.torch_api as bagua
+from documentation import ROOT
+from ranks import run_ranks, without_default_group
+from source_tree import run_python
+from torchbagua.torch_api.algorithms import (
+    Algorithm,
+    GlobalAlgorithmRegistry,
+    async_model_average,
+    bytegrad,
+    decentralized,
+    gradient_allreduce,
+    q_adam,
+)
+from torchbagua.torch_api.data_parallel import DistributedDataParallel
+from training import build
+
+NUM_STEPS = 6
+
+# By its name: what makes the optimizer, and the algorithm for it.
+ALGORITHMS: dict[str, Callable[[Any], Any]] = {
+    "gradient_allreduce": lambda optimizer: gradient_allreduce.GradientAllReduceAlgorithm(),
+    "bytegrad": lambda optimizer: bytegrad.ByteGradAlgorithm(),
+    "decentralized": lambda optimizer: decentralized.DecentralizedAlgorithm(),
+    "low_precision_decentralized": lambda optimizer: decentralized.LowPrecisionDecentralizedAlgorithm(),
+    "qadam": q_adam.QAdamAlgorithm,
+    # Whose rounds come at no certain step: within the warm-up the weights are certain.
+    "async": lambda optimizer: async_model_average.AsyncModelAverageAlgorithm(warmup_steps=100),
+}
+
+
+def make_model() -> nn.Module:
+    return build(lambda: nn.Sequential(nn.Linear(10, 33), nn.BatchNorm1d(33), nn.Tanh(), nn.Linear(33, 1)))
+
+
+def make_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
+    if name == "qadam":
+        return q_adam.QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=3)
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def steps(rank: int, module: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = NUM_STEPS) -> None:
+    """Train, with data that differ by rank and step."""
+    data = torch.Generator().manual_seed(1000 + rank)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        module(torch.randn(6, 10, generator=data)).square().sum().backward()
+        optimizer.step()
+
+
+def weights(module: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
+
+
+def plain_loop(group: dist.ProcessGroup, model: nn.Module, name: str) -> list[torch.Tensor]:
+    """The weights before and after `detach`, of `attach` in a loop of one's own."""
+    module = copy.deepcopy(model)
+    optimizer = make_optimizer(name, module)
+    own_group = tb.BaguaProcessGroup(group)
+    averages_weights = name in ("decentralized", "low_precision_decentralized", "async")
+    called = module if averages_weights else parallel.DistributedDataParallel(module, process_group=group)
+    if not averages_weights:
+        called.require_forward_param_sync = False  # Bagua leaves buffers to each rank
+    attachment = tb.attach(called, optimizer, ALGORITHMS[name](optimizer), process_group=own_group)
+    steps(group.rank(), called, optimizer)
+    before = weights(module)
+    attachment.detach()
+    own_group.close()
+    return [before, weights(module)]
+
+
+@pytest.mark.parametrize("do_flatten", [True, False])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_weights_are_those_of_a_plain_loop(name: str, do_flatten: bool) -> None:
+    model = make_model()
+
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        module = copy.deepcopy(model)
+        optimizer = make_optimizer(name, module)
+        assert module.with_bagua([optimizer], ALGORITHMS[name](optimizer), group, do_flatten=do_flatten) is module
+        assert module.bagua_optimizers == [optimizer]
+        steps(group.rank(), module, optimizer)
+        assert sum(tensor.parameter.numel() for one in module.bagua_buckets for tensor in one.tensors) > 0
+        before = weights(module)
+        module.bagua_ddp.attachment.detach()
+        return [before, weights(module)]
+
+    ours = run_ranks(2, body)
+    expected = run_ranks(2, lambda group: plain_loop(group, model, name))
+    for one, other in zip(ours, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert torch.equal(ours[0][1], ours[1][1])
+    assert torch.equal(ours[0][0], ours[1][0]) == ("decentralized" not in name)
+
+
+def test_another_algorithm_takes_over() -> None:
+    model = make_model()
+
+    def body(group: dist.ProcessGroup) -> list[str]:
+        module = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        names = []
+        for algorithm in (
+            gradient_allreduce.GradientAllReduceAlgorithm(),
+            decentralized.DecentralizedAlgorithm(),
+            bytegrad.ByteGradAlgorithm(),
+            gradient_allreduce.GradientAllReduceAlgorithm(),
+        ):
+            module.with_bagua([optimizer], algorithm, group)
+            steps(group.rank(), module, optimizer, 2)
+            names.append(type(module.bagua_algorithm).__name__)
+        module.bagua_ddp.attachment.detach()
+        return [*names, weights(module)]
+
+    (*names, first), (*_, second) = run_ranks(2, body)
+    assert names == [
+        "GradientAllReduceAlgorithmImpl",
+        "DecentralizedAlgorithmImpl",
+        "ByteGradAlgorithmImpl",
+        "GradientAllReduceAlgorithmImpl",
+    ]
+    assert torch.equal(first, second)
+
+
+def test_abort_and_resume() -> None:
+    model = make_model()
+
+    def body(group: dist.ProcessGroup) -> list[Any]:
+        module = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        module.with_bagua([optimizer], async_model_average.AsyncModelAverageAlgorithm(sync_interval_ms=1), group)
+        seen = []
+        for _ in range(2):  # as Bagua's example does it for each epoch
+            module.bagua_algorithm.resume(module)
+            steps(group.rank(), module, optimizer, 10)
+            module.bagua_algorithm.abort(module)
+            seen += [module.bagua_algorithm.mode, weights(module)]
+        return seen
+
+    first, second = run_ranks(2, body)
+    assert first[::2] == second[::2] == ["stopped", "stopped"]
+    assert all(torch.equal(a, b) for a, b in zip(first[1::2], second[1::2], strict=True))
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "decentralized"])
+def test_names_to_ignore_are_bagua_s_or_ddp_s(name: str) -> None:
+    model = make_model()
+
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        module = copy.deepcopy(model)
+        module._bagua_params_and_buffers_to_ignore = ["3.weight"]
+        module._ddp_params_and_buffers_to_ignore = ["3.bias"]
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module.with_bagua([optimizer], ALGORITHMS[name](optimizer), group)
+        steps(group.rank(), module, optimizer)
+        module.bagua_ddp.attachment.detach()
+        return [parameter.detach() for parameter in module.parameters()]
+
+    first, second = run_ranks(2, body)
+    same = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
+    assert same == [True, True, True, True, False, False]
+
+
+def test_a_copy_and_a_file_of_the_module() -> None:
+    """A copy has no algorithm at work on it; state dicts are plain."""
+    model = make_model()
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module.with_bagua([optimizer], decentralized.DecentralizedAlgorithm(), group)
+        steps(group.rank(), module, optimizer)
+        other = copy.deepcopy(module)
+        assert other.bagua_ddp is None
+        other(torch.randn(2, 10)).sum().backward()
+        assert list(module.state_dict()) == list(model.state_dict())
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "async"])
+@pytest.mark.parametrize("with_optimizers", [True, False])
+def test_distributed_data_parallel(name: str, with_optimizers: bool) -> None:
+    model = make_model()
+    needs_optimizers = "decentralized" in name
+
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        module = copy.deepcopy(model)
+        optimizer = make_optimizer(name, module)
+        ddp = DistributedDataParallel(
+            module,
+            process_group=group,
+            broadcast_buffers=False,
+            optimizers=[optimizer] if with_optimizers else [],
+            algorithm=ALGORITHMS[name](optimizer),
+        )
+        assert isinstance(ddp, parallel.DistributedDataParallel)
+        assert ddp.bagua_optimizers == ([optimizer] if with_optimizers or name == "qadam" else [])
+        steps(group.rank(), ddp, optimizer)
+        assert ddp.bagua_buckets
+        before = weights(module)
+        if ddp.inner is not None:
+            ddp.inner.attachment.detach()
+        return [before, weights(module)]
+
+    if needs_optimizers and not with_optimizers:
+        with pytest.raises(ValueError, match=r"optimizers must be given, since .*Algorithm works after"):
+            run_ranks(2, body)
+        return
+    ours = run_ranks(2, body)
+    expected = run_ranks(2, lambda group: plain_loop(group, model, name))
+    for one, other in zip(ours, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_distributed_data_parallel_accumulates() -> None:
+    """The steps of two micro-batches, of which the first is not sent, are those of torch's DDP."""
+    model = build(lambda: nn.Linear(10, 1))
+
+    def train(group: dist.ProcessGroup, ddp: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        data = torch.Generator().manual_seed(group.rank())
+        for _ in range(3):
+            optimizer.zero_grad()
+            for context in (ddp.no_sync(), nullcontext()):
+                with context:
+                    ddp(torch.randn(6, 10, generator=data)).square().sum().backward()
+            optimizer.step()
+        return weights(ddp)
+
+    def ours(group: dist.ProcessGroup) -> torch.Tensor:
+        module = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        return train(group, DistributedDataParallel(module, process_group=group, optimizers=[optimizer]), optimizer)
+
+    def torchs(group: dist.ProcessGroup) -> torch.Tensor:
+        module = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        return train(group, parallel.DistributedDataParallel(module, process_group=group), optimizer)
+
+    assert all(torch.equal(a, b) for a, b in zip(run_ranks(2, ours), run_ranks(2, torchs), strict=True))
+
+
+def test_the_registry_is_this_package_s() -> None:
+    assert set(ALGORITHMS) <= set(GlobalAlgorithmRegistry.available_algorithms())
+    assert isinstance(Algorithm.init("bytegrad", hierarchical=False), bytegrad.ByteGradAlgorithm)
+    assert GlobalAlgorithmRegistry.get("qadam") is q_adam.QAdamAlgorithm
+    assert str(GlobalAlgorithmRegistry).startswith("Registered Algorithms: ")
+    with pytest.raises(ValueError, match="an algorithm named 'bytegrad' is registered already"):
+        GlobalAlgorithmRegistry.register("bytegrad", bytegrad.ByteGradAlgorithm)
+
+
+def test_groups_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with without_default_group():
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"):
+            monkeypatch.delenv(name, raising=False)
+        assert [bagua.get_rank(), bagua.get_world_size(), bagua.get_local_rank(), bagua.get_local_size()] == [
+            0,
+            1,
+            0,
+            1,
+        ]
+        monkeypatch.setenv("RANK", "5")  # Bagua's scripts ask before there is a group
+        monkeypatch.setenv("NODE_RANK", "2")
+        assert [bagua.get_rank(), bagua.get_node_rank()] == [5, 2]
+        with pytest.raises(RuntimeError, match="call init_process_group first"):
+            bagua.new_group()
+        with pytest.raises(ValueError, match="rank, world_size and local_world_size must be given, got -1, -1 and -1"):
+            bagua.init_process_group(dist.HashStore())
+        bagua.init_process_group(dist.HashStore(), rank=0, world_size=1, local_world_size=1)
+        assert bagua.is_initialized()
+        bagua.init_process_group()  # there is one
+        assert [bagua.get_rank(), bagua.get_world_size(), bagua.get_local_size()] == [0, 1, 1]
+        assert bagua.new_group([0]).ranks == [0]
+        with pytest.raises(ValueError, match=r"ranks must be below 1, got \[3\]"):
+            bagua.new_group([0, 3])
+        with pytest.raises(TypeError, match="process_group must be what new_group returned"):
+            nn.Linear(1, 1).with_bagua([], gradient_allreduce.GradientAllReduceAlgorithm(), "world")
+
+
+PATCHED = """
+import torch, torchbagua
+print([hasattr(torch.nn.Module, "with_bagua"), hasattr(torch.Tensor, "ensure_bagua_tensor")])
+import torchbagua.torch_api
+print([hasattr(torch.nn.Module, "with_bagua"), hasattr(torch.Tensor, "ensure_bagua_tensor")])
+"""
+
+
+def test_only_importing_torch_api_patches() -> None:
+    status, out, err = run_python(PATCHED, ROOT)
+    assert status == 0, err
+    assert out.split("\n")[:2] == ["[False, False]", "[True, True]"]

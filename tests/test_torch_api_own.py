@@ -1,0 +1,552 @@
+"""Algorithms of users' own, as Bagua's documentation has them written, on ranks that are threads."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import parallel
+
+import torchbagua.torch_api as bagua
+from ranks import gloo_group, run_ranks
+from torchbagua.torch_api.algorithms import Algorithm, AlgorithmImpl
+from torchbagua.torch_api.bucket import BaguaBucket
+from torchbagua.torch_api.data_parallel import DistributedDataParallel
+from torchbagua.torch_api.data_parallel.bagua_distributed import BaguaDistributedDataParallel
+from training import Branches, build
+
+NUM_STEPS = 5
+
+
+class Own(Algorithm):
+    """What `reify` returns is said when it is made."""
+
+    def __init__(self, make_impl: Callable[[Any], AlgorithmImpl], interval: int = 1) -> None:
+        self.make_own_impl = make_impl
+        self.interval = interval
+
+    def reify(self, process_group: bagua.BaguaProcessGroup) -> AlgorithmImpl:
+        return self.make_own_impl(process_group)
+
+
+class Mean(AlgorithmImpl):
+    """The mean of gradients: operations alone are said."""
+
+    def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
+        bucket.clear_ops()
+        bucket.append_centralized_synchronous_op(hierarchical=False, average=True, group=self.process_group)
+
+
+class Aligned(Mean):
+    """The same, with everything said, in one aligned bucket for two suggested lists, or as many as there are."""
+
+    def init_tensors(self, bagua_ddp: BaguaDistributedDataParallel) -> list[torch.Tensor]:
+        return [
+            parameter.bagua_ensure_grad().ensure_bagua_tensor(
+                name,
+                bagua_ddp.bagua_module_name,
+                getter_closure=lambda parameter: parameter.grad,
+                setter_closure=lambda parameter, gradient: setattr(parameter, "grad", gradient),
+            )
+            for name, parameter in reversed(bagua_ddp.bagua_build_params())
+        ]
+
+    def tensors_to_buckets(self, tensors: list[list[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+        assert all(tensor.is_bagua_tensor() for one in tensors for tensor in one)
+        size = self.process_group.get_global_communicator().nranks()
+        pairs = [
+            [*first, *(tensors[index + 1] if index + 1 < len(tensors) else [])]
+            for index, first in enumerate(tensors)
+            if index % 2 == 0
+        ]
+        return [
+            BaguaBucket(one, flatten=do_flatten, name=str(index), alignment=7 * size) for index, one in enumerate(pairs)
+        ]
+
+    def init_backward_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[str, torch.Tensor], None]:
+        return lambda name, parameter: parameter.bagua_mark_communication_ready()
+
+    def init_post_backward_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[], None]:
+        return lambda: bagua_ddp._bagua_backend.wait_pending_comm_ops()
+
+    def init_post_optimizer_step_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[Any], None]:
+        self.stepped: list[torch.optim.Optimizer] = []
+        return self.stepped.append
+
+
+class Doubled(Mean):
+    """A function of the bucket's name beside the mean."""
+
+    def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
+        def halve(name: str) -> None:
+            assert name == bucket.name
+            for tensor in bucket.tensors:
+                tensor.bagua_getter_closure().mul_(0.5)
+
+        super().init_operations(bagua_ddp, bucket)
+        bucket.append_python_op(halve, group=self.process_group)
+        bucket.append_centralized_synchronous_op(average=False, group=self.process_group)
+
+
+class Gossip(AlgorithmImpl):
+    """The mean of weights, while forward and backward run, as Bagua's own decentralized algorithm does it."""
+
+    def init_tensors(self, bagua_ddp: BaguaDistributedDataParallel) -> list[torch.Tensor]:
+        self.tensors = [
+            parameter.ensure_bagua_tensor(name, bagua_ddp.bagua_module_name)
+            for name, parameter in reversed(bagua_ddp.bagua_build_params())
+        ]
+        return self.tensors
+
+    def tensors_to_buckets(self, tensors: list[list[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+        return [BaguaBucket([tensor for one in tensors for tensor in one], flatten=do_flatten, name="0")]
+
+    def init_forward_pre_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[Any], None]:
+        def hook(inputs: Any) -> None:
+            for tensor in self.tensors:
+                tensor.bagua_mark_communication_ready()
+
+        return hook
+
+    def init_backward_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[str, torch.Tensor], None]:
+        return lambda name, parameter: None
+
+    def init_post_backward_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[], None]:
+        def hook() -> None:
+            bagua_ddp._bagua_backend.wait_pending_comm_ops()
+            for bucket in bagua_ddp.bagua_buckets:
+                bucket._op.copy_back_peer_weight(bucket.backend_bucket)
+
+        return hook
+
+    def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: Any) -> None:
+        bucket._peer_weight = bucket.flattened_tensor().ensure_bagua_tensor("peer_weight")
+        bucket.clear_ops()
+        bucket._op = bucket.append_decentralized_synchronous_op(
+            peer_weight=bucket._peer_weight, hierarchical=False, peer_selection_mode="all", group=self.process_group
+        )
+
+
+class AfterStep(Gossip):
+    """Weights, after the optimizers' steps: the mean, or a round of the ring."""
+
+    in_ring = False
+
+    def init_forward_pre_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[Any], None]:
+        return lambda inputs: None
+
+    def init_post_backward_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[], None]:
+        return lambda: None
+
+    def init_post_optimizer_step_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[Any], None]:
+        def hook(optimizer: torch.optim.Optimizer) -> None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.bagua_mark_communication_ready()
+            bagua_ddp._bagua_backend.wait_pending_comm_ops()
+
+        return hook
+
+    def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: Any) -> None:
+        bucket.clear_ops()
+        if not self.in_ring:
+            bucket.append_centralized_synchronous_op(group=self.process_group)
+            return
+        bucket._replicas = [bucket.flattened_tensor().ensure_bagua_tensor(name) for name in ("own", "left", "right")]
+        bucket.append_low_precision_decentralized_synchronous_op(
+            *bucket._replicas, hierarchical=False, compression="MinMaxUInt8", group=self.process_group
+        )
+
+
+class InRing(AfterStep):
+    in_ring = True
+
+
+class Momentum(Mean):
+    """8 bits of a momentum that gradients move, as Bagua's QAdam after its warm-up: tensors stand for another one."""
+
+    def init_tensors(self, bagua_ddp: BaguaDistributedDataParallel) -> list[torch.Tensor]:
+        tensors = []
+        for name, parameter in bagua_ddp.bagua_build_params():
+            parameter._momentum = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+            tensors.append(
+                parameter.ensure_bagua_tensor(
+                    name,
+                    bagua_ddp.bagua_module_name,
+                    getter_closure=lambda parameter: parameter._momentum,
+                    setter_closure=lambda parameter, other: setattr(parameter, "_momentum", other),
+                )
+            )
+        return tensors
+
+    def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
+        def move(*_: str) -> None:
+            for tensor in bucket.tensors:
+                tensor.bagua_getter_closure().mul_(0.9).add_(tensor.grad, alpha=0.1)
+
+        bucket.append_python_op(move, group=self.process_group)
+        bucket.append_centralized_synchronous_op(
+            hierarchical=True, average=True, scattergather=True, compression="MinMaxUInt8", group=self.process_group
+        )
+
+    def init_post_backward_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[], None]:
+        def hook() -> None:
+            bagua_ddp._bagua_backend.wait_pending_comm_ops()
+            for _, parameter in bagua_ddp.bagua_build_params():
+                parameter.grad = parameter._momentum.clone()  # type: ignore[attr-defined]
+
+        return hook
+
+
+class Stages(Gossip):
+    """Gossip for two steps, then the mean of gradients: need_reset leads from one to the other."""
+
+    forwards = 0
+
+    @property
+    def kind(self) -> type[AlgorithmImpl]:
+        return Gossip if self.forwards <= 2 else Mean
+
+    def need_reset(self) -> bool:
+        self.forwards += 1
+        return self.forwards == 3
+
+
+for _name in (
+    "init_tensors",
+    "tensors_to_buckets",
+    "init_forward_pre_hook",
+    "init_backward_hook",
+    "init_post_backward_hook",
+    "init_operations",
+):
+    setattr(
+        Stages,
+        _name,
+        lambda self, *arguments, _name=_name: getattr(self.kind, _name)(self, *arguments),
+    )
+
+
+def make_model() -> nn.Module:
+    return build(lambda: nn.Sequential(nn.Linear(10, 33), nn.Tanh(), nn.Linear(33, 1)))
+
+
+def optimizers_of(module: nn.Module, several: bool = False) -> list[torch.optim.Optimizer]:
+    groups = [child.parameters() for child in module.children() if list(child.parameters())]
+    return [torch.optim.SGD(one, lr=0.1) for one in (groups if several else [module.parameters()])]
+
+
+def steps(rank: int, module: nn.Module, optimizers: list[torch.optim.Optimizer], num_steps: int = NUM_STEPS) -> None:
+    data = torch.Generator().manual_seed(1000 + rank)
+    for _ in range(num_steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        module(torch.randn(6, 10, generator=data)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def weights(module: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
+
+
+def run_own(
+    impl: Callable[[Any], AlgorithmImpl], *, size: int = 2, do_flatten: bool = True, several: bool = False
+) -> list[list[torch.Tensor]]:
+    """For each rank, its weights before `detach` and after it."""
+    model = make_model()
+
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        module = copy.deepcopy(model)
+        optimizers = optimizers_of(module, several)
+        module.with_bagua(optimizers, Own(impl), bagua.from_torch_group(group), do_flatten=do_flatten)
+        assert isinstance(module.bagua_algorithm, AlgorithmImpl)
+        assert all(isinstance(one, BaguaBucket) for one in module.bagua_buckets)
+        steps(group.rank(), module, optimizers)
+        before = weights(module)
+        module.bagua_ddp.attachment.detach()
+        return [before, weights(module)]
+
+    return run_ranks(size, body)
+
+
+def by_ddp(size: int = 2) -> torch.Tensor:
+    model = make_model()
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        module = copy.deepcopy(model)
+        ddp = parallel.DistributedDataParallel(module, process_group=group)
+        steps(group.rank(), ddp, optimizers_of(module))
+        return weights(module)
+
+    return run_ranks(size, body)[0]
+
+
+@pytest.mark.parametrize("bucket_bytes", ["10485760", "700"])
+@pytest.mark.parametrize("do_flatten", [True, False])
+@pytest.mark.parametrize("impl", [Mean, Aligned, Doubled])
+def test_gradients(
+    impl: type[AlgorithmImpl], do_flatten: bool, bucket_bytes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two ranks the mean is exact, and halving and doubling are: the weights are DDP's."""
+    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", bucket_bytes)
+    expected = by_ddp()
+    for before, after in run_own(impl, do_flatten=do_flatten):
+        assert torch.equal(before, expected)
+        assert torch.equal(after, expected)
+
+
+def test_gradients_lie_in_the_buckets() -> None:
+    """As `do_flatten` says, also where zero_grad has let them go, and not without."""
+    for do_flatten in (True, False):
+        model = make_model()
+
+        def body(group: dist.ProcessGroup, do_flatten: bool = do_flatten, model: nn.Module = model) -> bool:
+            module = copy.deepcopy(model)
+            optimizers = optimizers_of(module)
+            module.with_bagua(optimizers, Own(Mean), group, do_flatten=do_flatten)
+            steps(group.rank(), module, optimizers, 2)
+            (bucket,) = module.bagua_buckets
+            assert bucket.bytes() == 4 * weights(module).numel()
+            assert torch.equal(bucket.flattened_tensor(), torch.cat([one.grad.flatten() for one in bucket.tensors]))
+            return bool(bucket.check_flatten())
+
+        assert run_ranks(2, body) == [do_flatten] * 2
+
+
+@pytest.mark.parametrize("do_flatten", [True, False])
+@pytest.mark.parametrize("impl", [Gossip, AfterStep, InRing])
+def test_weights(impl: type[AlgorithmImpl], do_flatten: bool) -> None:
+    ranks = run_own(impl, size=3, do_flatten=do_flatten)
+    before, after = zip(*ranks, strict=True)
+    assert all(torch.equal(one, after[0]) for one in after)
+    assert all(torch.equal(one, before[0]) for one in before[1:]) == (impl is AfterStep)
+    torch.testing.assert_close(after[0], torch.stack(before).mean(0))
+
+
+def test_gossip_is_d_psgd() -> None:
+    """The weights of a step are the mean of those before it, less what each rank's own gradient at its own says."""
+    model = make_model()
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+    data = [torch.Generator().manual_seed(1000 + rank) for rank in range(2)]
+    for _ in range(NUM_STEPS):
+        for replica, generator in zip(replicas, data, strict=True):
+            replica.zero_grad()
+            replica(torch.randn(6, 10, generator=generator)).square().sum().backward()
+        with torch.no_grad():
+            for parameters in zip(*(replica.parameters() for replica in replicas), strict=True):
+                mean = (parameters[0] + parameters[1]) / 2
+                for parameter in parameters:
+                    parameter.copy_(mean).sub_(parameter.grad, alpha=0.1)
+    for rank, (before, _) in enumerate(run_own(Gossip)):
+        torch.testing.assert_close(before, weights(replicas[rank]), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("do_flatten", [True, False])
+def test_tensors_that_stand_for_a_momentum(do_flatten: bool) -> None:
+    (first, _), (second, _) = run_own(Momentum, do_flatten=do_flatten)
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
+    assert not torch.equal(first, weights(make_model()))
+
+
+def test_several_optimizers() -> None:
+    expected = by_ddp()
+    assert all(torch.equal(before, expected) for before, _ in run_own(Mean, several=True))
+    (first, _), (second, _) = run_own(AfterStep, several=True)
+    assert torch.equal(first, second)
+
+
+def test_each_optimizer_is_told_of_the_step() -> None:
+    model = make_model()
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = copy.deepcopy(model)
+        optimizers = optimizers_of(module, several=True)
+        module.with_bagua(optimizers, Own(Aligned), group)
+        steps(group.rank(), module, optimizers, 2)
+        assert module.bagua_algorithm.stepped == optimizers * 2
+        assert module.bagua_ddp.bagua_train_step_counter == 2
+
+    run_ranks(2, body)
+
+
+def test_need_reset_begins_again_from_equal_weights() -> None:
+    """After the gossip ranks differ, and the mean of gradients alone would leave them so."""
+    (first, _), (second, _) = run_own(Stages)
+    assert torch.equal(first, second)
+
+
+def test_evaluation_is_no_step() -> None:
+    model = make_model()
+
+    def body(group: dist.ProcessGroup) -> int:
+        module = copy.deepcopy(model)
+        optimizers = optimizers_of(module)
+        module.with_bagua(optimizers, Own(Gossip), group)
+        for _ in range(2):
+            module.eval()(torch.randn(2, 10))
+            with torch.no_grad():
+                module.train()(torch.randn(2, 10))
+            steps(group.rank(), module, optimizers, 1)
+        return int(module.bagua_ddp.bagua_train_step_counter)
+
+    assert run_ranks(2, body) == [2, 2]
+
+
+def test_another_group_for_an_operation() -> None:
+    """The impl has a group of its own beside that of the algorithm, as Bagua's asynchronous one has."""
+    model = make_model()
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        module = copy.deepcopy(model)
+        optimizers = optimizers_of(module)
+        store = dist.PrefixStore("other", group.get_group_store())
+        other = bagua.from_torch_group(gloo_group(store, group.rank(), group.size()))
+
+        class Impl(Mean):
+            def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
+                bucket.append_centralized_synchronous_op(group=other)
+
+        module.with_bagua(optimizers, Own(Impl), group)
+        steps(group.rank(), module, optimizers)
+        module.bagua_ddp.attachment.detach()
+        return weights(module)
+
+    first, second = run_ranks(2, body)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("find_unused_parameters", [True, False])
+def test_parameters_that_a_backward_leaves_out(find_unused_parameters: bool) -> None:
+    model = build(Branches)
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        module = copy.deepcopy(model)
+        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+        ddp = DistributedDataParallel(
+            module,
+            process_group=group,
+            optimizers=[optimizer],
+            algorithm=Own(Mean),
+            find_unused_parameters=find_unused_parameters,
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            ddp(torch.randn(4, 10), step).sum().backward()
+            optimizer.step()
+        return weights(module)
+
+    if not find_unused_parameters:
+        with pytest.raises(RuntimeError, match=r"bucket 0 has not run: .*never\.weight.* not ready"):
+            run_ranks(2, body)
+        return
+    first, second = run_ranks(2, body)
+    assert torch.equal(first, second)
+
+
+def test_no_sync() -> None:
+    """What two micro-batches accumulate is averaged once, as DDP does it."""
+    model = make_model()
+
+    def train(ddp: Any, module: nn.Module, rank: int) -> torch.Tensor:
+        (optimizer,) = ddp.bagua_optimizers if hasattr(ddp, "bagua_optimizers") else optimizers_of(module)
+        data = torch.Generator().manual_seed(rank)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with ddp.no_sync():
+                ddp(torch.randn(6, 10, generator=data)).square().sum().backward()
+            ddp(torch.randn(6, 10, generator=data)).square().sum().backward()
+            optimizer.step()
+        return weights(module)
+
+    def ours(group: dist.ProcessGroup) -> torch.Tensor:
+        module = copy.deepcopy(model)
+        ddp = DistributedDataParallel(
+            module, process_group=group, optimizers=optimizers_of(module), algorithm=Own(Mean)
+        )
+        return train(ddp, module, group.rank())
+
+    def torchs(group: dist.ProcessGroup) -> torch.Tensor:
+        module = copy.deepcopy(model)
+        ddp = parallel.DistributedDataParallel(module, process_group=group)
+        return train(ddp, module, group.rank())
+
+    assert all(torch.equal(a, b) for a, b in zip(run_ranks(2, ours), run_ranks(2, torchs), strict=True))
+
+
+class Twice(Mean):
+    def init_backward_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[str, torch.Tensor], None]:
+        def hook(name: str, parameter: torch.Tensor) -> None:
+            parameter.bagua_mark_communication_ready()
+            parameter.bagua_mark_communication_ready()
+
+        return hook
+
+
+class Raises(Mean):
+    def init_operations(self, bagua_ddp: BaguaDistributedDataParallel, bucket: BaguaBucket) -> None:
+        def fail(name: str) -> None:
+            raise ArithmeticError("as it was told to")
+
+        bucket.append_python_op(fail)
+
+
+class TooEarly(Mean):
+    def tensors_to_buckets(self, tensors: list[list[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+        buckets = super().tensors_to_buckets(tensors, do_flatten)
+        buckets[0].append_centralized_synchronous_op()
+        return buckets
+
+
+@pytest.mark.parametrize(
+    ("impl", "error", "message"),
+    [
+        (Twice, RuntimeError, r"2\.bias was marked ready twice, and bucket 0 has not run in between: .* not ready"),
+        (Raises, RuntimeError, r"fail on bucket 0 failed on rank \d: ArithmeticError: as it was told to"),
+        (TooEarly, RuntimeError, "bucket 0 has no algorithm yet: append operations in init_operations"),
+        (lambda group: object(), TypeError, r"Own\.reify must return an AlgorithmImpl of torchbagua\.torch_api, got"),
+    ],
+)
+def test_what_is_wrong_is_said(impl: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        run_own(impl)
+
+
+def test_ranks_that_disagree_are_told_so() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(2, 2)
+        module.with_bagua(optimizers_of(module), Own(Mean, interval=1 + group.rank()), group)
+
+    with pytest.raises(ValueError, match="argument interval"):
+        run_ranks(2, body)
+
+
+def test_tensors() -> None:
+    tensor = torch.ones(2, 2)
+    assert not tensor.is_bagua_tensor()
+    with pytest.raises(TypeError, match=r"a tensor of shape \[2, 2\] is no Bagua tensor"):
+        _ = tensor.bagua_tensor_name
+    with pytest.raises(ValueError, match="setter_closure needs a getter_closure"):
+        tensor.ensure_bagua_tensor("x", setter_closure=lambda tensor, other: None)
+    assert tensor.ensure_bagua_tensor("x", "m") is tensor
+    assert [tensor.is_bagua_tensor(), tensor.bagua_tensor_name, tensor.bagua_module_name] == [True, "x", "m"]
+    assert tensor.bagua_getter_closure() is tensor
+    with pytest.raises(TypeError, match="x has no setter_closure"):
+        tensor.bagua_setter_closure(torch.zeros(2, 2))
+    with pytest.raises(RuntimeError, match="x is in no bucket, which could run"):
+        tensor.bagua_mark_communication_ready()
+    other = torch.ones(3).to_bagua_tensor("y")
+    storage = torch.arange(8.0)
+    other.bagua_set_storage(storage.untyped_storage(), 2)
+    assert other.tolist() == [2.0, 3.0, 4.0]
+    assert not copy.deepcopy(tensor).is_bagua_tensor()
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.ensure_bagua_tensor("z", getter_closure=lambda parameter: parameter.grad)
+    with pytest.raises(RuntimeError, match="getter_closure of z must return a tensor, got None; has it a gradient"):
+        parameter.bagua_getter_closure()
+    with pytest.raises(ValueError, match="tensors must be some, of one module, dtype and device"):
+        BaguaBucket([tensor, torch.ones(2).double().ensure_bagua_tensor("w", "m")], name="0", flatten=True)
