@@ -1,0 +1,235 @@
+"""Scripts that make the calls which Bagua's own examples make, with the import changed, in two processes."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import programs
+
+# A rank that ends at once after a backward can abort in torch itself, see test_docs.py.
+ENDING = """
+import time
+bagua.barrier()
+time.sleep(1)
+torch.distributed.destroy_process_group()
+"""
+
+TRAIN = """
+import logging, sys
+import torch, torch.nn as nn, torch.nn.functional as F, torch.optim as optim
+import torchbagua.torch_api as bagua
+
+def train(model, loader, optimizer, scaler):
+    model.train()
+    for data, target in loader:
+        optimizer.zero_grad()
+        loss = F.nll_loss(model(data), target)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def test(model, loader):
+    model.eval()
+    with torch.no_grad():
+        correct = sum(model(data).argmax(dim=1).eq(target).sum().item() for data, target in loader)
+    return correct / len(loader.dataset)
+
+assert bagua.get_world_size() == 2 and bagua.get_local_rank() == bagua.get_rank()
+bagua.init_process_group()
+generator = torch.Generator().manual_seed(0)
+centres = torch.randn(10, 1, 12, 12, generator=generator)
+target = torch.randint(10, (512,), generator=generator)
+pictures = centres[target] + 0.7 * torch.randn(512, 1, 12, 12, generator=generator)
+dataset = torch.utils.data.TensorDataset(pictures, target)
+if bagua.get_local_rank() == 0:
+    torch.distributed.barrier()
+else:
+    torch.distributed.barrier()
+sampler = torch.utils.data.distributed.DistributedSampler(
+    dataset, num_replicas=bagua.get_world_size(), rank=bagua.get_rank()
+)
+train_loader = torch.utils.data.DataLoader(dataset, batch_size=16, sampler=sampler)
+test_loader = torch.utils.data.DataLoader(dataset, batch_size=128)
+
+def run(name):
+    torch.manual_seed(bagua.get_rank())
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(800, 10), nn.LogSoftmax(dim=1)
+    )
+    optimizer = optim.Adadelta(model.parameters(), lr=1.0)
+    if name == "gradient_allreduce":
+        from torchbagua.torch_api.algorithms import gradient_allreduce
+        algorithm = gradient_allreduce.GradientAllReduceAlgorithm()
+    elif name == "decentralized":
+        from torchbagua.torch_api.algorithms import decentralized
+        algorithm = decentralized.DecentralizedAlgorithm()
+    elif name == "low_precision_decentralized":
+        from torchbagua.torch_api.algorithms import decentralized
+        algorithm = decentralized.LowPrecisionDecentralizedAlgorithm()
+    elif name == "bytegrad":
+        from torchbagua.torch_api.algorithms import bytegrad
+        algorithm = bytegrad.ByteGradAlgorithm()
+    elif name == "qadam":
+        from torchbagua.torch_api.algorithms import q_adam
+        optimizer = q_adam.QAdamOptimizer(model.parameters(), lr=0.001, warmup_steps=10)
+        algorithm = q_adam.QAdamAlgorithm(optimizer)
+    elif name == "async":
+        from torchbagua.torch_api.algorithms import async_model_average
+        algorithm = async_model_average.AsyncModelAverageAlgorithm(sync_interval_ms=5, warmup_steps=3)
+    model = model.with_bagua([optimizer], algorithm, do_flatten=True)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for epoch in range(1, 3):
+        if name == "async":
+            model.bagua_algorithm.resume(model)
+        train(model, train_loader, optimizer, scaler)
+        if name == "async":
+            model.bagua_algorithm.abort(model)
+        accuracy = test(model, test_loader)
+        scheduler.step()
+    print(f"{name} of rank {bagua.get_rank()}: {accuracy:.2f}", flush=True)
+    assert accuracy > 0.9
+    return model  # or its end would be that of what communicates
+
+models = [run(name) for name in sys.argv[1:]]
+"""
+
+PRIMITIVES = """
+import torch, torch.distributed as dist
+import torchbagua.torch_api as bagua
+
+assert bagua.get_world_size() >= 2
+bagua.init_process_group()
+rank, size = bagua.get_rank(), bagua.get_world_size()
+comm = bagua.communication._get_default_group().get_global_communicator()
+assert comm.rank() == rank and comm.nranks() == size
+
+sent, theirs, ours = torch.rand(4), torch.zeros(4), torch.zeros(4)
+if rank == 0:
+    dist.send(sent, 1)
+    bagua.send(sent, 1, comm=comm)
+elif rank == 1:
+    dist.recv(theirs, 0)
+    bagua.recv(ours, 0, comm=comm)
+assert torch.equal(theirs, ours)
+
+theirs, ours = (sent.clone(), sent.clone())
+dist.broadcast(theirs, 0)
+bagua.broadcast(ours, 0, comm=comm)
+assert torch.equal(theirs, ours)
+
+theirs, ours, result = sent.clone(), sent.clone(), torch.zeros(4)
+dist.all_reduce(theirs)
+bagua.allreduce(ours, result, comm=comm)
+bagua.allreduce_inplace(ours, comm=comm)
+assert torch.equal(theirs, result) and torch.equal(theirs, ours)
+
+theirs, ours, result = sent.clone(), sent.clone(), torch.zeros(4)
+dist.reduce(theirs, 1)
+bagua.reduce(ours, result, dst=1, comm=comm)
+bagua.reduce_inplace(ours, dst=1, comm=comm)
+assert torch.equal(theirs, ours)  # as Bagua's example has it, on every rank
+assert rank != 1 or torch.equal(ours, result)
+
+theirs, result = [torch.zeros(4) for _ in range(size)], torch.zeros(4 * size)
+dist.all_gather(theirs, sent)
+bagua.allgather(sent, result, comm=comm)
+assert torch.equal(torch.cat(theirs), result)
+
+parts, theirs, result = [torch.rand(4) for _ in range(size)], torch.zeros(4), torch.zeros(4)
+dist.reduce_scatter(theirs, parts)
+bagua.reduce_scatter(torch.cat(parts), result, comm=comm)
+assert torch.equal(theirs, result)
+
+theirs, result = [torch.zeros(4) for _ in range(size)], torch.zeros(4 * size)
+dist.all_to_all(theirs, parts)
+bagua.alltoall(torch.cat(parts), result, comm=comm)
+assert torch.equal(torch.cat(theirs), result)
+
+values, result = torch.arange(2.0 * size) + 100 * rank, torch.zeros(2 * size)
+counts, places = [2] * 8, list(range(0, 18, 2))  # longer than needed, as in Bagua's example
+bagua.alltoall_v(values, counts, places, result, counts, places, comm=comm)
+bagua.alltoall_v_inplace(values, counts, places)
+assert torch.equal(values, result)
+
+pair = bagua.new_group([1])
+of_pair = pair.get_global_communicator()
+own = torch.tensor([float(rank)])
+bagua.broadcast(own, 0, comm=of_pair)
+bagua.barrier(of_pair)
+assert own.item() == rank
+if rank == 1:
+    assert of_pair.nranks() == 1
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    from torchbagua.torch_api.algorithms import bytegrad
+    model.with_bagua([optimizer], bytegrad.ByteGradAlgorithm(), process_group=pair)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+print("all equal", flush=True)
+"""
+
+ELASTIC = """
+import os, sys
+import torch
+import torchbagua.torch_api as bagua
+from torchbagua.torch_api.algorithms import Algorithm
+
+path, num_epochs = sys.argv[1], int(sys.argv[2])
+torch.manual_seed(1)
+bagua.init_process_group()
+model = torch.nn.Linear(10, 1)
+optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+start_epoch = 1
+if os.path.exists(path):
+    checkpoint = torch.load(path)
+    model.load_state_dict(checkpoint["model_state_dict"])
+    optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
+    start_epoch = checkpoint["epoch"]
+bagua.barrier()
+model = model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))
+for epoch in range(start_epoch, num_epochs + 1):
+    data = torch.Generator().manual_seed(10 * epoch + bagua.get_rank())
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(6, 10, generator=data)).square().sum().backward()
+        optimizer.step()
+    if bagua.get_rank() == 0:
+        torch.save(
+            {
+                "epoch": epoch + 1,
+                "model_state_dict": model.state_dict(),
+                "optimizer_state_dict": optimizer.state_dict(),
+            },
+            path,
+        )
+        print(epoch, [value.hex() for value in model.weight[0].tolist()], flush=True)
+"""
+
+
+def test_training(tmp_path: Path) -> None:
+    """As in the examples for MNIST and of the synthetic benchmark, with all algorithms one after the other."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN + ENDING)
+    names = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async"]
+    out = programs.run(programs.torchrun(script, *names)).stdout
+    assert sorted(re.findall(r"([a-z_]+) of rank [01]", out)) == sorted(2 * names)
+
+
+def test_primitives(tmp_path: Path) -> None:
+    script = tmp_path / "primitives.py"
+    script.write_text(PRIMITIVES + ENDING)
+    assert programs.run(programs.torchrun(script)).stdout.count("all equal") == 2
+
+
+@pytest.mark.slow
+def test_a_run_that_is_started_again(tmp_path: Path) -> None:
+    """As in the example of elastic training: it goes on from rank 0's file, and comes to the same weights."""
+    script = tmp_path / "elastic.py"
+    script.write_text(ELASTIC + ENDING)
+    whole = programs.run(programs.torchrun(script, str(tmp_path / "whole.pt"), "2")).stdout.splitlines()
+    first = programs.run(programs.torchrun(script, str(tmp_path / "parts.pt"), "1")).stdout.splitlines()
+    second = programs.run(programs.torchrun(script, str(tmp_path / "parts.pt"), "2")).stdout.splitlines()
+    assert [*first, *second] == whole
+    assert len(whole) == 2
