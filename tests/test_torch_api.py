@@ -187,6 +187,7 @@ def test_a_copy_and_a_file_of_the_module() -> None:
         assert other.bagua_ddp is None
         other(torch.randn(2, 10)).sum().backward()
         assert list(module.state_dict()) == list(model.state_dict())
+        module.bagua_ddp.attachment.detach()
 
     run_ranks(2, body)
 

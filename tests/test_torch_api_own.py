@@ -392,6 +392,7 @@ def test_evaluation_is_no_step() -> None:
             with torch.no_grad():
                 module.train()(torch.randn(2, 10))
             steps(group.rank(), module, optimizers, 1)
+        module.bagua_ddp.attachment.detach()
         return int(module.bagua_ddp.bagua_train_step_counter)
 
     assert run_ranks(2, body) == [2, 2]
