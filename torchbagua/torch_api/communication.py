@@ -1,27 +1,18 @@
 """Bagua's `communication`: process groups and the primitives that send tensors over them."""
 
 from torchbagua.torch_api.primitives import (
-    ReduceOp,
     allgather,
     allgather_inplace,
-    allreduce,
-    allreduce_coalesced_inplace,
-    allreduce_inplace,
     alltoall,
     alltoall_inplace,
     alltoall_v,
     alltoall_v_inplace,
-    barrier,
     broadcast,
     broadcast_coalesced,
     broadcast_object,
     gather,
     gather_inplace,
     recv,
-    reduce,
-    reduce_inplace,
-    reduce_scatter,
-    reduce_scatter_inplace,
     scatter,
     scatter_inplace,
     send,
@@ -35,6 +26,17 @@ from torchbagua.torch_api.process_groups import (
     init_process_group,
     is_initialized,
     new_group,
+)
+from torchbagua.torch_api.reductions import (
+    ReduceOp,
+    allreduce,
+    allreduce_coalesced_inplace,
+    allreduce_inplace,
+    barrier,
+    reduce,
+    reduce_inplace,
+    reduce_scatter,
+    reduce_scatter_inplace,
 )
 
 __all__ = [
