@@ -49,7 +49,7 @@ test-docs: $(STAMPS)/dev ## run every code block of README and docs, each alone
 
 .PHONY: test-integrations
 test-integrations: $(STAMPS)/integrations ## run the programs that use other people's frameworks
-	.venv-integrations/bin/pytest -m integrations $(ARGS) tests/test_docs.py
+	.venv-integrations/bin/python -m pytest -m integrations $(ARGS) tests/integrations tests/test_docs.py
 
 # The package is read for the reference, and not imported: this needs neither torch nor a compiler.
 .PHONY: docs
@@ -148,7 +148,7 @@ $(STAMPS)/dev: $(STAMPS)/torch $(BUILT_FROM)
 $(STAMPS)/integrations: $(STAMPS)/dev
 	$(PYTHON) -m venv .venv-integrations
 	.venv-integrations/bin/$(PIP_INSTALL_ARGS) torch
-	.venv-integrations/bin/$(PIP_INSTALL_ARGS) accelerate filelock hypothesis lightning pytest transformers
+	.venv-integrations/bin/$(PIP_INSTALL_ARGS) accelerate filelock hypothesis lightning pytest tensorboard transformers
 	touch $@
 
 # They need a newer Python than the package does.
