@@ -233,5 +233,9 @@ def test_what_is_no_state_of_a_rank_is_refused() -> None:
             ):
                 with pytest.raises(ValueError, match=message):
                     attachment.load_rank_state_dict(wrong)
+            with attachment.averaged_weights():
+                for call in (attachment.rank_state_dict, lambda: attachment.load_rank_state_dict(state)):
+                    with pytest.raises(RuntimeError, match="which are not there within averaged_weights"):
+                        call()
 
     run_ranks(1, body)

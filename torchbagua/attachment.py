@@ -1,8 +1,8 @@
 """Attachment: what is installed on a module while an algorithm is attached to it, and what can be asked of it."""
 
 import weakref
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -59,6 +59,7 @@ class Attachment:
         self._summary = summary
         self._setup = setup
         self._is_detached = False
+        self._num_averaged_blocks = 0
         # Undone in reverse, by detach or where one of these steps raises: DDP's hook first, impl.close last.
         with ExitStack() as undo:
             undo.callback(impl.close)
@@ -138,7 +139,8 @@ class Attachment:
         if scaler is not None and scaler.is_enabled():
             scaler.load_state_dict(broadcast_state(world, scaler.state_dict(), "the state of the GradScaler"))
 
-    def averaged_weights(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
         """Give all ranks the mean of their weights within a `with` block, for an evaluation or a file. Collective.
 
         After the block each rank has its own weights again, and training goes on as if there had been no block. Buffers
@@ -152,7 +154,12 @@ class Attachment:
             NotImplementedError: the algorithm is not of this package, and does not offer it.
             RuntimeError: communication failed, or a rank has left.
         """
-        return nullcontext() if self._is_detached else self.impl.averaged_weights()
+        with nullcontext() if self._is_detached else self.impl.averaged_weights():
+            self._num_averaged_blocks += 1
+            try:
+                yield
+            finally:
+                self._num_averaged_blocks -= 1
 
     def rank_state_dict(self) -> dict[str, Any]:
         """Return all that this rank needs to go on as if it had never stopped. Every rank has its own.
@@ -160,7 +167,11 @@ class Attachment:
         Under "attachment", what `state_dict` returns. Where weights are averaged, ranks hold different ones, so there
         are also this rank's module, its optimizers and its GradScaler: their own state dicts. Like those, they are no
         copies. Loadable with `weights_only=True`.
+
+        Raises:
+            RuntimeError: it is called within `averaged_weights`, where this rank's weights are not there.
         """
+        self._check_own_weights("rank_state_dict")
         state: dict[str, Any] = {"attachment": self.state_dict()}
         if self.impl.averages_weights:
             scaler = self._setup.grad_scaler
@@ -176,9 +187,11 @@ class Attachment:
 
         Raises:
             ValueError: it is no such state, or is of another number of optimizers; or as `load_state_dict`.
-            RuntimeError: as the `load_state_dict` of the module or of the GradScaler.
+            RuntimeError: as the `load_state_dict` of the module or of the GradScaler; or it is called within
+                `averaged_weights`.
             CommunicationError: as `load_state_dict`.
         """
+        self._check_own_weights("load_rank_state_dict")
         keys = ["attachment", *(["grad_scaler", "module", "optimizers"] if self.impl.averages_weights else [])]
         if not isinstance(state, Mapping) or not set(keys) <= state.keys():
             raise ValueError(
@@ -199,6 +212,13 @@ class Attachment:
             if self._setup.grad_scaler is not None and state["grad_scaler"] is not None:
                 self._setup.grad_scaler.load_state_dict(state["grad_scaler"])
         self.load_state_dict(state["attachment"])
+
+    def _check_own_weights(self, method: str) -> None:
+        if self.impl.averages_weights and self._num_averaged_blocks:
+            raise RuntimeError(
+                f"torchbagua: Attachment.{method} is of this rank's own weights, which are not there within "
+                "averaged_weights; call it outside of the block"
+            )
 
     def summary(self) -> Summary:
         """Return what communication has cost this rank so far. `print` it for a table.
