@@ -31,19 +31,6 @@ class Attachment:
         impl: the running algorithm, with its state.
     """
 
-    @property
-    def is_detached(self) -> bool:
-        """Whether `detach` was called, or the `with` block left."""
-        return self._is_detached
-
-    @property
-    def ddp(self) -> DistributedDataParallel | None:
-        """The DistributedDataParallel that communicates: yours, or the one made with `ddp_arguments`. None otherwise.
-
-        Its `no_sync` and `require_backward_grad_sync` hold for forwards of the module too.
-        """
-        return None if self.impl.averages_weights else self._setup.ddp
-
     def __init__(
         self,
         setup: TrainingSetup,
@@ -93,6 +80,19 @@ class Attachment:
                 undo.enter_context(hooked(setup.ddp, partial(comm_hook, impl)))
             self._undo = undo.pop_all()
         self._forgotten = weakref.finalize(self, _warn_of_missing_detach, weakref.ref(impl))
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether `detach` was called, or the `with` block left."""
+        return self._is_detached
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The DistributedDataParallel that communicates: yours, or the one made with `ddp_arguments`. None otherwise.
+
+        Its `no_sync` and `require_backward_grad_sync` hold for forwards of the module too.
+        """
+        return None if self.impl.averages_weights else self._setup.ddp
 
     def detach(self) -> None:
         """Finish what is in flight and give the module back to plain DDP. Collective.

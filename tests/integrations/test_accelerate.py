@@ -1,17 +1,16 @@
 """torchbagua.accelerate, in two processes: what trains, what comes back from a checkpoint, and what is refused."""
 
 import importlib.metadata
-import json
-import os
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_programs
 import torch
+from rank_programs import Found
 
-import programs
 from documentation import ROOT
 
 pytestmark = pytest.mark.integrations
@@ -22,25 +21,21 @@ RANK_PROGRAM = Path(__file__).parent / "accelerate_rank.py"
 ADAPTER = ROOT / "torchbagua" / "accelerate.py"
 GRADIENTS = ["gradient_allreduce", "bytegrad", "qadam"]
 WEIGHTS = ["decentralized", "low_precision_decentralized", "async"]
-RANKS = (0, 1)
 STEPS = 6
-
-Found = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where both ranks have written."""
     folder = tmp_path_factory.mktemp("accelerate")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    programs.run(programs.torchrun(RANK_PROGRAM, str(folder)), env=environment)
+    rank_programs.run(RANK_PROGRAM, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
     """What each rank has found."""
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in RANKS]
+    return rank_programs.found_in(folder)
 
 
 def parameters(state: dict[str, Any]) -> dict[str, Any]:
@@ -127,9 +122,7 @@ def test_two_models_and_a_second_algorithm(found: Found) -> None:
     ],
 )
 def test_refusals(found: Found, case: str, message: str) -> None:
-    for one in found:
-        with pytest.raises(ValueError, match=message):
-            raise ValueError(one["refusals"][case])
+    rank_programs.assert_refused(found, case, message)
 
 
 def test_no_thread_is_left_where_training_is_interrupted(found: Found) -> None:

@@ -2,17 +2,15 @@
 
 import importlib.metadata
 import inspect
-import json
-import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import rank_programs
 import torch
+from rank_programs import RANKS, Found
 
-import programs
 from documentation import ROOT
 
 pytestmark = pytest.mark.integrations
@@ -23,26 +21,22 @@ RANK_PROGRAM = Path(__file__).parent / "transformers_rank.py"
 ADAPTER = ROOT / "torchbagua" / "transformers.py"
 GRADIENTS = ["gradient_allreduce", "bytegrad", "qadam"]
 WEIGHTS = ["decentralized", "low_precision_decentralized", "async"]
-RANKS = (0, 1)
 STEPS, STOP = 6, 3
 LOGGED = {"step_ms", "exposed_ms", "overlap_percent", "sent_MB_a_step", "compression_ratio_to_float32"}
-
-Found = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where both ranks have written."""
     folder = tmp_path_factory.mktemp("transformers")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    programs.run(programs.torchrun(RANK_PROGRAM, str(folder)), env=environment, cwd=folder)
+    rank_programs.run(RANK_PROGRAM, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
     """What each rank has found."""
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in RANKS]
+    return rank_programs.found_in(folder)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -141,9 +135,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(found: Found) -> None:
     ],
 )
 def test_refusals(found: Found, case: str, message: str) -> None:
-    for one in found:
-        with pytest.raises(ValueError, match=message):
-            raise ValueError(one["refusals"][case])
+    rank_programs.assert_refused(found, case, message)
 
 
 def test_one_process_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ Tensors are contiguous, on one device, and of the same dtype on all ranks. Ranks
 rank that is no member of the communicator does nothing.
 """
 
-import io
 import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -50,7 +49,7 @@ def broadcast_object(obj: Any, src: int = 0, comm: object = None) -> Any:
     broadcast(num_bytes, src, comm)
     blob = torch.frombuffer(bytearray(content or int(num_bytes)), dtype=torch.uint8).to(device)
     broadcast(blob, src, comm)
-    return pickle.load(io.BytesIO(blob.cpu().numpy().tobytes()))
+    return pickle.loads(blob.cpu().numpy().tobytes())
 
 
 def allgather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: object = None) -> None:

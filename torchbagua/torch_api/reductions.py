@@ -46,7 +46,7 @@ def reduce_inplace(tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, 
     options.reduceOp, options.rootRank = _torch_op(op), dst
     finish(group.reduce([_real("reduce", values, op)], options))
     if group.rank() == dst:
-        _divided(values, op, group)
+        _divide(values, op, group)
 
 
 def allreduce(
@@ -68,7 +68,7 @@ def allreduce_inplace(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: o
     options = dist.AllreduceOptions()
     options.reduceOp, options.asyncOp = _torch_op(op), False
     finish(group.allreduce([_real("allreduce", values, op)], options))
-    _divided(values, op, group)
+    _divide(values, op, group)
 
 
 def allreduce_coalesced_inplace(
@@ -91,7 +91,7 @@ def reduce_scatter(
     options.reduceOp = _torch_op(op)
     parts = [_real("reduce_scatter", part, op) for part in values.chunk(group.size())]
     finish(group.reduce_scatter([_real("reduce_scatter", result, op)], [parts], options))
-    _divided(result, op, group)
+    _divide(result, op, group)
 
 
 def reduce_scatter_inplace(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: object = None) -> None:
@@ -123,8 +123,7 @@ def _torch_op(op: ReduceOp) -> Any:
     return getattr(dist.ReduceOp, "SUM" if op is ReduceOp.AVG else op.name)  # gloo has no AVG
 
 
-def _divided(total: torch.Tensor, op: ReduceOp, group: dist.ProcessGroup) -> torch.Tensor:
-    if op != ReduceOp.AVG:
-        return total
-    is_inexact = total.is_floating_point() or total.is_complex()
-    return total.div_(group.size()) if is_inexact else total.div_(group.size(), rounding_mode="trunc")
+def _divide(total: torch.Tensor, op: ReduceOp, group: dist.ProcessGroup) -> None:
+    if op == ReduceOp.AVG:
+        is_inexact = total.is_floating_point() or total.is_complex()
+        total.div_(group.size(), rounding_mode=None if is_inexact else "trunc")

@@ -1,0 +1,31 @@
+"""Programs that run in two processes, and write down what each rank has found."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import programs
+from documentation import ROOT
+
+RANKS = (0, 1)
+
+Found = list[dict[str, Any]]
+
+
+def run(program: Path, folder: Path) -> None:
+    """Run a program on both ranks, in `folder`, which is its argument."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    programs.run(programs.torchrun(program, str(folder)), env=environment, cwd=folder)
+
+
+def found_in(folder: Path) -> Found:
+    """Return what each rank has written."""
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in RANKS]
+
+
+def assert_refused(found: Found, case: str, message: str) -> None:
+    """All ranks were refused in these words."""
+    for one in found:
+        assert re.search(message, one["refusals"][case]), one["refusals"][case]
