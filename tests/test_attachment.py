@@ -141,7 +141,10 @@ def test_every_rank_goes_on_from_its_own_state(algorithm: tb.Algorithm) -> None:
             for _ in range(3):
                 trainer.step()
             file = io.BytesIO()
-            torch.save(attachment.rank_state_dict(), file)
+            with attachment.averaged_weights(), attachment.averaged_weights():
+                mean = weights_of(trainer.module)
+                torch.save(attachment.rank_state_dict(), file)  # with this rank's own weights all the same
+                assert_same_weights([mean, weights_of(trainer.module)])
             shared = io.BytesIO()  # what a framework saves: the gradient algorithms' are the same on all ranks
             torch.save((trainer.module.state_dict(), trainer.optimizer.state_dict()), shared)
             data = trainer.data.get_state()
@@ -234,8 +237,8 @@ def test_what_is_no_state_of_a_rank_is_refused() -> None:
                 with pytest.raises(ValueError, match=message):
                     attachment.load_rank_state_dict(wrong)
             with attachment.averaged_weights():
-                for call in (attachment.rank_state_dict, lambda: attachment.load_rank_state_dict(state)):
-                    with pytest.raises(RuntimeError, match="which are not there within averaged_weights"):
+                for call in (attachment.detach, lambda: attachment.load_rank_state_dict(state)):
+                    with pytest.raises(RuntimeError, match="is called within averaged_weights, whose end undoes"):
                         call()
 
     run_ranks(1, body)

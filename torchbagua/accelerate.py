@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from torchbagua.frameworks import framework
+from torchbagua.rank_states import load_rank_state, save_rank_state
 
 with framework("accelerate", tested="1.15.0", adapter="torchbagua.accelerate"):
     import accelerate
@@ -129,21 +130,3 @@ class _RankStates:
                     "load it before attach"
                 )
             load_rank_state(attachment, self._files, self._rank)
-
-
-def save_rank_state(attachment: tb.Attachment, files: Path, rank: int) -> None:
-    """Write what this rank needs to go on into one of `files`, which are `<files>_<rank>.pt`."""
-    files.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(attachment.rank_state_dict(), f"{files}_{rank}.pt")
-
-
-def load_rank_state(attachment: tb.Attachment, files: Path, rank: int) -> None:
-    """Read what `save_rank_state` wrote. A rank that was not there then reads rank 0's, where the algorithm allows it.
-
-    Raises:
-        FileNotFoundError: neither is there.
-        ValueError: as `Attachment.load_rank_state_dict`.
-    """
-    own = Path(f"{files}_{rank}.pt")
-    file = own if own.exists() else Path(f"{files}_0.pt")
-    attachment.load_rank_state_dict(torch.load(file, map_location="cpu", weights_only=True))

@@ -99,8 +99,7 @@ def attach(
     optimizers = [unwrap(one) for one in given]
     check_module(module)
     check_optimizers(optimizers, module)
-    if isinstance(algorithm, str):
-        algorithm = init_for(algorithm, optimizers)
+    algorithm = init_for(algorithm, optimizers)
     if not isinstance(algorithm, Algorithm):
         hint = f"; construct it: {algorithm.__name__}()" if isinstance(algorithm, type) else ""
         raise TypeError(f"attach: algorithm must be an Algorithm or a registered name, got {algorithm!r}{hint}")

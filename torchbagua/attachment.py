@@ -1,5 +1,6 @@
 """Attachment: what is installed on a module while an algorithm is attached to it, and what can be asked of it."""
 
+import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -46,7 +47,7 @@ class Attachment:
         self._summary = summary
         self._setup = setup
         self._is_detached = False
-        self._num_averaged_blocks = 0
+        self._has_mean = False  # within averaged_weights
         # Undone in reverse, by detach or where one of these steps raises: DDP's hook first, impl.close last.
         with ExitStack() as undo:
             undo.callback(impl.close)
@@ -105,8 +106,10 @@ class Attachment:
         A second call does nothing.
 
         Raises:
-            RuntimeError: what was in flight failed. The module is given back all the same.
+            RuntimeError: what was in flight failed. The module is given back all the same. Or it is called within
+                `averaged_weights`.
         """
+        self._check_no_mean("detach")
         self._end(failed=False)
 
     def _end(self, *, failed: bool) -> None:
@@ -148,34 +151,40 @@ class Attachment:
         hold the same weights, and after `detach`. It takes the memory of the weights once more.
 
         Asynchronous averaging pauses: finished rounds are applied before the block, and ranks must leave it within the
-        timeout of each other.
+        timeout of each other. A block within a block changes nothing.
 
         Raises:
             NotImplementedError: the algorithm is not of this package, and does not offer it.
             RuntimeError: communication failed, or a rank has left.
         """
-        with nullcontext() if self._is_detached else self.impl.averaged_weights():
-            self._num_averaged_blocks += 1
+        if self._is_detached or self._has_mean:
+            yield
+            return
+        with self.impl.averaged_weights():
+            self._has_mean = True
             try:
                 yield
             finally:
-                self._num_averaged_blocks -= 1
+                self._has_mean = False
 
     def rank_state_dict(self) -> dict[str, Any]:
         """Return all that this rank needs to go on as if it had never stopped. Every rank has its own.
 
         Under "attachment", what `state_dict` returns. Where weights are averaged, ranks hold different ones, so there
         are also this rank's module, its optimizers and its GradScaler: their own state dicts. Like those, they are no
-        copies. Loadable with `weights_only=True`.
+        copies; only within `averaged_weights` the module's is one, of this rank's own weights. Loadable with
+        `weights_only=True`.
 
         Raises:
-            RuntimeError: it is called within `averaged_weights`, where this rank's weights are not there.
+            NotImplementedError: it is called within `averaged_weights`, and the algorithm is not of this package and
+                does not offer it.
         """
-        self._check_own_weights("rank_state_dict")
         state: dict[str, Any] = {"attachment": self.state_dict()}
         if self.impl.averages_weights:
             scaler = self._setup.grad_scaler
-            state["module"] = self._setup.inner.state_dict()
+            with self.impl.own_weights() if self._has_mean else nullcontext():
+                module = self._setup.inner.state_dict()
+                state["module"] = copy.deepcopy(module) if self._has_mean else module
             state["optimizers"] = [optimizer.state_dict() for optimizer in self._setup.optimizers]
             state["grad_scaler"] = None if scaler is None else scaler.state_dict()
         return state
@@ -191,7 +200,7 @@ class Attachment:
                 `averaged_weights`.
             CommunicationError: as `load_state_dict`.
         """
-        self._check_own_weights("load_rank_state_dict")
+        self._check_no_mean("load_rank_state_dict")
         keys = ["attachment", *(["grad_scaler", "module", "optimizers"] if self.impl.averages_weights else [])]
         if not isinstance(state, Mapping) or not set(keys) <= state.keys():
             raise ValueError(
@@ -213,11 +222,11 @@ class Attachment:
                 self._setup.grad_scaler.load_state_dict(state["grad_scaler"])
         self.load_state_dict(state["attachment"])
 
-    def _check_own_weights(self, method: str) -> None:
-        if self.impl.averages_weights and self._num_averaged_blocks:
+    def _check_no_mean(self, method: str) -> None:
+        if self._has_mean and self.impl.averages_weights:
             raise RuntimeError(
-                f"torchbagua: Attachment.{method} is of this rank's own weights, which are not there within "
-                "averaged_weights; call it outside of the block"
+                f"torchbagua: Attachment.{method} is called within averaged_weights, whose end undoes what it does to "
+                "the weights; call it outside of the block"
             )
 
     def summary(self) -> Summary:

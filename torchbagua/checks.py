@@ -97,21 +97,24 @@ def _refusal_of_shards(name: str, one: torch.nn.Module | torch.Tensor) -> str:
     )
 
 
+# What others may choose of the DistributedDataParallel that somebody makes for them.
+DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters.keys() - {
+    *("module", "process_group", "device_mesh"),
+    *("delay_all_reduce_named_params", "param_to_hook_all_reduce"),  # gradients that bypass communication hooks
+    "mixed_precision",  # which has a communication hook of its own
+}
+
+
 def check_ddp_arguments(module: torch.nn.Module, arguments: Mapping[str, object]) -> None:
     """Raise TypeError or ValueError where a DistributedDataParallel of `module` cannot be made with `arguments`."""
     if not isinstance(arguments, Mapping):
         raise TypeError(f"attach: ddp_arguments must be a mapping of names to values, got {arguments!r}")
     if isinstance(module, DistributedDataParallel):
         raise ValueError("attach: ddp_arguments is for a module without a DistributedDataParallel, got one that is one")
-    allowed = inspect.signature(DistributedDataParallel).parameters.keys() - {
-        *("module", "process_group", "device_mesh"),
-        *("delay_all_reduce_named_params", "param_to_hook_all_reduce"),  # gradients that bypass communication hooks
-        "mixed_precision",  # which has a communication hook of its own
-    }
-    if unknown := arguments.keys() - allowed:
+    if unknown := arguments.keys() - DDP_ARGUMENTS:
         raise ValueError(
             f"attach: ddp_arguments has {sorted(unknown)}, which attach does not hand on to DistributedDataParallel; "
-            f"allowed are {sorted(allowed)}"
+            f"allowed are {sorted(DDP_ARGUMENTS)}"
         )
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torchbagua as tb
-from torchbagua.accelerate import check_uses_ddp, load_rank_state, save_rank_state, without_compiler
+from torchbagua.accelerate import check_uses_ddp, without_compiler
 from torchbagua.events import CommEvent
 from torchbagua.frameworks import framework
+from torchbagua.rank_states import load_rank_state, save_rank_state
 from torchbagua.traces.charts import scalars
 from torchbagua.traces.figures import Figures
 from torchbagua.user_warning import warn_user
@@ -90,11 +91,10 @@ class TrainerAttachment:
     def _prepare(self, prepare: Callable[..., Any], max_steps: Any, loader: Any, checkpoint: str | None) -> Any:
         prepared = prepare(max_steps, loader, checkpoint)
         trainer, self._cost = self._trainer, _Cost()
-        options = {"grad_scaler": trainer.accelerator.scaler, **self._options}
-        options["observers"] = [*options.get("observers", []), self._cost]
+        observers = [*self._options.get("observers", []), self._cost]
+        options = {"grad_scaler": trainer.accelerator.scaler, **self._options, "observers": observers}
         model = without_compiler(trainer.model_wrapped)
-        self.attachment = tb.attach(model, trainer.optimizer, self._algorithm, **options)
-        self._run.enter_context(self.attachment)
+        self.attachment = self._run.enter_context(tb.attach(model, trainer.optimizer, self._algorithm, **options))
         if checkpoint is not None:
             if any(Path(checkpoint).glob("torchbagua_*.pt")):
                 load_rank_state(self.attachment, Path(checkpoint) / "torchbagua", trainer.args.process_index)

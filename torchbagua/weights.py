@@ -107,6 +107,7 @@ class WeightBuckets:
         self._averaged: dict[str, torch.Tensor] = {}  # parameters, by name
         self._shapes: dict[str, torch.Size] = {}
         self._buckets: dict[BaguaBucket, WeightBucket] = {}
+        self._own: dict[WeightBucket, torch.Tensor] = {}  # this rank's weights, while the module has the mean
 
     def __iter__(self) -> Iterator[WeightBucket]:
         """Iterate over the buckets, in their order, which is the same on all ranks."""
@@ -298,10 +299,29 @@ class WeightBuckets:
         self.submit_in_lockstep(lane, average, "the mean of the weights", progress).result()
         self.write(means.__getitem__)
         means.clear()
+        self._own = own
         try:
             yield
         finally:
+            self._own = {}
             self.write(own.__getitem__)
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Within `averaged`, give this rank its own weights, for as long as the context lasts; elsewhere it has them.
+
+        Not collective. It takes the memory of the weights once more.
+        """
+        if not self._own:
+            yield
+            return
+        means = {one: torch.empty_like(flat) for one, flat in self._own.items()}
+        self.read(means.__getitem__)
+        self.write(self._own.__getitem__)
+        try:
+            yield
+        finally:
+            self.write(means.__getitem__)
 
     def by_name(self, flat: FlatOf, buckets: Iterable[WeightBucket] | None = None) -> dict[str, torch.Tensor]:
         """Return copies of what the flat tensors of all buckets, or of some, hold, by the names of the weights."""

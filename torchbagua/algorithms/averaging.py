@@ -1,7 +1,7 @@
 """What the algorithms that average weights share: their options, and rounds that all ranks make at the same step."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -128,6 +128,10 @@ class AveragingImpl(AlgorithmImpl):
             self.reset()
         with nullcontext() if self.is_single_rank else self.weights.averaged(self.lane, self.progress()):
             yield
+
+    def own_weights(self) -> AbstractContextManager[None]:
+        """Within `averaged_weights`, give this rank its own weights, for as long as the context lasts."""
+        return self.weights.own()
 
     def pending_state(
         self, has_differences: bool, differences: Mapping[str, torch.Tensor], snapshots: Mapping[str, torch.Tensor]

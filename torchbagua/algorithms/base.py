@@ -236,9 +236,14 @@ def get(name: str) -> Callable[..., Algorithm]:
     return _REGISTRY[name].algorithm
 
 
-def init_for(name: str, optimizers: Sequence[torch.optim.Optimizer], **arguments: Any) -> Algorithm:
-    """Return the algorithm registered as `name`, to be attached with `optimizers`; see `Algorithm.for_optimizers`."""
-    constructor = get(name)
+def init_for(algorithm: Algorithm | str, optimizers: Sequence[torch.optim.Optimizer], **arguments: Any) -> Algorithm:
+    """Return what is registered by this name, to be attached with `optimizers`; an algorithm is returned as it is.
+
+    See `Algorithm.for_optimizers`.
+    """
+    if not isinstance(algorithm, str):
+        return algorithm
+    constructor = get(algorithm)
     for_optimizers: Callable[..., Algorithm] | None = getattr(constructor, "for_optimizers", None)
     return constructor(**arguments) if for_optimizers is None else for_optimizers(optimizers, **arguments)
 

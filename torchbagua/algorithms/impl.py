@@ -1,7 +1,7 @@
 """AlgorithmImpl: what runs an algorithm. With Algorithm, the interface of the built-in ones and of users' own."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -320,6 +320,19 @@ class AlgorithmImpl:
         if self.averages_weights:
             raise NotImplementedError(f"{type(self).__name__} must override AlgorithmImpl.averaged_weights")
         yield
+
+    def own_weights(self) -> AbstractContextManager[None]:
+        """Within `averaged_weights`, give this rank its own weights, for as long as the context lasts. Not collective.
+
+        `Attachment.rank_state_dict` needs it there. A weight algorithm of yours overrides it, with `WeightBuckets.own`
+        say.
+
+        Raises:
+            NotImplementedError: a weight algorithm does not override it.
+        """
+        if self.averages_weights:
+            raise NotImplementedError(f"{type(self).__name__} must override AlgorithmImpl.own_weights")
+        return nullcontext()
 
     def finish(self, *, failed: bool) -> bool:
         """End the work on the module, before `close`. Return whether this made the weights equal on all ranks.

@@ -1,0 +1,57 @@
+"""What `Attachment.rank_state_dict` returns on each rank, in checkpoints: all in one, or a file for each rank."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchbagua.attachment import Attachment
+from torchbagua.user_warning import warn_user
+
+
+def gather_rank_states(attachment: Attachment) -> list[dict[str, Any]]:
+    """Return what `Attachment.rank_state_dict` returns on each rank, on rank 0 of the world; nothing on the others.
+
+    Collective over the default group, as what frameworks do when they save: not over the group of the algorithm, in
+    which each rank may be busy with something else.
+    """
+    buffer = io.BytesIO()
+    torch.save(attachment.rank_state_dict(), buffer)
+    files = [b""] * dist.get_world_size()
+    dist.gather_object(buffer.getvalue(), files if dist.get_rank() == 0 else None)  # noqa: TID251
+    return [torch.load(io.BytesIO(file), "cpu", weights_only=True) for file in files if file]
+
+
+def load_gathered_rank_state(attachment: Attachment, states: Sequence[dict[str, Any]] | None) -> None:
+    """Load this rank's of what `gather_rank_states` returned; of another number of ranks, rank 0's.
+
+    A RuntimeWarning is given where `states` is None: the checkpoint was not written with an algorithm attached.
+
+    Raises:
+        ValueError: as `Attachment.load_rank_state_dict`.
+    """
+    if states is None:
+        warn_user("torchbagua: the checkpoint has no state of the ranks: they all go on from the weights in it")
+        return
+    attachment.load_rank_state_dict(states[dist.get_rank() if len(states) == dist.get_world_size() else 0])
+
+
+def save_rank_state(attachment: Attachment, files: Path, rank: int) -> None:
+    """Write what this rank needs to go on into one of `files`, which are `<files>_<rank>.pt`."""
+    files.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(attachment.rank_state_dict(), f"{files}_{rank}.pt")
+
+
+def load_rank_state(attachment: Attachment, files: Path, rank: int) -> None:
+    """Read what `save_rank_state` wrote. A rank that was not there then reads rank 0's, where the algorithm allows it.
+
+    Raises:
+        FileNotFoundError: neither is there.
+        ValueError: as `Attachment.load_rank_state_dict`.
+    """
+    own = Path(f"{files}_{rank}.pt")
+    file = own if own.exists() else Path(f"{files}_0.pt")
+    attachment.load_rank_state_dict(torch.load(file, map_location="cpu", weights_only=True))
