@@ -148,7 +148,7 @@ $(STAMPS)/dev: $(STAMPS)/torch $(BUILT_FROM)
 $(STAMPS)/integrations: $(STAMPS)/dev
 	$(PYTHON) -m venv .venv-integrations
 	.venv-integrations/bin/$(PIP_INSTALL_ARGS) torch
-	.venv-integrations/bin/$(PIP_INSTALL_ARGS) accelerate filelock hypothesis lightning pytest tensorboard transformers
+	.venv-integrations/bin/$(PIP_INSTALL_ARGS) accelerate filelock hypothesis lightning pytest 'ray[train]' tensorboard transformers
 	touch $@
 
 # They need a newer Python than the package does.

@@ -8,9 +8,11 @@ import contextlib
 import functools
 import itertools
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -75,6 +77,16 @@ def run(
             raise AssertionError("\n".join([f"not done after {timeout_s} s: {command}", *shown])) from None
     assert process.returncode == 0 or not check, f"ended with {process.returncode}: {command}\n{out}\n{err}"
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+@contextlib.contextmanager
+def ray_files() -> Iterator[dict[str, str]]:
+    """The environment in which Ray leaves nothing: neither logs and sockets, nor its key in the home folder.
+
+    Not in pytest's folder of the test, whose path is too long for a socket's.
+    """
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        yield {"RAY_TMPDIR": folder, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def kill_marked(mark: str) -> None:

@@ -54,7 +54,8 @@ def run_program(program: str, folder: Path) -> None:
     script = next(word for word in command if word.endswith(".py"))
     (folder / script).parent.mkdir(parents=True, exist_ok=True)
     (folder / script).write_text(LAST_LINE.sub(ENDING, program), encoding="utf-8")
-    programs.run(command, timeout_s=LIMIT_S, cwd=folder, env=environment)
+    with programs.ray_files() as of_ray:
+        programs.run(command, timeout_s=LIMIT_S, cwd=folder, env={**environment, **of_ray})
 
 
 def side_of_diff(diff: str, marker: str) -> str:
