@@ -81,12 +81,12 @@ def run(
 
 @contextlib.contextmanager
 def ray_files() -> Iterator[dict[str, str]]:
-    """The environment in which Ray leaves nothing: neither logs and sockets, nor its key in the home folder.
+    """The environment in which Ray reports nothing and leaves nothing: neither logs and sockets, nor its key.
 
-    Not in pytest's folder of the test, whose path is too long for a socket's.
+    Its folder is not that of the test: sockets lie in it, whose paths must be short.
     """
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
-        yield {"RAY_TMPDIR": folder, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        yield {"RAY_TMPDIR": folder, "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def kill_marked(mark: str) -> None:
