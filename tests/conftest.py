@@ -1,6 +1,7 @@
 """Settings of all tests, and the devices that the tests of several run on."""
 
 import gc
+import importlib
 import os
 from collections.abc import Iterator
 
@@ -25,7 +26,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_collection_finish() -> None:
-    """Has the garbage collector leave alone what was imported: it looked at all of torch each time."""
+    """Has the garbage collector leave alone what was imported: it looked at all of torch each time, as attach does."""
+    # The first DDP imports it: a hundred thousand objects, among which each attach would look for what holds a module.
+    importlib.import_module("torch._dynamo")
+    gc.collect()
     gc.freeze()
 
 
