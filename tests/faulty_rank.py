@@ -58,7 +58,8 @@ def main() -> None:
     start = time.monotonic()
     # A rank that stands still for longer than its timeout ends the others; one that stands still for less does not.
     timeout = TIMEOUT * 10 if fault == "pause" else TIMEOUT
-    num_steps = 3 if is_faulty and fault == "early" else 400
+    # Those that a pause interrupts have to outlast it.
+    num_steps = 3 if is_faulty and fault == "early" else 400 if fault == "pause" else 100
     try:
         with tb.attach(ddp, optimizer, ALGORITHMS[algorithm], timeout=timeout):
             for step in range(num_steps):

@@ -1,7 +1,6 @@
 """The CUDA kernels as functions of the host, see cuda_on_host.h: what they compute, without a GPU."""
 
 import ctypes
-import os
 import re
 import shutil
 from pathlib import Path
@@ -11,11 +10,10 @@ import pytest
 from torch import Tensor
 
 import programs
-from source_tree import REPOSITORY
+from source_tree import COMPILER, REPOSITORY
 
 CSRC = REPOSITORY / "csrc_cuda"
 KERNEL_FILES = sorted(path.name for path in (CSRC / "kernels").glob("*.cuh") if "__global__" in path.read_text())
-COMPILER = os.environ.get("CXX", "c++").split()
 OUTCOMES = ("done", "trapped", "stuck")
 
 

@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import programs
+from torchbagua.native import recipe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+COMPILER = os.environ.get("CXX", "c++").split()
 
 
 def copy_sources(to: Path) -> Path:
@@ -19,6 +21,15 @@ def copy_sources(to: Path) -> Path:
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, to)
     return to
+
+
+def build_empty_library(checkout: Path) -> None:
+    """Builds kernels for the CPU that hold nothing, ahead of time: `checkout` loads, which else would have to compile.
+
+    To be called when no source of `checkout` changes any more.
+    """
+    library = checkout / "torchbagua" / "native" / f"{recipe.stem(recipe.CPU, checkout / 'csrc_cuda')}.abi3.so"
+    programs.run([*COMPILER, "-shared", "-fPIC", "-x", "c++", os.devnull, "-o", library])
 
 
 def compiler_that(script: Path, does: str) -> Path:

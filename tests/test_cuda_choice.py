@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pretended_cuda import pretend_cuda
-from source_tree import REPOSITORY, copy_sources, run_python
+from source_tree import REPOSITORY, build_empty_library, copy_sources, run_python
 from torchbagua.native import cuda_toolkit, launcher, loader, nvrtc, recipe
 
 needs_nvrtc = pytest.mark.skipif(
@@ -141,9 +141,12 @@ class TestLoad:
     """`load` in processes of its own, with CPU kernels that hold nothing and no nvcc."""
 
     @pytest.fixture
-    def environment(self, tmp_path: Path) -> dict[str, str]:
-        checkout = copy_sources(tmp_path / "checkout")
-        (checkout / "csrc_cuda" / recipe.CPU.source).write_text("// no kernels\n")
+    def checkout(self, tmp_path: Path) -> Path:
+        return copy_sources(tmp_path / "checkout")
+
+    @pytest.fixture
+    def environment(self, checkout: Path, tmp_path: Path) -> dict[str, str]:
+        build_empty_library(checkout)
         environment = pretend_cuda(tmp_path / "cuda", checkout)
         return {**environment, "CUDA_HOME": str(tmp_path), "TORCHBAGUA_CACHE": str(tmp_path / "cache")}
 
@@ -194,8 +197,11 @@ native.load()
             assert part in err
 
     @needs_nvrtc
-    def test_kernels_that_do_not_compile_raise(self, tmp_path: Path, environment: dict[str, str]) -> None:
-        (tmp_path / "checkout" / "csrc_cuda" / recipe.NVRTC.source).write_text("no room for jokes\n")
+    def test_kernels_that_do_not_compile_raise(
+        self, tmp_path: Path, checkout: Path, environment: dict[str, str]
+    ) -> None:
+        (checkout / "csrc_cuda" / recipe.NVRTC.source).write_text("no room for jokes\n")
+        build_empty_library(checkout)
         status, out, err = run_python(LOAD, tmp_path, **environment)
         assert (status, out) == (1, "")
         for part in ("NVRTC for cuda is not usable", "no room for jokes", "TORCHBAGUA_NATIVE=reference"):

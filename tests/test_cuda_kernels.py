@@ -1,9 +1,11 @@
 """The CUDA kernels without a GPU: nvcc needs no register more than there are, and loads come before their uses."""
 
+import functools
 import importlib.util
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,18 +14,41 @@ import programs
 from host_kernels import CSRC, KERNEL_FILES
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, str]]:
+    """Compiles a file of kernels for an architecture, each once; returns the machine code and nvcc's report."""
+
+    @functools.cache
+    def compiled(file: str, architecture: str) -> tuple[Path, str]:
+        folder = tmp_path_factory.mktemp("cubin")
+        (folder / "main.cu").write_text(f'#include "kernels/{file}"\n')
+        command = [
+            "nvcc",
+            "-cubin",
+            f"-arch={architecture}",
+            "-std=c++17",
+            "--fmad=false",
+            "-Xptxas",
+            "-v",
+            f"-I{CSRC}",
+        ]
+        command += ["-Werror", "all-warnings", "-Wno-deprecated-gpu-targets", "main.cu", "-o", "main.cubin"]
+        done = programs.run(command, cwd=folder, timeout_s=200)
+        return folder / "main.cubin", done.stdout + done.stderr
+
+    return compiled
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc, of the CUDA toolkit, is not on PATH")
 @pytest.mark.parametrize("file", KERNEL_FILES)
 @pytest.mark.parametrize(
     "architecture",
     [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90", pytest.param("sm_100", marks=pytest.mark.slow)],
 )
-def test_nvcc_compiles_the_kernels_without_spills(file: str, architecture: str, tmp_path: Path) -> None:
-    (tmp_path / "main.cu").write_text(f'#include "kernels/{file}"\n')
-    command = ["nvcc", "-cubin", f"-arch={architecture}", "-std=c++17", "--fmad=false", "-Xptxas", "-v", f"-I{CSRC}"]
-    command += ["-Werror", "all-warnings", "-Wno-deprecated-gpu-targets", "main.cu", "-o", "main.cubin"]
-    compiled = programs.run(command, cwd=tmp_path, timeout_s=200)
-    report = compiled.stdout + compiled.stderr
+def test_nvcc_compiles_the_kernels_without_spills(
+    file: str, architecture: str, compiled: Callable[[str, str], tuple[Path, str]]
+) -> None:
+    _, report = compiled(file, architecture)
     kernels = re.findall(r"Compiling entry function '(\w+)'", report)
     assert kernels
     assert not [name for name in kernels if name.startswith("_Z")], "found by its plain name: it must be extern C"
@@ -70,12 +95,12 @@ def most_loads_on_their_way(instructions: list[str]) -> int:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc, of the CUDA toolkit, is not on PATH")
 @pytest.mark.skipif(disassembler() is None, reason="nvdisasm, of the extra dev, is not installed")
 @pytest.mark.parametrize("architecture", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
-def test_a_mean_loads_four_rows_before_it_decodes_one(architecture: str, tmp_path: Path) -> None:
+def test_a_mean_loads_four_rows_before_it_decodes_one(
+    architecture: str, compiled: Callable[[str, str], tuple[Path, str]]
+) -> None:
     """Else every row would wait for the memory once more."""
-    (tmp_path / "main.cu").write_text('#include "kernels/minmax_uint8.cuh"\n')
-    command = ["nvcc", "-cubin", f"-arch={architecture}", "-std=c++17", "--fmad=false", f"-I{CSRC}"]
-    programs.run([*command, "main.cu", "-o", "main.cubin"], cwd=tmp_path, timeout_s=200)
-    assembly = programs.run([str(disassembler()), "-c", "main.cubin"], cwd=tmp_path).stdout
+    code, _ = compiled("minmax_uint8.cuh", architecture)
+    assembly = programs.run([str(disassembler()), "-c", str(code)]).stdout
     # A thread has 32 elements of a row, 8 or 4 of them in a load.
     for kernel, num_loads in {"decode_mean_encode": 4 * 32 // 8, "decode_mean_float32": 4 * 32 // 4}.items():
         instructions = instructions_of(assembly, f"torchbagua_minmax_uint8_{kernel}")
