@@ -22,17 +22,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], t
     def compiled(file: str, architecture: str) -> tuple[Path, str]:
         folder = tmp_path_factory.mktemp("cubin")
         (folder / "main.cu").write_text(f'#include "kernels/{file}"\n')
-        command = [
-            "nvcc",
-            "-cubin",
-            f"-arch={architecture}",
-            "-std=c++17",
-            "--fmad=false",
-            "-Xptxas",
-            "-v",
-            f"-I{CSRC}",
-        ]
-        command += ["-Werror", "all-warnings", "-Wno-deprecated-gpu-targets", "main.cu", "-o", "main.cubin"]
+        command = ["nvcc", "-cubin", f"-arch={architecture}", "-std=c++17", "--fmad=false", "-Xptxas", "-v"]
+        command += ["-Werror", "all-warnings", "-Wno-deprecated-gpu-targets", f"-I{CSRC}"]
+        command += ["main.cu", "-o", "main.cubin"]
         done = programs.run(command, cwd=folder, timeout_s=200)
         return folder / "main.cubin", done.stdout + done.stderr
 
