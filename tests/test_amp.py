@@ -88,7 +88,7 @@ def test_without_the_scaler_all_ranks_get_the_error(name: str) -> None:
             train()
         assert len(loop.updates) <= OVERFLOW_STEP + 4  # with an interval of 2, it is the next round but one
 
-    with pytest.warns(RuntimeWarning, match=r"a GradScaler steps AdamW, and .* attach\(\.\.\., grad_scaler=scaler\)"):
+    with pytest.warns(RuntimeWarning, match=r"a GradScaler steps AdamW, and .* grad_scaler=scaler"):
         run_ranks(4, body)
 
 

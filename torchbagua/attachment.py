@@ -69,7 +69,8 @@ class Attachment:
             if setup.ddp is None:
                 own = [tensor for name, tensor in named_tensors(setup.module) if name not in ignored]
                 broadcast_tensors(impl.process_group.world, own, "the module")
-                self._broadcast_state()
+            if setup.ddp is not setup.module:
+                self.broadcast_optimizers()
             impl.grad_scaler = setup.grad_scaler
             impl.set_module(setup.inner, ignored)
             undo.enter_context(install_step_hooks(setup, impl, after_first_step=partial(check_first_step, impl, setup)))
@@ -120,7 +121,7 @@ class Attachment:
         with self._undo:
             self._undo.callback(self._let_driven_ddp_go)
             if self.impl.finish(failed=failed):
-                self._broadcast_state()
+                self.broadcast_optimizers()
             if not failed and self.impl.process_group.compares_clocks:
                 with suppress(RuntimeError):  # a rank has left: what was compared when the run began has to do
                     self.impl.lane.submit(self.impl.process_group.compare_clocks).result()
@@ -129,7 +130,8 @@ class Attachment:
         if self._setup.driven_ddp is not None:
             self._setup = replace(self._setup, driven_ddp=None, ddps=[])
 
-    def _broadcast_state(self) -> None:
+    def broadcast_optimizers(self) -> None:
+        """Give all ranks the state of rank 0's optimizers and GradScaler, but not its learning rates. Collective."""
         world = self.impl.process_group.world
         for optimizer in self._setup.optimizers:
             # Not its groups: learning rates belong to the loop, and to its schedulers.
@@ -280,6 +282,5 @@ def _warn_of_missing_detach(reference: weakref.ref[AlgorithmImpl]) -> None:
     if impl is not None and impl.leaves_ranks_apart:
         warn_user(
             f"torchbagua: {type(impl.algorithm).__name__} was not detached, and nobody can do it any more: ranks are "
-            "left with different weights. Keep what attach returns and call its detach() when training is done, or use "
-            "`with attach(...)`"
+            f"left with different weights. Call {impl.ended_by} on all ranks when training is done"
         )

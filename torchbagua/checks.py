@@ -198,7 +198,7 @@ def check_first_step(impl: AlgorithmImpl, setup: TrainingSetup) -> None:
         )
         warn_user(
             f"torchbagua: a GradScaler steps {type(setup.optimizers[0]).__name__}, and {type(impl).__name__} does not "
-            f"know it: {what}; attach(..., grad_scaler=scaler)",
+            f"know it: {what}; hand it over, grad_scaler=scaler",
         )
     if setup.ddp is not setup.module and any(ddp not in setup.ddps for ddp in ddps_around(setup.module)):
         raise RuntimeError(

@@ -185,7 +185,7 @@ class WeightBuckets:
             kinds.setdefault((tensor.parameter.dtype, _is_parameter(tensor)), []).append(tensor)
         self._buckets = {}
         for (dtype, are_parameters), alike in kinds.items():
-            for members in _parted(alike, self._cap_bytes):
+            for members in parted(alike, self._cap_bytes, lambda one: one.parameter.nbytes):
                 name = f"{'weight' if are_parameters else 'buffer'} bucket {len(self._buckets)}"
                 num_elements = sum(flat_length(one.parameter) for one in members)
                 flat = torch.zeros(num_elements, dtype=dtype.to_real(), device=members[0].parameter.device)
@@ -356,14 +356,14 @@ def _is_inexact(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _parted(tensors: Sequence[BaguaTensor], cap_bytes: float) -> list[list[BaguaTensor]]:
+def parted(tensors: Sequence[T], cap_bytes: float, bytes_of: Callable[[T], int]) -> list[list[T]]:
     """Cut a list into parts of at most `cap_bytes`, or of one tensor."""
-    parts: list[list[BaguaTensor]] = [[]]
+    parts: list[list[T]] = [[]]
     num_bytes = 0
     for tensor in tensors:
-        if parts[-1] and num_bytes + tensor.parameter.nbytes > cap_bytes:
+        if parts[-1] and num_bytes + bytes_of(tensor) > cap_bytes:
             parts.append([])
             num_bytes = 0
         parts[-1].append(tensor)
-        num_bytes += tensor.parameter.nbytes
+        num_bytes += bytes_of(tensor)
     return parts

@@ -52,6 +52,7 @@ class AlgorithmImpl:
         lane: runs what the impl communicates.
         tracer: tells the observers of the group what is done and when.
         buckets: the buckets of a weight algorithm; empty for a gradient algorithm, which uses DDP's.
+        gradient_buckets: those that stand for DDP's, which are there after the first backward. To be iterated over.
         ignored_names: the parameters and buffers of the module that DDP was told to ignore.
         parameter_state: what the algorithm keeps of each parameter; set it if there is something. It is committed with
             each step that is taken, and is the state of the impl.
@@ -66,12 +67,14 @@ class AlgorithmImpl:
         ends_in_order: set it to True when all ranks are going to close the impl. NCCL groups are then shut down;
             otherwise they are broken off.
         compressor: how values of parameters are sent; an impl that compresses sets its own. See `codec_for`.
+        ended_by: the call that ends it, in the warning that nobody has made it. An adapter sets its own.
 
     Raises:
         TypeError: the class overrides `tensors_to_buckets` but not `init_tensors`.
     """
 
     compressor: Compressor = Identity()
+    ended_by: str = "detach() of what attach returned"
 
     # A subclass names its own description, so that its fields are typed.
     algorithm: Any
@@ -104,7 +107,7 @@ class AlgorithmImpl:
         self.loss_scale = 1.0
         self.has_joined = False
         self.ends_in_order = False
-        self._gradient_buckets = GradientBuckets()
+        self.gradient_buckets = GradientBuckets()
         self._names: Mapping[int, str] = {}
         self._module: torch.nn.Module | None = None
         self._gpu: torch.device | None = None
@@ -248,7 +251,7 @@ class AlgorithmImpl:
         Raises:
             RuntimeError: the impl watches its optimizers itself.
         """
-        self._steps.tell(tensor.parameter for bucket in self._gradient_buckets for tensor in bucket.tensors)
+        self._steps.tell(tensor.parameter for bucket in self.gradient_buckets for tensor in bucket.tensors)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: plain tensors and numbers, keyed by parameter name.
@@ -382,7 +385,7 @@ class AlgorithmImpl:
         `init_post_optimizer_step_hook` returned. An override first waits for what the lane is doing with the buckets,
         and then calls this.
         """
-        self._gradient_buckets.clear()
+        self.gradient_buckets.clear()
         if self.averages_weights and self._module is not None:
             self.buckets = self.tensors_to_buckets(self.init_tensors(self._module), do_flatten=True)
             for bucket in self.buckets:
@@ -428,7 +431,7 @@ class AlgorithmImpl:
             flat: the buffer of the DDP bucket.
             index: DDP's number of the bucket, for names.
         """
-        bucket = self._gradient_buckets.find(parameters)
+        bucket = self.gradient_buckets.find(parameters)
         if bucket is None:
             tensors = [
                 BaguaTensor(self._names.get(id(parameter), f"parameter {position} of bucket {index}"), parameter)
@@ -438,7 +441,7 @@ class AlgorithmImpl:
                 self.tell_uncompressed({tensor.name: tensor.parameter for tensor in tensors})
             bucket = BaguaBucket(f"gradient bucket {index}", tensors, self.process_group, flat)
             self.init_operations(self._module, bucket)
-            self._gradient_buckets.add(bucket)
+            self.gradient_buckets.add(bucket)
         bucket.flat = flat
         self.ends_in_order = True  # behind the plain hook nobody calls finish
         return bucket

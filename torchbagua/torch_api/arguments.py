@@ -39,9 +39,3 @@ def bytes_of(
     """Return the bytes of `tensor`: what only moves may be of any dtype."""
     num_elements = None if num_bytes is None else num_bytes // tensor.element_size()
     return bare(where, name, tensor, num_elements, multiple_of=multiple_of).view(torch.uint8)
-
-
-def finish(work: dist.Work | None) -> None:
-    """Wait for what was started."""
-    if work is not None:
-        work.wait()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,15 +12,8 @@ from torchbagua.memory_order import flat_length, shape_like
 from torchbagua.torch_api.process_groups import BaguaProcessGroup
 from torchbagua.torch_api.tensor import effective, proxy_of, replace_effective
 
-
-class Runner(Protocol):
-    """What runs buckets: the algorithm that they were made for."""
-
-    def mark_ready(self, bucket: "BaguaBucket", tensor: torch.Tensor) -> None:
-        """Take note that a tensor of the bucket is final."""
-
-    def open_group(self, group: BaguaProcessGroup | None, device: torch.device) -> CoreGroup | None:
-        """Return the core's group for a group of Bagua's; None for the one of the algorithm."""
+if TYPE_CHECKING:
+    from torchbagua.torch_api.own_algorithm import OwnImpl
 
 
 class DecentralizedOp:
@@ -51,7 +44,7 @@ class BaguaBucket:
 
     Raises:
         ValueError: there are no tensors, or they are of several modules, dtypes or devices.
-        TypeError: one is no Bagua tensor.
+        AttributeError: one is no Bagua tensor.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: str, flatten: bool, alignment: int = 1) -> None:
@@ -76,14 +69,14 @@ class BaguaBucket:
             self.padding_tensor = flat[num_elements:]
         self._flat = flat
         self._core: core.BaguaBucket | None = None
-        self._runner: Runner | None = None
+        self._runner: OwnImpl | None = None
         self._writes_back = False
         self._ready: set[int] = set()
         for tensor in self.tensors:
             proxy_of(tensor).bucket = self
         self.read()
 
-    def bind(self, runner: Runner, group: CoreGroup) -> core.BaguaBucket:
+    def bind(self, runner: "OwnImpl", group: CoreGroup) -> core.BaguaBucket:
         """Have `runner` run the bucket over `group`; return the core's bucket, which has the operations."""
         self._runner = runner
         self._core = core.BaguaBucket(f"bucket {self.name}", self._likes, group, self._flat)
@@ -226,7 +219,7 @@ class BaguaBucket:
                 f"run in between: {self.missing()}"
             )
         self._ready.add(id(tensor))
-        self._runner.mark_ready(self, tensor)
+        self._runner.run_ready()
 
     def missing(self) -> str:
         """Say which tensors are not ready."""

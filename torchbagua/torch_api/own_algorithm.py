@@ -5,7 +5,7 @@ averages weights: DDP sends nothing, and what the buckets send runs on a lane.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from torchbagua import algorithms, bucket, collectives
+from torchbagua.algorithms.base import PLAIN_TYPES
 from torchbagua.lane import Job
 from torchbagua.torch_api import env
 from torchbagua.torch_api.algorithms.base import AlgorithmImpl
 from torchbagua.torch_api.bucket import BaguaBucket
 from torchbagua.torch_api.process_groups import BaguaProcessGroup
 from torchbagua.torch_api.tensor import effective, proxy_of
-from torchbagua.weights import WeightBuckets
+from torchbagua.weights import WeightBuckets, parted
 
 if TYPE_CHECKING:
     from torchbagua.torch_api.data_parallel.bagua_distributed import BaguaDistributedDataParallel
-
-_PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 def is_own(algorithm: object) -> bool:
@@ -43,7 +42,7 @@ class OwnAlgorithm(algorithms.Algorithm):
 
     def arguments(self) -> dict[str, str]:
         """Return the name of the class, and those of its attributes that are plain."""
-        own = {name: repr(value) for name, value in vars(self.algorithm).items() if isinstance(value, _PLAIN_TYPES)}
+        own = {name: repr(value) for name, value in vars(self.algorithm).items() if isinstance(value, PLAIN_TYPES)}
         return {"algorithm": type(self.algorithm).__qualname__, **own}
 
     def make_impl(self, process_group: collectives.BaguaProcessGroup) -> "OwnImpl":
@@ -70,8 +69,8 @@ class OwnImpl(algorithms.AlgorithmImpl):
     ) -> None:
         super().__init__(process_group, algorithm)
         self.own = impl
+        self.own_buckets: list[BaguaBucket] = []
         self.ddp = algorithm.bagua_ddp
-        self.ddp.bagua_algorithm = impl
         self.ddp.runner = self
         self._are_weights = False
         self._num_steps = 0
@@ -91,10 +90,9 @@ class OwnImpl(algorithms.AlgorithmImpl):
 
     def tensors_to_buckets(self, tensors: list[bucket.BaguaTensor], do_flatten: bool) -> list[bucket.BaguaBucket]:
         suggested = _suggested([tensor.parameter for tensor in tensors])
-        own = self.own.tensors_to_buckets(suggested, self.ddp.gradient_as_bucket_view)
-        self._of_core = {one.bind(self, self.process_group): one for one in own}
-        self._order = deque(own)
-        self.ddp.bagua_buckets = own
+        self.own_buckets = self.own.tensors_to_buckets(suggested, self.ddp.gradient_as_bucket_view)
+        self._of_core = {one.bind(self, self.process_group): one for one in self.own_buckets}
+        self._order = deque(self.own_buckets)
         return list(self._of_core)
 
     def init_operations(self, module: torch.nn.Module | None, bucket: bucket.BaguaBucket) -> None:
@@ -114,15 +112,22 @@ class OwnImpl(algorithms.AlgorithmImpl):
     def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
         return self._after_backward
 
-    def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
-        return self._after_step
+    def watch_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().watch_steps(optimizers)
+        for watch in self.step_watches:
+            watch.add(self._after_step)
+
+    @property
+    def leaves_ranks_apart(self) -> bool:
+        return self._are_weights and self.process_group.size > 1
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        with super().averaged_weights() if self._are_weights else nullcontext():
+        self.wait_pending()
+        with self._weights().averaged(self.lane, self._progress) if self.leaves_ranks_apart else nullcontext():
             yield
 
-    def mark_ready(self, bucket: BaguaBucket, tensor: torch.Tensor) -> None:
+    def run_ready(self) -> None:
         """Run the buckets whose turn it is."""
         while self._order[0].is_ready:
             first = self._order[0]
@@ -156,20 +161,29 @@ class OwnImpl(algorithms.AlgorithmImpl):
         if failed:
             return False
         self.wait_pending()
-        if self._are_weights and self.process_group.size > 1:
-            weights = WeightBuckets(self.process_group, type(self.own).__name__)
-            weights.make_buckets(weights.select(self.ddp.module, self.ignored_names))
-            weights.take_mean(self.lane, {"optimizer steps": self._num_steps})
+        if self.leaves_ranks_apart:
+            self._weights().take_mean(self.lane, self._progress)
         self.ends_in_order = True
         return self._are_weights
 
     def close(self) -> None:
         super().close()
+        for watch in self.step_watches:
+            watch.remove(self._after_step)
         for _, opened in self._groups:
             opened.close()
-        for one in self._order:
+        for one in self.own_buckets:
             for tensor in one.tensors:
                 tensor._bagua_proxy = None  # type: ignore[attr-defined]
+
+    @property
+    def _progress(self) -> dict[str, int]:
+        return {"optimizer steps": self._num_steps}
+
+    def _weights(self) -> WeightBuckets:
+        weights = WeightBuckets(self.process_group, type(self.own).__name__)
+        weights.make_buckets(weights.select(self.ddp.module, self.ignored_names))
+        return weights
 
     def _before_forward(self, inputs: Any) -> None:
         self._reached.clear()
@@ -204,20 +218,16 @@ class OwnImpl(algorithms.AlgorithmImpl):
                 "find_unused_parameters=True"
             )
 
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._num_steps += 1
-        for one in self.ddp.bagua_optimizers:
-            self._on_step(one)
+    def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
+        if is_taken:
+            self._num_steps += 1
+            self._on_step(optimizer)
 
 
 def _suggested(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Return tensors in lists of one dtype, and of at most `env.get_default_bucket_size`, or one tensor."""
-    lists: dict[torch.dtype, list[list[torch.Tensor]]] = {}
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
-        found = effective(tensor)
-        alike = lists.setdefault(found.dtype, [[]])
-        num_bytes = sum(effective(one).nbytes for one in alike[-1])
-        if alike[-1] and num_bytes + found.nbytes > env.get_default_bucket_size():
-            alike.append([])
-        alike[-1].append(tensor)
-    return [one for alike in lists.values() for one in alike]
+        kinds.setdefault(effective(tensor).dtype, []).append(tensor)
+    cap = env.get_default_bucket_size()
+    return [one for alike in kinds.values() for one in parted(alike, cap, lambda tensor: effective(tensor).nbytes)]

@@ -4,33 +4,33 @@ Tensors are contiguous, on one device, and of the same dtype on all ranks. Ranks
 rank that is no member of the communicator does nothing.
 """
 
-import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchbagua.collectives.private_groups import all_gather_equal, all_to_all_equal, has_nccl
-from torchbagua.torch_api.arguments import bare, bytes_of, finish, group_of
+from torchbagua.collectives.private_groups import all_gather_equal, all_to_all_equal
+from torchbagua.torch_api.arguments import bare, bytes_of, group_of
 
 
 def send(tensor: torch.Tensor, dst: int, comm: object = None) -> None:
     """Send `tensor` to rank `dst`, which calls `recv`; returns when it is sent."""
     if (group := group_of(comm)) is not None:
-        finish(group.send([bytes_of("send", "tensor", tensor)], dst, 0))
+        dist.send(bytes_of("send", "tensor", tensor), group=group, group_dst=dst)
 
 
 def recv(tensor: torch.Tensor, src: int, comm: object = None) -> None:
     """Receive what rank `src` sends, in `tensor`."""
     if (group := group_of(comm)) is not None:
-        finish(group.recv([bytes_of("recv", "tensor", tensor)], src, 0))
+        # Not torch.distributed.recv, which takes no group that was made by hand (torch 2.13).
+        group.recv([bytes_of("recv", "tensor", tensor)], src, 0).wait()
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0, comm: object = None) -> None:
     """Replace `tensor` by that of rank `src`."""
     if (group := group_of(comm)) is not None:
-        finish(group.broadcast(bytes_of("broadcast", "tensor", tensor), src))
+        dist.broadcast(bytes_of("broadcast", "tensor", tensor), group=group, group_src=src)
 
 
 def broadcast_coalesced(tensors: Iterable[torch.Tensor], src: int = 0, comm: object = None) -> None:
@@ -41,15 +41,10 @@ def broadcast_coalesced(tensors: Iterable[torch.Tensor], src: int = 0, comm: obj
 
 def broadcast_object(obj: Any, src: int = 0, comm: object = None) -> Any:
     """Return what rank `src` has given as `obj`, pickled on the way: call it between ranks that you trust only."""
-    if (group := group_of(comm)) is None:
-        return obj
-    device = torch.device("cuda", torch.cuda.current_device()) if has_nccl(group) else torch.device("cpu")
-    content = pickle.dumps(obj) if group.rank() == src else b""
-    num_bytes = torch.tensor([len(content)], device=device)
-    broadcast(num_bytes, src, comm)
-    blob = torch.frombuffer(bytearray(content or int(num_bytes)), dtype=torch.uint8).to(device)
-    broadcast(blob, src, comm)
-    return pickle.loads(blob.cpu().numpy().tobytes())
+    objects = [obj]
+    if (group := group_of(comm)) is not None:
+        dist.broadcast_object_list(objects, group=group, group_src=src)
+    return objects[0]
 
 
 def allgather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: object = None) -> None:
@@ -70,13 +65,11 @@ def gather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, comm:
     """Receive the `send_tensor` of all ranks in the `recv_tensor` of rank `dst`, one after the other."""
     if (group := group_of(comm)) is None:
         return
-    own, parts = bytes_of("gather", "send_tensor", send_tensor), []
+    own, parts = bytes_of("gather", "send_tensor", send_tensor), None
     if group.rank() == dst:
         result = bytes_of("gather", "recv_tensor", recv_tensor, own.numel() * group.size())
-        parts = [list(result.chunk(group.size()))]
-    options = dist.GatherOptions()
-    options.rootRank = dst
-    finish(group.gather(parts, [own], options))
+        parts = list(result.chunk(group.size()))
+    dist.gather(own, parts, group=group, group_dst=dst)
 
 
 def gather_inplace(tensor: torch.Tensor, count: int, dst: int, comm: object = None) -> None:
@@ -98,13 +91,11 @@ def scatter(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, src: int, comm
     """Receive this rank's part of the `send_tensor` of rank `src` in `recv_tensor`."""
     if (group := group_of(comm)) is None:
         return
-    result, parts = bytes_of("scatter", "recv_tensor", recv_tensor), []
+    result, parts = bytes_of("scatter", "recv_tensor", recv_tensor), None
     if group.rank() == src:
         values = bytes_of("scatter", "send_tensor", send_tensor, result.numel() * group.size())
-        parts = [list(values.chunk(group.size()))]
-    options = dist.ScatterOptions()
-    options.rootRank = src
-    finish(group.scatter([result], parts, options))
+        parts = list(values.chunk(group.size()))
+    dist.scatter(result, parts, group=group, group_src=src)
 
 
 def scatter_inplace(tensor: torch.Tensor, count: int, src: int, comm: object = None) -> None:
@@ -163,9 +154,7 @@ def alltoall_v(
     itemsize = sent.element_size()
     send_splits = [count * itemsize for count in send_counts[: group.size()]]
     recv_splits = [part.nbytes for part in targets]
-    options = dist.AllToAllOptions()
-    options.asyncOp = False
-    finish(group.alltoall_base(received.view(torch.uint8), sent.view(torch.uint8), recv_splits, send_splits, options))
+    dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), recv_splits, send_splits, group=group)
     for target, part in zip(targets, received.split([part.numel() for part in targets]), strict=True):
         target.copy_(part)
 

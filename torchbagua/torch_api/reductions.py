@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from torchbagua.collectives.private_groups import has_nccl
-from torchbagua.torch_api.arguments import bare, finish, group_of
+from torchbagua.torch_api.arguments import bare, group_of
 
 
 class ReduceOp(IntEnum):
@@ -42,9 +42,7 @@ def reduce_inplace(tensor: torch.Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, 
     if (group := group_of(comm)) is None:
         return
     values = bare("reduce", "tensor", tensor)
-    options = dist.ReduceOptions()
-    options.reduceOp, options.rootRank = _torch_op(op), dst
-    finish(group.reduce([_real("reduce", values, op)], options))
+    dist.reduce(_real("reduce", values, op), op=_torch_op(op), group=group, group_dst=dst)
     if group.rank() == dst:
         _divide(values, op, group)
 
@@ -65,9 +63,7 @@ def allreduce_inplace(tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, comm: o
     if (group := group_of(comm)) is None:
         return
     values = bare("allreduce", "tensor", tensor)
-    options = dist.AllreduceOptions()
-    options.reduceOp, options.asyncOp = _torch_op(op), False
-    finish(group.allreduce([_real("allreduce", values, op)], options))
+    dist.all_reduce(_real("allreduce", values, op), _torch_op(op), group)
     _divide(values, op, group)
 
 
@@ -87,10 +83,8 @@ def reduce_scatter(
         return
     result = bare("reduce_scatter", "recv_tensor", recv_tensor)
     values = bare("reduce_scatter", "send_tensor", send_tensor, result.numel() * group.size())
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = _torch_op(op)
     parts = [_real("reduce_scatter", part, op) for part in values.chunk(group.size())]
-    finish(group.reduce_scatter([_real("reduce_scatter", result, op)], [parts], options))
+    dist.reduce_scatter(_real("reduce_scatter", result, op), parts, _torch_op(op), group)
     _divide(result, op, group)
 
 

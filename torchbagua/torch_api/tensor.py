@@ -42,10 +42,10 @@ class Proxy:
 
 
 def proxy_of(tensor: torch.Tensor) -> Proxy:
-    """Return what a Bagua tensor knows. Raises TypeError for one that is none."""
+    """Return what a Bagua tensor knows. Raises AttributeError for one that is none."""
     proxy = getattr(tensor, "_bagua_proxy", None)
     if proxy is None:
-        raise TypeError(
+        raise AttributeError(
             f"torchbagua.torch_api: a tensor of shape {list(tensor.shape)} is no Bagua tensor: call "
             "ensure_bagua_tensor first"
         )

@@ -79,7 +79,7 @@ class AlgorithmImpl:
     def init_post_optimizer_step_hook(
         self, bagua_ddp: "BaguaDistributedDataParallel"
     ) -> Callable[[torch.optim.Optimizer], None]:
-        """Return a function to call with each optimizer when all of them have stepped."""
+        """Return a function to call after each step of each optimizer, with that optimizer."""
         return lambda optimizer: None
 
     def init_operations(self, bagua_ddp: "BaguaDistributedDataParallel", bucket: BaguaBucket) -> None:

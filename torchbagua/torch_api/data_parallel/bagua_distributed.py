@@ -28,12 +28,14 @@ class BaguaDistributedDataParallel:
         gradient_as_bucket_view: have gradients lie in the buckets.
         find_unused_parameters: expect that a backward leaves out parameters.
         ddp: the DDP around the module; by default one is made where the algorithm needs one.
+        grad_scaler: of the loop.
 
     Attributes:
         module: the module.
         attachment: what `torchbagua.attach` returned. `detach` ends the algorithm.
         bagua_algorithm: what runs the algorithm: with AsyncModelAverage it has `abort(module)` and `resume(module)`.
         bagua_optimizers: the optimizers.
+        bagua_buckets: the buckets. Those of gradients are there after the first backward.
         bagua_train_step_counter: forward passes in training so far; of an own algorithm only.
         parameters_to_ignore: the names of parameters that are not communicated.
         require_backward_grad_sync: False keeps an own algorithm from communicating, as in `no_sync`.
@@ -50,6 +52,7 @@ class BaguaDistributedDataParallel:
         find_unused_parameters: bool = False,
         *,
         ddp: DistributedDataParallel | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.module = module
         self.bagua_module_name = bagua_module_name or f"{type(module).__name__}_{id(module)}"
@@ -61,8 +64,6 @@ class BaguaDistributedDataParallel:
         self.bagua_train_step_counter = 0
         self.parameters_to_ignore = _ignored(module)
         self.runner: OwnImpl | None = None
-        self.bagua_algorithm: Any = None
-        self._own_buckets: list[Any] | None = None
         own_group = _open_unless_world(process_group)
         try:
             self.attachment = attach(
@@ -70,13 +71,15 @@ class BaguaDistributedDataParallel:
                 self.bagua_optimizers,
                 OwnAlgorithm(algorithm, self) if is_own(algorithm) else algorithm,  # type: ignore[arg-type]
                 process_group=own_group,
+                grad_scaler=grad_scaler,
                 ddp_arguments=None if ddp is not None else self._ddp_arguments(),
             )
         finally:
             if own_group is not None:
                 own_group.close()  # the algorithm has a copy of its own
-        if self.runner is None:
-            self.bagua_algorithm = self.attachment.impl
+        self.attachment.impl.ended_by = f"{'model.bagua_ddp' if ddp is None else 'ddp.inner'}.attachment.detach()"
+        if ddp is not None:
+            self.attachment.broadcast_optimizers()  # which attach does where it is given no DDP
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Nothing: no algorithm is at work on a copy of the module."""
@@ -86,16 +89,17 @@ class BaguaDistributedDataParallel:
         return type(None), ()
 
     @property
-    def bagua_buckets(self) -> list[Any]:
-        """The buckets. Those of gradients are there after the first backward."""
-        if self._own_buckets is not None:
-            return self._own_buckets
-        impl = self.attachment.impl
-        return list(impl.buckets or impl._gradient_buckets)
+    def bagua_algorithm(self) -> Any:
+        """What runs the algorithm."""
+        return self.attachment.impl if self.runner is None else self.runner.own
 
-    @bagua_buckets.setter
-    def bagua_buckets(self, buckets: list[Any]) -> None:
-        self._own_buckets = buckets
+    @property
+    def bagua_buckets(self) -> list[Any]:
+        """The buckets."""
+        if self.runner is not None:
+            return self.runner.own_buckets
+        impl = self.attachment.impl
+        return list(impl.buckets or impl.gradient_buckets)
 
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters that are trained and not ignored, with their names in the module."""
@@ -120,7 +124,7 @@ class BaguaDistributedDataParallel:
         world = self.attachment.impl.process_group.world
         parameters = [parameter for _, parameter in self.bagua_build_params()]
         collectives.broadcast_tensors(world, parameters, "the parameters")
-        self.attachment._broadcast_state()
+        self.attachment.broadcast_optimizers()
 
     def _ddp_arguments(self) -> dict[str, Any]:
         return {

@@ -30,6 +30,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         optimizers: of the module's parameters. By default those that the algorithm knows, QAdam's. An algorithm that
             averages gradients, and keeps nothing from step to step, needs none.
         algorithm: see `with_bagua`; by default GradientAllReduce.
+        grad_scaler: see `with_bagua`.
 
     Attributes:
         inner: the `BaguaDistributedDataParallel`; None without optimizers.
@@ -52,6 +53,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         gradient_as_bucket_view: bool = True,
         optimizers: Sequence[torch.optim.Optimizer] = (),
         algorithm: algorithms.Algorithm | None = None,
+        *,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         algorithm = algorithms.GradientAllReduceAlgorithm() if algorithm is None else algorithm
         optimizers = optimizers or algorithm.own_optimizers()
@@ -86,6 +89,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             gradient_as_bucket_view=gradient_as_bucket_view,
             find_unused_parameters=find_unused_parameters,
             ddp=self,
+            grad_scaler=grad_scaler,
         )
 
     @contextmanager
@@ -114,4 +118,4 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     @property
     def bagua_buckets(self) -> list[Any]:
         """The buckets. Those of gradients are there after the first backward."""
-        return list(self._impl._gradient_buckets) if self.inner is None else self.inner.bagua_buckets
+        return list(self._impl.gradient_buckets) if self.inner is None else self.inner.bagua_buckets
