@@ -24,7 +24,9 @@ def state():
 before, modules = state(), set(sys.modules)  # torch itself imports some of cuda-python
 import torchbagua
 new = {name.split(".")[0] for name in set(sys.modules) - modules}
-print(json.dumps([before, state(), asked, sorted(new & {"tensorboard", "matplotlib", "tqdm", "numpy", "cuda"})]))
+extras = new & {"tensorboard", "matplotlib", "tqdm", "numpy", "cuda"}
+patched = [name for one in (torch.nn.Module, torch.Tensor) for name in dir(one) if "bagua" in name]  # by torch_api
+print(json.dumps([before, state(), asked, sorted(extras), patched]))
 """
 
 
@@ -32,9 +34,10 @@ def test_import_starts_opens_compiles_and_asks_nothing(tmp_path: Path) -> None:
     checkout = copy_sources(tmp_path / "checkout")  # where no library was built ahead of time
     status, out, err = run_python(IMPORT, checkout, TORCHBAGUA_CACHE=str(tmp_path / "cache"))
     assert status == 0, err
-    before, after, asked_of_cuda, imported = json.loads(out)
+    before, after, asked_of_cuda, imported, patched = json.loads(out)
     assert after == before
     assert after["libraries"] == []
     assert asked_of_cuda == []
     assert imported == []
+    assert patched == []
     assert not (tmp_path / "cache").exists()

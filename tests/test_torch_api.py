@@ -1,6 +1,7 @@
 """Bagua's `with_bagua` and DistributedDataParallel beside `attach` in a plain loop, on ranks that are threads."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,9 +14,7 @@ from torch.nn import parallel
 
 import torchbagua as tb
 import torchbagua.torch_api as bagua
-from documentation import ROOT
 from ranks import run_ranks, without_default_group
-from source_tree import run_python
 from torchbagua.torch_api.algorithms import (
     Algorithm,
     GlobalAlgorithmRegistry,
@@ -82,28 +81,83 @@ def plain_loop(group: dist.ProcessGroup, model: nn.Module, name: str) -> list[to
     return [before, weights(module)]
 
 
-@pytest.mark.parametrize("do_flatten", [True, False])
+def by_with_bagua(group: dist.ProcessGroup, model: nn.Module, name: str, *, do_flatten: bool) -> list[torch.Tensor]:
+    module = copy.deepcopy(model)
+    optimizer = make_optimizer(name, module)
+    assert module.with_bagua([optimizer], ALGORITHMS[name](optimizer), group, do_flatten=do_flatten) is module
+    assert module.bagua_optimizers == [optimizer]
+    made = module.bagua_ddp.attachment.ddp
+    assert made is None or made.gradient_as_bucket_view == do_flatten
+    steps(group.rank(), module, optimizer)
+    assert sum(tensor.parameter.numel() for one in module.bagua_buckets for tensor in one.tensors) > 0
+    before = weights(module)
+    module.bagua_ddp.attachment.detach()
+    return [before, weights(module)]
+
+
+def by_ddp(group: dist.ProcessGroup, model: nn.Module, name: str, *, with_optimizers: bool) -> list[torch.Tensor]:
+    module = copy.deepcopy(model)
+    optimizer = make_optimizer(name, module)
+    ddp = DistributedDataParallel(
+        module,
+        process_group=group,
+        broadcast_buffers=False,
+        optimizers=[optimizer] if with_optimizers else [],
+        algorithm=ALGORITHMS[name](optimizer),
+    )
+    assert isinstance(ddp, parallel.DistributedDataParallel)
+    assert ddp.bagua_optimizers == ([optimizer] if with_optimizers or name == "qadam" else [])
+    steps(group.rank(), ddp, optimizer)
+    assert ddp.bagua_buckets
+    before = weights(module)
+    if ddp.inner is not None:
+        ddp.inner.attachment.detach()
+    return [before, weights(module)]
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_weights_are_those_of_a_plain_loop(name: str, do_flatten: bool) -> None:
+def test_weights_are_those_of_a_plain_loop(name: str) -> None:
+    model = make_model()
+    averages_weights = name in ("decentralized", "low_precision_decentralized", "async")
+
+    def body(group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
+        found = [plain_loop(group, model, name)]
+        found += [by_with_bagua(group, model, name, do_flatten=do_flatten) for do_flatten in (True, False)]
+        return [
+            *found,
+            *(by_ddp(group, model, name, with_optimizers=one) for one in (True, False) if one or not averages_weights),
+        ]
+
+    (expected, *first), (others_expected, *second) = run_ranks(2, body)
+    for found, wanted in ((first, expected), (second, others_expected)):
+        assert all(torch.equal(a, b) for one in found for a, b in zip(one, wanted, strict=True))
+    assert torch.equal(expected[1], others_expected[1])
+    assert torch.equal(expected[0], others_expected[0]) == ("decentralized" not in name)
+    if averages_weights:
+        with pytest.raises(ValueError, match=r"optimizers must be given, since .*Algorithm works after"):
+            by_ddp(dist.group.WORLD, model, name, with_optimizers=False)
+
+
+@pytest.mark.parametrize("in_ddp", [False, True])
+def test_all_ranks_get_the_state_of_rank_0_s_optimizer(in_ddp: bool) -> None:
+    """Which alone has loaded a checkpoint, say."""
     model = make_model()
 
-    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
         module = copy.deepcopy(model)
-        optimizer = make_optimizer(name, module)
-        assert module.with_bagua([optimizer], ALGORITHMS[name](optimizer), group, do_flatten=do_flatten) is module
-        assert module.bagua_optimizers == [optimizer]
-        steps(group.rank(), module, optimizer)
-        assert sum(tensor.parameter.numel() for one in module.bagua_buckets for tensor in one.tensors) > 0
-        before = weights(module)
-        module.bagua_ddp.attachment.detach()
-        return [before, weights(module)]
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        if group.rank() == 0:
+            steps(0, module, optimizer, 3)
+        algorithm = gradient_allreduce.GradientAllReduceAlgorithm()
+        if in_ddp:
+            called = DistributedDataParallel(module, process_group=group, optimizers=[optimizer], algorithm=algorithm)
+        else:
+            called = module.with_bagua([optimizer], algorithm, group)
+        steps(group.rank(), called, optimizer, 2)
+        return weights(module)
 
-    ours = run_ranks(2, body)
-    expected = run_ranks(2, lambda group: plain_loop(group, model, name))
-    for one, other in zip(ours, expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert torch.equal(ours[0][1], ours[1][1])
-    assert torch.equal(ours[0][0], ours[1][0]) == ("decentralized" not in name)
+    first, second = run_ranks(2, body)
+    assert torch.equal(first, second)
 
 
 def test_another_algorithm_takes_over() -> None:
@@ -113,13 +167,15 @@ def test_another_algorithm_takes_over() -> None:
         module = copy.deepcopy(model)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         names = []
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
         for algorithm in (
             gradient_allreduce.GradientAllReduceAlgorithm(),
             decentralized.DecentralizedAlgorithm(),
             bytegrad.ByteGradAlgorithm(),
             gradient_allreduce.GradientAllReduceAlgorithm(),
         ):
-            module.with_bagua([optimizer], algorithm, group)
+            module.with_bagua([optimizer], algorithm, group, grad_scaler=scaler)
+            assert module.bagua_algorithm.grad_scaler is scaler
             steps(group.rank(), module, optimizer, 2)
             names.append(type(module.bagua_algorithm).__name__)
         module.bagua_ddp.attachment.detach()
@@ -192,41 +248,6 @@ def test_a_copy_and_a_file_of_the_module() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "async"])
-@pytest.mark.parametrize("with_optimizers", [True, False])
-def test_distributed_data_parallel(name: str, with_optimizers: bool) -> None:
-    model = make_model()
-    needs_optimizers = "decentralized" in name
-
-    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
-        module = copy.deepcopy(model)
-        optimizer = make_optimizer(name, module)
-        ddp = DistributedDataParallel(
-            module,
-            process_group=group,
-            broadcast_buffers=False,
-            optimizers=[optimizer] if with_optimizers else [],
-            algorithm=ALGORITHMS[name](optimizer),
-        )
-        assert isinstance(ddp, parallel.DistributedDataParallel)
-        assert ddp.bagua_optimizers == ([optimizer] if with_optimizers or name == "qadam" else [])
-        steps(group.rank(), ddp, optimizer)
-        assert ddp.bagua_buckets
-        before = weights(module)
-        if ddp.inner is not None:
-            ddp.inner.attachment.detach()
-        return [before, weights(module)]
-
-    if needs_optimizers and not with_optimizers:
-        with pytest.raises(ValueError, match=r"optimizers must be given, since .*Algorithm works after"):
-            run_ranks(2, body)
-        return
-    ours = run_ranks(2, body)
-    expected = run_ranks(2, lambda group: plain_loop(group, model, name))
-    for one, other in zip(ours, expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 def test_distributed_data_parallel_accumulates() -> None:
     """The steps of two micro-batches, of which the first is not sent, are those of torch's DDP."""
     model = build(lambda: nn.Linear(10, 1))
@@ -291,15 +312,13 @@ def test_groups_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
             nn.Linear(1, 1).with_bagua([], gradient_allreduce.GradientAllReduceAlgorithm(), "world")
 
 
-PATCHED = """
-import torch, torchbagua
-print([hasattr(torch.nn.Module, "with_bagua"), hasattr(torch.Tensor, "ensure_bagua_tensor")])
-import torchbagua.torch_api
-print([hasattr(torch.nn.Module, "with_bagua"), hasattr(torch.Tensor, "ensure_bagua_tensor")])
-"""
-
-
-def test_only_importing_torch_api_patches() -> None:
-    status, out, err = run_python(PATCHED, ROOT)
-    assert status == 0, err
-    assert out.split("\n")[:2] == ["[False, False]", "[True, True]"]
+def test_modules_without_an_algorithm_are_as_ever() -> None:
+    """torch.compile reads every attribute of a module, and TorchScript compiles properties."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    x = torch.ones(1, 2)
+    assert {name: getattr(module, name) for name in dir(module)}["bagua_algorithm"] is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit
+        scripted = torch.jit.script(module)
+    assert torch.equal(scripted(x), module(x))
+    assert not hasattr(x, "bagua_tensor_name")
