@@ -18,6 +18,7 @@ from torchbagua.checks import check_first_step, check_kind, mark_attached
 from torchbagua.collectives import broadcast_state, broadcast_tensors
 from torchbagua.comm_hook import comm_hook
 from torchbagua.ddp import ddp_sync_disabled, driven_by, hooked, named_tensors
+from torchbagua.optimizers import is_sharded
 from torchbagua.step_hooks import install_step_hooks
 from torchbagua.traces import Summary
 from torchbagua.training_setup import TrainingSetup
@@ -131,9 +132,14 @@ class Attachment:
             self._setup = replace(self._setup, driven_ddp=None, ddps=[])
 
     def broadcast_optimizers(self) -> None:
-        """Give all ranks the state of rank 0's optimizers and GradScaler, but not its learning rates. Collective."""
+        """Give all ranks the state of rank 0's optimizers and GradScaler, but not its learning rates. Collective.
+
+        A ZeroRedundancyOptimizer is left as it is.
+        """
         world = self.impl.process_group.world
         for optimizer in self._setup.optimizers:
+            if is_sharded(optimizer):
+                continue
             # Not its groups: learning rates belong to the loop, and to its schedulers.
             own = optimizer.state_dict()
             without_groups = {key: value for key, value in own.items() if key != "param_groups"}

@@ -14,7 +14,7 @@ from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import check_elements
 from torchbagua.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, ddps_around, named_tensors
 from torchbagua.grad_scaler import is_stepped_by_scaler
-from torchbagua.optimizers import check_optimizer, parameters_of
+from torchbagua.optimizers import check_optimizer, is_sharded, parameters_of
 from torchbagua.torch_private import (
     has_delayed_all_reduce,
     is_joining,
@@ -160,8 +160,7 @@ def check_kind(algorithm: Algorithm, setup: TrainingSetup, *, averages_weights: 
     for optimizer in setup.optimizers:
         if foreign := _foreign_parameters(optimizer, setup.module):  # which would never be averaged
             raise ValueError(_refusal_of_foreign(optimizer, foreign))
-        # By name: to import torch.distributed.optim means dozens of warnings of torch.jit (torch 2.13).
-        if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+        if is_sharded(optimizer):
             raise ValueError(
                 "attach: an algorithm that averages weights needs an optimizer that steps all weights on every rank, "
                 "got ZeroRedundancyOptimizer, in which a rank steps its own share and sends it to the others"

@@ -44,6 +44,12 @@ def check_optimizer(where: str, optimizer: object) -> None:
         )
 
 
+def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether each rank steps its own share of the parameters, and has the state of that alone."""
+    # By name: to import torch.distributed.optim means dozens of warnings of torch.jit (torch 2.13).
+    return any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return all that it trains, group by group."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
