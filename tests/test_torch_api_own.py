@@ -135,6 +135,7 @@ class AfterStep(Gossip):
     """Weights, after the optimizers' steps: the mean, or a round of the ring."""
 
     in_ring = False
+    num_steps = 0
 
     def init_forward_pre_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[Any], None]:
         return lambda inputs: None
@@ -144,6 +145,7 @@ class AfterStep(Gossip):
 
     def init_post_optimizer_step_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[Any], None]:
         def hook(optimizer: torch.optim.Optimizer) -> None:
+            self.num_steps += 1
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.bagua_mark_communication_ready()
@@ -324,6 +326,32 @@ def test_weights(impl: type[AlgorithmImpl], do_flatten: bool) -> None:
     assert all(torch.equal(one, after[0]) for one in after)
     assert all(torch.equal(one, before[0]) for one in before[1:]) == (impl is AfterStep)
     torch.testing.assert_close(after[0], torch.stack(before).mean(0))
+
+
+def test_ranks_skip_together_and_have_their_mean_for_a_while() -> None:
+    model = make_model()
+
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        module = copy.deepcopy(model)
+        (optimizer,) = optimizers_of(module)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        module.with_bagua([optimizer], Own(InRing), group, grad_scaler=scaler)
+        for size in (1.0, float("inf") if group.rank() == 1 else 1.0):
+            optimizer.zero_grad()
+            scaler.scale(size * module(torch.randn(6, 10)).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        found = [weights(module)]
+        with module.bagua_ddp.attachment.averaged_weights():
+            found.append(weights(module))
+        module.bagua_ddp.attachment.detach()
+        assert module.bagua_algorithm.num_steps == 1
+        return [*found, weights(module)]
+
+    (own, mean, last), (others_own, others_mean, _) = run_ranks(2, body)
+    assert not torch.equal(own, others_own)
+    assert torch.equal(mean, others_mean)
+    assert torch.equal(mean, last)
 
 
 def test_gossip_is_d_psgd() -> None:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from torchbagua.torch_api import env
 from torchbagua.torch_api.algorithms.base import AlgorithmImpl
 from torchbagua.torch_api.bucket import BaguaBucket
 from torchbagua.torch_api.process_groups import BaguaProcessGroup
-from torchbagua.torch_api.tensor import effective, proxy_of
+from torchbagua.torch_api.tensor import BaguaTensor, effective, proxy_of
 from torchbagua.weights import WeightBuckets, parted
 
 if TYPE_CHECKING:
@@ -121,6 +122,13 @@ class OwnImpl(algorithms.AlgorithmImpl):
     def leaves_ranks_apart(self) -> bool:
         return self._are_weights and self.process_group.size > 1
 
+    def agree_on_overflow(self, found_inf: bool) -> bool:
+        if not self.leaves_ranks_apart:
+            return found_inf
+        world, progress = self.process_group.world, self._progress
+        agree = partial(collectives.require_same_progress, world, progress, "the search for Inf", int(found_inf))
+        return self.lane.submit(agree).result() == 1
+
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         self.wait_pending()
@@ -205,8 +213,7 @@ class OwnImpl(algorithms.AlgorithmImpl):
         if self.ddp.find_unused_parameters:
             for name, parameter in self.ddp.bagua_build_params():
                 if name not in self._reached:
-                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                    self.own.init_backward_hook(self.ddp)(name, parameter)
+                    self.own.init_backward_hook(self.ddp)(name, BaguaTensor.bagua_ensure_grad(parameter))
         self._reached.clear()
         self.own.init_post_backward_hook(self.ddp)()
         waiting = [one for one in self._order if one.is_begun]
