@@ -25,6 +25,7 @@ from torchbagua.torch_api.algorithms import (
     q_adam,
 )
 from torchbagua.torch_api.data_parallel import DistributedDataParallel
+from torchbagua.torch_api.data_parallel.bagua_distributed import buffers_option
 from training import build
 
 NUM_STEPS = 6
@@ -65,20 +66,19 @@ def weights(module: nn.Module) -> torch.Tensor:
 
 
 def plain_loop(group: dist.ProcessGroup, model: nn.Module, name: str) -> list[torch.Tensor]:
-    """The weights before and after `detach`, of `attach` in a loop of one's own."""
+    """The weights before and after `detach`, and a buffer, of `attach` in a loop of one's own."""
     module = copy.deepcopy(model)
     optimizer = make_optimizer(name, module)
     own_group = tb.BaguaProcessGroup(group)
     averages_weights = name in ("decentralized", "low_precision_decentralized", "async")
-    called = module if averages_weights else parallel.DistributedDataParallel(module, process_group=group)
-    if not averages_weights:
-        called.require_forward_param_sync = False  # Bagua leaves buffers to each rank
+    options = buffers_option(False)  # Bagua leaves them to each rank
+    called = module if averages_weights else parallel.DistributedDataParallel(module, process_group=group, **options)
     attachment = tb.attach(called, optimizer, ALGORITHMS[name](optimizer), process_group=own_group)
     steps(group.rank(), called, optimizer)
     before = weights(module)
     attachment.detach()
     own_group.close()
-    return [before, weights(module)]
+    return [before, weights(module), module[1].running_mean]
 
 
 def by_with_bagua(group: dist.ProcessGroup, model: nn.Module, name: str, *, do_flatten: bool) -> list[torch.Tensor]:
@@ -92,7 +92,7 @@ def by_with_bagua(group: dist.ProcessGroup, model: nn.Module, name: str, *, do_f
     assert sum(tensor.parameter.numel() for one in module.bagua_buckets for tensor in one.tensors) > 0
     before = weights(module)
     module.bagua_ddp.attachment.detach()
-    return [before, weights(module)]
+    return [before, weights(module), module[1].running_mean]
 
 
 def by_ddp(group: dist.ProcessGroup, model: nn.Module, name: str, *, with_optimizers: bool) -> list[torch.Tensor]:
@@ -112,7 +112,7 @@ def by_ddp(group: dist.ProcessGroup, model: nn.Module, name: str, *, with_optimi
     before = weights(module)
     if ddp.inner is not None:
         ddp.inner.attachment.detach()
-    return [before, weights(module)]
+    return [before, weights(module), module[1].running_mean]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -154,6 +154,7 @@ def test_all_ranks_get_the_state_of_rank_0_s_optimizer(in_ddp: bool) -> None:
         else:
             called = module.with_bagua([optimizer], algorithm, group)
         steps(group.rank(), called, optimizer, 2)
+        (called.inner if in_ddp else module.bagua_ddp).attachment.detach()
         return weights(module)
 
     first, second = run_ranks(2, body)
@@ -204,6 +205,7 @@ def test_abort_and_resume() -> None:
             steps(group.rank(), module, optimizer, 10)
             module.bagua_algorithm.abort(module)
             seen += [module.bagua_algorithm.mode, weights(module)]
+        module.bagua_ddp.attachment.detach()
         return seen
 
     first, second = run_ranks(2, body)
