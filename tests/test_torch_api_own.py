@@ -350,6 +350,8 @@ def test_ranks_skip_together_and_have_their_mean_for_a_while() -> None:
         found = [weights(module)]
         with module.bagua_ddp.attachment.averaged_weights():
             found.append(weights(module))
+            own = module.bagua_ddp.attachment.rank_state_dict()["module"]
+            assert torch.equal(torch.cat([one.reshape(-1) for one in own.values()]), found[0])
         module.bagua_ddp.attachment.detach()
         assert module.bagua_algorithm.num_steps == 1
         return [*found, weights(module)]

@@ -6,7 +6,7 @@ averages weights: DDP sends nothing, and what the buckets send runs on a lane.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -74,6 +74,7 @@ class OwnImpl(algorithms.AlgorithmImpl):
         self.ddp = algorithm.bagua_ddp
         self.ddp.runner = self
         self._are_weights = False
+        self._weights = WeightBuckets(process_group, type(impl).__name__)
         self._num_steps = 0
         self._of_core: dict[bucket.BaguaBucket, BaguaBucket] = {}
         self._order: deque[BaguaBucket] = deque()
@@ -132,8 +133,15 @@ class OwnImpl(algorithms.AlgorithmImpl):
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         self.wait_pending()
-        with self._weights().averaged(self.lane, self._progress) if self.leaves_ranks_apart else nullcontext():
+        if not self.leaves_ranks_apart:
             yield
+            return
+        self._select_weights()
+        with self._weights.averaged(self.lane, self._progress):
+            yield
+
+    def own_weights(self) -> AbstractContextManager[None]:
+        return self._weights.own()
 
     def run_ready(self) -> None:
         """Run the buckets whose turn it is."""
@@ -170,7 +178,8 @@ class OwnImpl(algorithms.AlgorithmImpl):
             return False
         self.wait_pending()
         if self.leaves_ranks_apart:
-            self._weights().take_mean(self.lane, self._progress)
+            self._select_weights()
+            self._weights.take_mean(self.lane, self._progress)
         self.ends_in_order = True
         return self._are_weights
 
@@ -188,10 +197,8 @@ class OwnImpl(algorithms.AlgorithmImpl):
     def _progress(self) -> dict[str, int]:
         return {"optimizer steps": self._num_steps}
 
-    def _weights(self) -> WeightBuckets:
-        weights = WeightBuckets(self.process_group, type(self.own).__name__)
-        weights.make_buckets(weights.select(self.ddp.module, self.ignored_names))
-        return weights
+    def _select_weights(self) -> None:
+        self._weights.make_buckets(self._weights.select(self.ddp.module, self.ignored_names))
 
     def _before_forward(self, inputs: Any) -> None:
         self._reached.clear()
