@@ -320,7 +320,9 @@ def test_gradients_lie_in_the_buckets() -> None:
             (bucket,) = module.bagua_buckets
             assert bucket.bytes() == 4 * weights(module).numel()
             assert torch.equal(bucket.flattened_tensor(), torch.cat([one.grad.flatten() for one in bucket.tensors]))
-            return bool(bucket.check_flatten())
+            is_flat = bool(bucket.check_flatten())
+            module.bagua_ddp.attachment.detach()
+            return is_flat
 
         assert run_ranks(2, body) == [do_flatten] * 2
 
@@ -405,6 +407,7 @@ def test_the_hook_is_called_after_each_step_of_each_optimizer() -> None:
         second.step()
         assert module.bagua_algorithm.stepped == [first, second, second]
         assert module.bagua_ddp.bagua_train_step_counter == 1
+        module.bagua_ddp.attachment.detach()
 
     run_ranks(2, body)
 
