@@ -479,6 +479,7 @@ def test_parameters_that_a_backward_leaves_out(find_unused_parameters: bool, mon
             optimizer.zero_grad()
             ddp(torch.randn(4, 10), step + group.rank()).sum().backward()
             optimizer.step()
+        ddp.inner.attachment.detach()
         return weights(module)
 
     if not find_unused_parameters:
@@ -509,7 +510,9 @@ def test_no_sync() -> None:
         ddp = DistributedDataParallel(
             module, process_group=group, optimizers=optimizers_of(module), algorithm=Own(Mean)
         )
-        return train(ddp, module, group.rank())
+        found = train(ddp, module, group.rank())
+        ddp.inner.attachment.detach()
+        return found
 
     def torchs(group: dist.ProcessGroup) -> torch.Tensor:
         module = copy.deepcopy(model)
