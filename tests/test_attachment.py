@@ -227,10 +227,13 @@ def test_another_ranks_state_changes_nothing() -> None:
 def test_what_is_no_state_of_a_rank_is_refused() -> None:
     def body(group: dist.ProcessGroup) -> None:
         trainer = Trainer(group, build(Normed))
+        with tb.attach(trainer.ddp, trainer.optimizer, "bytegrad") as attachment:
+            of_another = attachment.state_dict()
         with tb.attach(trainer.ddp, trainer.optimizer, "decentralized") as attachment:
             state = attachment.rank_state_dict()
             for wrong, message in (
                 (attachment.state_dict(), "must be what rank_state_dict returned, with the keys .* got .'algorithm'"),
+                ({"attachment": of_another}, "the state is of ByteGradAlgorithm, attached is DecentralizedAlgorithm"),
                 ({**state, "optimizers": []}, "state must be of 1 optimizers, as there are attached, got 0"),
                 (7, "must be what rank_state_dict returned.* got 7"),
             ):

@@ -12,7 +12,7 @@ import torchbagua as tb
 from torchbagua.frameworks import framework
 from torchbagua.rank_states import load_rank_state, save_rank_state
 
-with framework("accelerate", tested="1.15.0", adapter="torchbagua.accelerate"):
+with framework("accelerate", tested="1.15.0", adapter="torchbagua.accelerate") as _tested:
     import accelerate
 
 
@@ -46,6 +46,7 @@ def attach(
     if not isinstance(accelerator, accelerate.Accelerator):
         raise TypeError(f"attach: accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}")
     check_uses_ddp(accelerator)
+    _tested.check_names(accelerator, ["_models", "_optimizers", "_custom_objects"])
     ddp = without_compiler(model)
     order = "call attach after model, optimizer = accelerator.prepare(model, optimizer)"
     if not isinstance(ddp, DistributedDataParallel) or id(ddp.module) not in map(id, accelerator._models):
@@ -91,7 +92,7 @@ class _RankStates:
         self._rank = accelerator.process_index
         self._files = Path()
         accelerator.register_save_state_pre_hook(self._before_save)
-        accelerator.register_load_state_pre_hook(self._note_folder)
+        accelerator.register_load_state_pre_hook(self._before_load)
         accelerator.register_for_checkpointing(self)
 
     @classmethod
@@ -112,6 +113,17 @@ class _RankStates:
                 with attachment.averaged_weights():
                     weights[index] = copy.deepcopy(weights[index])  # they are no copies, and are written later
 
+    def _before_load(self, models: list[torch.nn.Module], folder: str) -> None:
+        self._note_folder(models, folder)
+        if self._running is not None and not any(Path(folder).glob("torchbagua*_*.pt")):
+            self._refuse()  # before accelerate loads half of it, and then misses what was registered
+
+    def _refuse(self) -> None:
+        raise ValueError(
+            f"accelerator.load_state: {self._files.parent} was saved when no algorithm was attached; "
+            "load it before attach"
+        )
+
     def _note_folder(self, models: list[torch.nn.Module], folder: str) -> int:
         index = [model is self._module for model in models].index(True)
         self._files = Path(folder) / ("torchbagua" if index == 0 else f"torchbagua_model{index}")
@@ -125,8 +137,5 @@ class _RankStates:
         """Load this rank's own, where an algorithm is attached."""
         if (attachment := self._running) is not None:
             if not state["is_attached"]:
-                raise ValueError(
-                    f"accelerator.load_state: {self._files.parent} was saved when no algorithm was attached; "
-                    "load it before attach"
-                )
+                self._refuse()
             load_rank_state(attachment, self._files, self._rank)

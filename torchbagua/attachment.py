@@ -210,13 +210,14 @@ class Attachment:
         """
         self._check_no_mean("load_rank_state_dict")
         keys = ["attachment", *(["grad_scaler", "module", "optimizers"] if self.impl.averages_weights else [])]
+        if isinstance(state, Mapping) and "attachment" in state:
+            check_saved(self.algorithm, self.impl, state["attachment"])  # before anything is overwritten
         if not isinstance(state, Mapping) or not set(keys) <= state.keys():
             raise ValueError(
                 f"Attachment.load_rank_state_dict: state must be what rank_state_dict returned, with the keys {keys}, "
                 f"got {sorted(state) if isinstance(state, Mapping) else state!r}"
             )
         if self.impl.averages_weights:
-            check_saved(self.algorithm, self.impl, state["attachment"])  # before anything is overwritten
             optimizers = self._setup.optimizers
             if len(state["optimizers"]) != len(optimizers):
                 raise ValueError(

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -12,14 +13,34 @@ from torchbagua.algorithms import Algorithm, get
 from torchbagua.user_warning import warn_user
 
 
+@dataclass(frozen=True)
+class Framework:
+    """What `framework` has imported, and for whom."""
+
+    package: str
+    tested: str
+    adapter: str
+
+    def check_names(self, owner: object, names: Collection[str]) -> None:
+        """Raise RuntimeError where `owner` lacks an attribute: in the version that is installed it has another name."""
+        if missing := [name for name in names if not hasattr(owner, name)]:
+            raise RuntimeError(
+                f"{self.adapter} needs {type(owner).__name__}.{missing[0]}, which {self.package} "
+                f"{metadata.version(self.package)} does not have; it was tested with {self.package} {self.tested}: "
+                f"pip install '{self.package}>={self.tested}'"
+            )
+
+
 @contextmanager
-def framework(package: str, *, tested: str, adapter: str, extra: str | None = None) -> Iterator[None]:
+def framework(package: str, *, tested: str, adapter: str, extra: str | None = None) -> Iterator[Framework]:
     """Import a framework in the `with` block. Afterwards a RuntimeWarning is given if it is older than what was tested.
 
     For the top of an adapter:
 
-        with framework("accelerate", tested="1.15.0", adapter="torchbagua.accelerate"):
+        with framework("accelerate", tested="1.15.0", adapter="torchbagua.accelerate") as known:
             import accelerate
+
+    What it gives has a check for private names.
 
     Args:
         package: its name, as pip knows it.
@@ -31,7 +52,7 @@ def framework(package: str, *, tested: str, adapter: str, extra: str | None = No
         ImportError: it cannot be imported; names the extra.
     """
     try:
-        yield
+        yield Framework(package, tested, adapter)
     except ImportError as error:
         raise ImportError(
             f"{adapter} needs {package}, which cannot be imported ({error}); "

@@ -15,7 +15,7 @@ from torchbagua.traces.charts import scalars
 from torchbagua.traces.figures import Figures
 from torchbagua.user_warning import warn_user
 
-with framework("transformers", tested="5.23.0", adapter="torchbagua.transformers"):
+with framework("transformers", tested="5.23.0", adapter="torchbagua.transformers") as _tested:
     import transformers
 
 _MARK = "_torchbagua_attached"
@@ -74,6 +74,7 @@ class TrainerAttachment:
             "predict": self._with_mean,
             "log": self._log,
         }
+        _tested.check_names(trainer, around)
         for name, method in around.items():
             setattr(trainer, name, wraps(original := getattr(trainer, name))(partial(method, original)))
             self._undo.callback(delattr, trainer, name)
@@ -144,6 +145,4 @@ class _Cost:
         """Return what TensorBoardTrace shows in its overview, and begin again; nothing where there was no step."""
         figures, self._figures = self._figures, Figures()
         shown = scalars(figures, sent_bytes=0).items() if figures.num_steps else ()
-        return {
-            f"torchbagua/{name}": value for tag, value in shown if (name := tag.removeprefix("communication/")) != tag
-        }
+        return {tag.replace("communication", "torchbagua"): v for tag, v in shown if tag.startswith("communication/")}

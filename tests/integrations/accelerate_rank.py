@@ -203,12 +203,16 @@ def refusals() -> dict[str, str]:
     found = {"before prepare": error_of(lambda: attach(accelerator, raw_model, raw_optimizer, "bytegrad"))}
     model, optimizer = accelerator.prepare(raw_model, raw_optimizer)
     _, foreign = model_and_optimizer("bytegrad")
+    plain = FOLDER / "plain"
+    accelerator.save_state(str(plain))
+    accelerator.wait_for_everyone()
     found["no accelerator"] = error_of(lambda: attach(model, model, optimizer, "bytegrad"))
     found["unwrapped"] = error_of(lambda: attach(accelerator, accelerator.unwrap_model(model), optimizer, "bytegrad"))
     found["optimizer"] = error_of(lambda: attach(accelerator, model, foreign, "bytegrad"))
     detached = FOLDER / "detached"
     with attach(accelerator, model, [optimizer], "bytegrad"):
         found["twice"] = error_of(lambda: attach(accelerator, model, optimizer, "bytegrad"))
+        found["saved without"] = error_of(lambda: accelerator.load_state(str(plain)))
     accelerator.save_state(str(detached))
     accelerator.wait_for_everyone()
     accelerator.load_state(str(detached))

@@ -1,5 +1,6 @@
 """torchbagua.accelerate, in two processes: what trains, what comes back from a checkpoint, and what is refused."""
 
+import importlib
 import importlib.metadata
 import runpy
 import sys
@@ -118,6 +119,7 @@ def test_two_models_and_a_second_algorithm(found: Found) -> None:
         ("optimizer", "ValueError: .* got another Adam; call attach after model, optimizer = "),
         ("no accelerator", "TypeError: .* must be an accelerate.Accelerator, got DistributedDataParallel"),
         ("twice", "ValueError: .* is attached to the module already; detach it first"),
+        ("saved without", "ValueError: .*plain was saved when no algorithm was attached; load it before attach"),
         ("saved detached", "ValueError: .* was saved when no algorithm was attached; load it before attach"),
     ],
 )
@@ -153,6 +155,11 @@ def test_an_earlier_accelerate_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> 
         runpy.run_path(str(ADAPTER))
 
 
-def test_the_private_names_that_are_read_are_there() -> None:
+def test_the_private_names_that_are_read_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = importlib.import_module("torchbagua.accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     assert accelerator._models == accelerator._optimizers == accelerator._custom_objects == []
+    monkeypatch.setattr(adapter, "check_uses_ddp", lambda accelerator: None)
+    del accelerator._optimizers
+    with pytest.raises(RuntimeError, match=r"needs Accelerator\._optimizers, which accelerate \S+ does not have"):
+        adapter.attach(accelerator, torch.nn.Linear(2, 1), None, "bytegrad")

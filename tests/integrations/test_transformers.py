@@ -160,6 +160,22 @@ def test_an_earlier_transformers_is_warned_of(monkeypatch: pytest.MonkeyPatch) -
         runpy.run_path(str(ADAPTER))
 
 
+def test_a_trainer_without_a_private_method_is_refused() -> None:
+    from torchbagua.transformers import TrainerAttachment
+
+    class EarlierTrainer:
+        _inner_training_loop = None
+
+    trainer = EarlierTrainer()
+    with pytest.raises(
+        RuntimeError,
+        match=r"needs EarlierTrainer._prepare_for_training, which transformers \S+ does not have; it was tested with "
+        r"transformers 5\.23\.0: pip install 'transformers>=5\.23\.0'",
+    ):
+        TrainerAttachment(trainer, "bytegrad", {})
+    assert vars(trainer) == {}
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [

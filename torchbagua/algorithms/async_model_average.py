@@ -287,7 +287,8 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
         if self.mode == "warm-up" and not self.is_single_rank and not self._has_averaged_gradients:
             raise RuntimeError(
                 "torchbagua: a step of the warm-up without averaged gradients: no backward pass came from what the "
-                "attached module returned"
+                "attached module returned; set warmup_steps=0 where backward runs within that module's forward, as "
+                "with Lightning's manual optimization"
             )
         self._has_averaged_gradients = False
         self.step += 1
