@@ -94,8 +94,12 @@ bench-network: $(STAMPS)/package ## time training steps over emulated slow netwo
 	$(BIN)/python benchmarks/network.py $(ARGS)
 
 .PHONY: bench-convergence
-bench-convergence: $(STAMPS)/bench ## train two models with every algorithm: held-out loss, and a picture of the curves
+bench-convergence: $(STAMPS)/bench ## train three models with every algorithm at its best learning rate; hours, goes on where it ended
 	$(BIN)/python benchmarks/convergence.py $(ARGS)
+
+.PHONY: bench-convergence-times
+bench-convergence-times: $(STAMPS)/bench ## time the steps of these models over emulated slow networks (as root, on Linux)
+	$(BIN)/python benchmarks/convergence_times.py $(ARGS)
 
 .PHONY: bench-tracing
 bench-tracing: $(STAMPS)/package ## time training steps with and without observers

@@ -138,9 +138,12 @@ def _plain_ddp(setup: Setup) -> Entry:
     return Entry(setup.ddp())
 
 
-def _cast_to(dtype: torch.dtype) -> Wrap:
-    """Plain DDP whose gradients travel as `dtype`. Torch's own bf16_compress_hook does the same, but DDP refuses it on
-    the CPU by its name (torch 2.13)."""
+CastHook = Callable[[None, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+def cast_hook(dtype: torch.dtype) -> CastHook:
+    """A hook for plain DDP with which gradients travel as `dtype`. Torch's own bf16_compress_hook does the same, but
+    DDP refuses it on the CPU by its name (torch 2.13)."""
 
     def cast_hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         wire = bucket.buffer().to(dtype).div_(dist.get_world_size())
@@ -151,9 +154,22 @@ def _cast_to(dtype: torch.dtype) -> Wrap:
 
         return future.then(copy_back)  # type: ignore[no-any-return]  # Work.get_future is not typed
 
+    return cast_hook
+
+
+def register_powersgd(ddp: DistributedDataParallel, *, rank: int, start_step: int) -> None:
+    """Give `ddp`, which has one bucket, torch's PowerSGD hook."""
+    # 2 is the earliest start torch allows: the first steps, before DDP has rebuilt its buckets, are uncompressed.
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=max(2, start_step))
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def _cast_to(dtype: torch.dtype) -> Wrap:
+    """Plain DDP whose gradients travel as `dtype`."""
+
     def wrap(setup: Setup) -> Entry:
         module = setup.ddp()
-        module.register_comm_hook(None, cast_hook)
+        module.register_comm_hook(None, cast_hook(dtype))
         return Entry(module)
 
     return wrap
@@ -161,9 +177,7 @@ def _cast_to(dtype: torch.dtype) -> Wrap:
 
 def _powersgd(setup: Setup) -> Entry:
     module = setup.ddp(ONE_BUCKET_MB)
-    # 2 is the earliest start torch allows: the first steps, before DDP has rebuilt its buckets, are uncompressed.
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2)
-    module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    register_powersgd(module, rank=POWERSGD_RANK, start_step=2)
     return Entry(module)
 
 

@@ -1,44 +1,58 @@
-"""What algorithms cost in loss: two models trained on real data with each, from the same weights, on the same batches.
+"""What each way of communicating costs in loss, and how soon it reaches a loss: each at its own best learning rate.
 
-    python benchmarks/convergence.py            # about 14 minutes on two idle cores; `--quick` takes seconds
-    python benchmarks/convergence.py --show benchmarks/results/convergence-....json
+    python benchmarks/convergence.py            # hours on two cores; goes on where it was ended
+    python benchmarks/convergence.py --quick    # a minute
+    python benchmarks/convergence.py --show     # only the tables and the picture of what is there
 
-Every contestant is attached to DDP, trained, and detached, which gives all ranks the same weights; those are evaluated
-on held-out data. The asynchronous one goes by the clock: its result depends on how fast the machine is. All have one
-learning rate: AdamW on a rank's own gradients, which are noisier than averaged ones, makes less of it.
+Every contestant trains every task with four ranks, from the same weights, on the same batches. It tries each learning
+rate of a grid with a seed of its own; see convergence_sweep.py. The best is trained with the seeds that are reported.
+Each finished training is kept in a JSON file, from which the same command goes on. What is evaluated is the mean of the
+ranks' weights on held-out data. convergence_times.py measures the steps' times, for the time to the target loss.
 """
 
 import argparse
 import importlib.util
 import json
+import math
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from convergence_contestants import CONTESTANTS
+from convergence_pictures import draw
 from convergence_rank import Settings
-from convergence_report import draw, markdown_table, summarise
+from convergence_report import markdown_table, summarise
+from convergence_sweep import RATE_FACTOR, Document, Sweep, load, save
 from convergence_tasks import TASKS
-from environment import RESULTS, dated, environment_record
+from environment import RESULTS, note_environment
 from processes import LOOPBACK, Limits, RankFailure, Stopped, free_port, run_ranks
 
 QUICK_STEPS = 4
 QUICK_HELD_OUT = 32
 
 
-def run(arguments: argparse.Namespace, limits: Limits) -> list[dict[str, Any]]:
-    """Train everything, in one set of processes. Raises RankFailure or Stopped."""
+def run(arguments: argparse.Namespace, limits: Limits, document: Document) -> None:
+    """Train all that is missing, in one set of processes. Raises RankFailure or Stopped."""
+    sweep = Sweep(
+        tasks=arguments.tasks,
+        contestants=arguments.only,
+        rungs=[0] if arguments.quick else [-2, -1, 0, 1, 2],
+        grows=not arguments.quick,
+        seeds=list(range(1 if arguments.quick else arguments.seeds)),
+    )
     with tempfile.TemporaryDirectory(prefix="torchbagua-convergence-") as folder:
         settings = Settings(
             scratch=folder,
+            results=str(arguments.json),
             init_method=f"tcp://127.0.0.1:{free_port()}",
             num_ranks=arguments.ranks,
-            num_seeds=1 if arguments.quick else arguments.seeds,
-            steps={
-                name: QUICK_STEPS if arguments.quick else arguments.steps or TASKS[name].steps
-                for name in arguments.tasks
-            },
+            patience_s=arguments.patience,
+            sweep=asdict(sweep),
+            steps=arguments.steps,
             num_held_out=QUICK_HELD_OUT if arguments.quick else None,
+            facts=document["settings"],
         )
         run_ranks(
             "convergence_rank.py",
@@ -48,52 +62,86 @@ def run(arguments: argparse.Namespace, limits: Limits) -> list[dict[str, Any]]:
             "convergence",
             prefixes=[[]] * arguments.ranks,
             environment={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK},
+            stall_s=2 * arguments.patience,  # gloo's own timeout says more
         )
-        runs: list[dict[str, Any]] = json.loads(Path(folder, "results.json").read_text())
-    return runs
+
+
+def facts(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings of which no two may be mixed in one file."""
+    by_task = {
+        f"{key} of {name}": value
+        for name, task in TASKS.items()
+        for key, value in (("title", task.title), ("steps", arguments.steps[name]), ("rate", task.rate))
+    }
+    held_out = QUICK_HELD_OUT if arguments.quick else None
+    return {"ranks": arguments.ranks, "rate factor": RATE_FACTOR, "held-out inputs": held_out, **by_task}
+
+
+def report(arguments: argparse.Namespace, document: Document) -> None:
+    """Print the tables of what is finished, and draw it beside the file."""
+    times = json.loads(arguments.times.read_text()) if arguments.times else None
+    sections = [summarise(name, document, times) for name in TASKS]
+    sections = [section for section in sections if section["rows"]]
+    if sections:
+        print("\n\n".join(map(markdown_table, sections)) + "\n")
+        draw(sections).savefig(arguments.json.with_suffix(".png"))
+        print(f"Results: {arguments.json} and {arguments.json.with_suffix('.png').name}")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS), help="contestants")
     parser.add_argument("--ranks", type=int, default=4, help="an even number, which shift_one needs (default 4)")
-    parser.add_argument("--seeds", type=int, default=3, help="trainings of each contestant (default 3)")
-    parser.add_argument("--steps", type=int, help="of every training (default: each task's own)")
-    parser.add_argument("--deadline", type=float, default=3600.0, help="seconds until all ends (default 3600)")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps, one seed, little evaluation")
-    parser.add_argument("--output", type=Path, help="folder of the results (default benchmarks/results)")
-    parser.add_argument("--show", type=Path, metavar="JSON", help="only print the tables of an earlier run")
+    parser.add_argument("--seeds", type=int, default=3, help="reported trainings of each contestant (default 3)")
+    parser.add_argument("--deadline", type=float, default=math.inf, help="seconds until all ends (default: none)")
+    parser.add_argument(
+        "--patience", type=float, default=600.0, help="seconds without a step that count as a hang (default 600)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_STEPS} steps, one rate, one seed, a file of its own"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="where the results are kept (default benchmarks/results/convergence[-quick].json)"
+    )
+    parser.add_argument("--times", type=Path, metavar="JSON", help="the steps' times, of convergence_times.py")
+    parser.add_argument("--show", action="store_true", help="train nothing")
     arguments = parser.parse_args()
     if arguments.ranks < 2 or arguments.ranks % 2:
         parser.error(f"--ranks must be an even number, at least 2, got {arguments.ranks}")
-    for name, value in (("--seeds", arguments.seeds), ("--steps", arguments.steps)):
-        if value is not None and value < 1:
-            parser.error(f"{name} must be at least 1, got {value}")
+    if arguments.seeds < 1:
+        parser.error(f"--seeds must be at least 1, got {arguments.seeds}")
     if "digits" in arguments.tasks and importlib.util.find_spec("sklearn") is None:
         parser.error("scikit-learn is not installed: pip install 'torchbagua[bench]'")
+    arguments.steps = {name: QUICK_STEPS if arguments.quick else task.steps for name, task in TASKS.items()}
+    if arguments.json is None:
+        arguments.json = RESULTS / f"convergence{'-quick' * arguments.quick}.json"
     return arguments
 
 
 def main() -> int:
     arguments = parse_arguments()
-    if arguments.show is not None:
-        print("\n\n".join(map(markdown_table, json.loads(arguments.show.read_text())["tasks"])))
+    if arguments.show:
+        report(arguments, json.loads(arguments.json.read_text()))
         return 0
     limits = Limits(arguments.deadline)
-    folder = arguments.output or RESULTS
-    folder.mkdir(parents=True, exist_ok=True)
-    environment = environment_record()
     try:
-        runs = run(arguments, limits)
+        document, changed = load(arguments.json, facts(arguments), arguments.steps)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for name in changed:
+        print(f"{name} has other settings now, and is trained anew.")
+    note_environment(document["environments"])
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    save(arguments.json, document)
+    try:
+        run(arguments, limits, document)
     except (RankFailure, Stopped) as error:
         print(f"stopped by {error}" if isinstance(error, Stopped) else error, file=sys.stderr)
+        print(f"The same command goes on from {arguments.json}.", file=sys.stderr)
         return 128 + limits.signal if limits.signal else 1
-    sections = [summarise(name, runs, arguments.ranks) for name in arguments.tasks]
-    print("\n\n".join(map(markdown_table, sections)) + "\n")
-    path = folder / f"{dated('convergence')}.json"
-    path.write_text(json.dumps({"environment": environment, "tasks": sections}) + "\n")
-    draw(sections).savefig(path.with_suffix(".png"))
-    print(f"Results: {path} and {path.with_suffix('.png').name}")
+    report(arguments, json.loads(arguments.json.read_text()))
     return 0
 
 

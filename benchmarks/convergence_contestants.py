@@ -1,53 +1,131 @@
-"""Who competes in the convergence benchmark: an algorithm, and the optimizer that it is attached with."""
+"""Who competes in the convergence benchmark. A line of CONTESTANTS adds one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import torchbagua as tb
-from torchbagua.cli.demo.train import WARMUP_STEPS
+from contestants import ONE_BUCKET_MB, cast_hook, register_powersgd
 
-# Of all steps; 1-bit Adam (arXiv 2102.02888) takes 15 to 25 %.
-QADAM_WARM_UPS = {"8 bits": (0.05, 0.2), "1 bit": (0.05, 0.2, 0.5)}
+ASYNC_INTERVAL_MS = 100
+Start = Callable[[DistributedDataParallel, Optimizer, int], tuple[Optimizer, tb.Attachment | None]]
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """A contestant at work on a model. `close` is collective; after it all ranks have the same weights."""
+
+    ddp: DistributedDataParallel
+    optimizer: Optimizer
+    attachment: tb.Attachment | None
+
+    @property
+    def num_rounds(self) -> int | None:
+        """Rounds of averaging so far, of the algorithm that goes by the clock; None: of others."""
+        goes_by_the_clock = self.attachment and isinstance(self.attachment.algorithm, tb.AsyncModelAverageAlgorithm)
+        return self.attachment.impl.num_rounds if goes_by_the_clock else None
+
+    def close(self) -> None:
+        if self.attachment:
+            self.attachment.detach()
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """`attach` is given the optimizer that `wrap` makes of the task's, and the algorithm for that one."""
+    """A row of the tables.
 
-    algorithm: Callable[[Optimizer], tb.Algorithm]
-    wrap: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer
+    Attributes:
+        label: of the row.
+        start: makes DDP average as this contestant does, from a number of warm-up steps on; returns the optimizer to
+            train with, and what `tb.attach` returned.
+        describe: the settings for a number of warm-up steps. A sweep trains anew whoever has changed them.
+        warm_up: share of all steps in which gradients are averaged in full precision.
+        needs_adam: competes only where the task's optimizer is Adam.
+        bucket_cap_mb: DDP's; None: its default.
+    """
+
+    label: str
+    start: Start
+    describe: Callable[[int], str]
+    warm_up: float = 0.0
+    needs_adam: bool = False
+    bucket_cap_mb: float | None = None
+
+    def warmup_steps(self, num_steps: int) -> int:
+        return round(self.warm_up * num_steps)
+
+    def begin(self, model: nn.Module, build_optimizer: Callable[[Any], Optimizer], warmup_steps: int) -> Trainee:
+        """Wrap `model`, whose weights are the same on all ranks. Collective."""
+        ddp = DistributedDataParallel(model, bucket_cap_mb=self.bucket_cap_mb, init_sync=False)
+        optimizer, attachment = self.start(ddp, build_optimizer(ddp.parameters()), warmup_steps)
+        return Trainee(ddp, optimizer, attachment)
 
 
-Contestants = dict[str, Contestant]  # by label; the first is what the others are compared with
+def attached(label: str, algorithm: tb.Algorithm | Callable[[int], tb.Algorithm], **options: Any) -> Contestant:
+    """An algorithm, or what makes one of the number of warm-up steps."""
+
+    def of(warmup_steps: int) -> tb.Algorithm:
+        return algorithm if isinstance(algorithm, tb.Algorithm) else algorithm(warmup_steps)
+
+    def start(ddp: DistributedDataParallel, optimizer: Optimizer, warmup_steps: int) -> tuple[Optimizer, tb.Attachment]:
+        return optimizer, tb.attach(ddp, optimizer, of(warmup_steps))
+
+    return Contestant(label, start, lambda warmup_steps: repr(of(warmup_steps)), **options)
 
 
-def averaging(num_steps: int, sync_interval_ms: int) -> Contestants:
-    """Every algorithm that takes any optimizer."""
-    asynchronous = tb.AsyncModelAverageAlgorithm(
-        sync_interval_ms=sync_interval_ms, warmup_steps=min(WARMUP_STEPS, num_steps // 4)
-    )
-    algorithms = {
-        "GradientAllReduce": tb.GradientAllReduceAlgorithm(),
-        "ByteGrad": tb.ByteGradAlgorithm(),
-        "Decentralized, all": tb.DecentralizedAlgorithm(),
-        "Decentralized, shift_one": tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
-        "LowPrecisionDecentralized": tb.LowPrecisionDecentralizedAlgorithm(),
-        f"AsyncModelAverage, {sync_interval_ms} ms": asynchronous,
-    }
-    return {label: Contestant(lambda _, algorithm=algorithm: algorithm) for label, algorithm in algorithms.items()}
+def hooked(label: str, register: Callable[[DistributedDataParallel, int], None], **options: Any) -> Contestant:
+    """Plain DDP with a communication hook of torch, or with none."""
+
+    def start(ddp: DistributedDataParallel, optimizer: Optimizer, warmup_steps: int) -> tuple[Optimizer, None]:
+        register(ddp, warmup_steps)
+        return optimizer, None
+
+    return Contestant(label, start, lambda warmup_steps: f"{label}, warm-up {warmup_steps}", **options)
 
 
-def qadam(num_steps: int) -> Contestants:
-    """Adam, and QAdam in 8 bits and in one after warm-ups of several lengths, for a task that is trained with AdamW."""
-    contestants = {"GradientAllReduce": Contestant(lambda _: tb.GradientAllReduceAlgorithm())}
-    arguments = {"8 bits": {}, "1 bit": {"compression": "sign1bit", "error_feedback": True}}
-    for label, own in arguments.items():
-        for warm_up in QADAM_WARM_UPS[label]:
-            warmup_steps = max(1, round(num_steps * warm_up))
-            contestants[f"QAdam, {label}, warm-up {warmup_steps}"] = Contestant(
-                lambda adam, own=own: tb.QAdamAlgorithm(adam, **own),
-                lambda adam, warmup_steps=warmup_steps: tb.QAdamOptimizer.wrap(adam, warmup_steps),
-            )
-    return contestants
+def qadam(label: str, **arguments: Any) -> Contestant:
+    """QAdam in Adam's place. Its warm-up is a fifth of the steps; 1-bit Adam (arXiv 2102.02888) takes 15 to 25 %."""
+
+    def start(ddp: DistributedDataParallel, adam: Optimizer, warmup_steps: int) -> tuple[Optimizer, tb.Attachment]:
+        optimizer = tb.QAdamOptimizer.wrap(adam, max(1, warmup_steps))
+        return optimizer, tb.attach(ddp, optimizer, tb.QAdamAlgorithm(optimizer, **arguments))
+
+    def describe(warmup_steps: int) -> str:
+        return f"QAdamAlgorithm({arguments}), warm-up {warmup_steps}"
+
+    return Contestant(label, start, describe, warm_up=0.2, needs_adam=True)
+
+
+BASELINE = "ddp"
+CONTESTANTS: dict[str, Contestant] = {
+    BASELINE: hooked("DDP, float32", lambda ddp, _: None),
+    "gradient_allreduce": attached("GradientAllReduce", tb.GradientAllReduceAlgorithm()),
+    "bf16": hooked("DDP, bf16 hook", lambda ddp, _: ddp.register_comm_hook(None, cast_hook(torch.bfloat16))),
+    "fp16": hooked("DDP, fp16 hook", lambda ddp, _: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)),
+    "powersgd_hook": hooked(
+        "DDP, PowerSGD hook of rank 4",
+        lambda ddp, warmup_steps: register_powersgd(ddp, rank=4, start_step=warmup_steps),
+        warm_up=0.1,
+        bucket_cap_mb=ONE_BUCKET_MB,
+    ),
+    "bytegrad": attached("ByteGrad", tb.ByteGradAlgorithm()),
+    "bytegrad_feedback": attached("ByteGrad, error feedback", tb.ByteGradAlgorithm(error_feedback=True)),
+    "qadam": qadam("QAdam"),
+    "qadam_1bit": qadam("QAdam, 1 bit", compression="sign1bit", error_feedback=True),
+    "decentralized": attached("Decentralized, all", tb.DecentralizedAlgorithm()),
+    "shift_one": attached("Decentralized, shift_one", tb.DecentralizedAlgorithm(peer_selection_mode="shift_one")),
+    "low_precision": attached("LowPrecisionDecentralized", tb.LowPrecisionDecentralizedAlgorithm()),
+    "async": attached(
+        f"AsyncModelAverage, {ASYNC_INTERVAL_MS} ms",
+        lambda warmup_steps: tb.AsyncModelAverageAlgorithm(
+            sync_interval_ms=ASYNC_INTERVAL_MS, warmup_steps=warmup_steps
+        ),
+        warm_up=0.1,
+    ),
+}

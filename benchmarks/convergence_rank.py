@@ -1,154 +1,206 @@
-"""One rank of the convergence benchmark, started by convergence.py."""
+"""One rank of the convergence benchmark, started by convergence.py. All trainings run in one set of processes."""
 
-import json
 import math
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-import torchbagua as tb
-from convergence_contestants import Contestant
-from convergence_tasks import TASKS, Batch, Data
+from convergence_contestants import CONTESTANTS, Trainee
+from convergence_sweep import Record, Sweep, Trial, load, save, trial_cost
+from convergence_tasks import TASKS, Batch, Data, Task
 from processes import begin_rank, leave_process_group, report_progress
 from torchbagua.cli.demo.train import learning_rate_factor, mean_over_ranks
 
-TIMEOUT = timedelta(seconds=60)
+NUM_EVALUATIONS = 16
 
 
 @dataclass(frozen=True)
 class Settings:
     """What convergence.py tells its ranks, as JSON."""
 
-    scratch: str  # folder of progress.json and of results.json
+    scratch: str  # folder of progress.json
+    results: str  # file to which rank 0 adds each training
     init_method: str
     num_ranks: int
-    num_seeds: int
+    patience_s: float  # longest wait for another rank
+    sweep: dict[str, Any]  # fields of Sweep
     steps: dict[str, int]  # by task
     num_held_out: int | None  # how many of the held-out inputs to evaluate; None: all
+    facts: dict[str, Any]  # the settings in the file
 
 
-@dataclass(frozen=True)
-class Training:
-    """What is to be trained, and how."""
+def run_all(settings: Settings, rank: int) -> None:
+    """Train until nothing is missing. Collective; rank 0 decides what is next and keeps what came of it."""
+    sweep = Sweep(**settings.sweep)
+    data = {name: TASKS[name].load_data() for name in sweep.tasks}
+    document, _ = load(Path(settings.results), settings.facts, settings.steps)
+    records: list[Record] = document["trainings"]
+    cost_done = 0
 
-    task: str
-    label: str
-    contestant: Contestant
-    seed: int
-    num_steps: int
-    num_held_out: int | None
-
-
-@dataclass(frozen=True)
-class Run:
-    """What came of one training."""
-
-    task: str
-    contestant: str
-    algorithm: str
-    seed: int
-    losses: list[float]  # mean of the ranks' batches, before each step
-    step_sent_bytes: float  # mean of the ranks; without what detaching sends
-    seconds: float  # of rank 0's steps
-    held_out_loss: float  # of the weights that all ranks have after detaching
-    held_out_accuracy: float
-
-
-def plan(settings: Settings) -> list[Training]:
-    """Every training, in the order in which they run."""
-    return [
-        Training(name, label, contestant, seed, num_steps, settings.num_held_out)
-        for name, num_steps in settings.steps.items()
-        for seed in range(settings.num_seeds)
-        for label, contestant in TASKS[name].contestants(num_steps).items()
-    ]
-
-
-def run_all(settings: Settings, rank: int) -> list[Run]:
-    """Train with each contestant in turn, for every task and seed. Collective."""
-    data = {name: TASKS[name].load_data() for name in settings.steps}
-    trainings = plan(settings)
-    num_planned = sum(training.num_steps for training in trainings)
-    num_done = 0
-
-    def report_step(label: str) -> None:
-        nonlocal num_done
-        num_done += 1
+    def report(trial: Trial, cost_planned: int, step: int) -> None:
         if rank == 0:
-            report_progress(Path(settings.scratch), num_done, num_planned, label)
+            cost = cost_done + trial_cost(trial, {trial.task: step})
+            label = f"{trial.task}, {CONTESTANTS[trial.contestant].label}, {trial.rate:.3g}, seed {trial.seed}"
+            report_progress(Path(settings.scratch), cost, cost_planned, label)
 
-    return [train(training, data[training.task], report_step) for training in trainings]
-
-
-def train(training: Training, data: Data, report_step: Callable[[str], None]) -> Run:
-    """Train once and evaluate. First weights and batches depend on nothing but the seed. Collective."""
-    task, rank = TASKS[training.task], dist.get_rank()
-    torch.manual_seed(training.seed)
-    batches = torch.Generator().manual_seed(training.seed * dist.get_world_size() + rank)
-    ddp = DistributedDataParallel(task.build_model())
-    optimizer = training.contestant.wrap(task.build_optimizer(ddp.parameters()))
-    algorithm = training.contestant.algorithm(optimizer)
-    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, training.num_steps))
-    recorder = tb.traces.Recorder()
-    losses: list[float] = []
-
-    start = time.perf_counter()
-    with tb.attach(ddp, optimizer, algorithm, observers=[recorder]):
-        for _ in range(training.num_steps):
-            inputs, targets = data.sample(batches)
-            loss = cross_entropy(ddp(inputs), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.item())
-            report_step(training.label)
-        seconds = time.perf_counter() - start
-        sent_bytes = recorder.bytes_sent
-
-    check_equal_weights(ddp.module, training.label)
-    held_out_loss, held_out_accuracy = math.nan, math.nan
-    if rank == 0:
-        held_out_loss, held_out_accuracy = evaluate(ddp.module, data.held_out, training.num_held_out)
-    return Run(
-        task=training.task,
-        contestant=training.label,
-        algorithm=repr(algorithm),
-        seed=training.seed,
-        losses=mean_over_ranks(losses),
-        step_sent_bytes=mean_over_ranks([sent_bytes / training.num_steps])[0],
-        seconds=seconds,
-        held_out_loss=held_out_loss,
-        held_out_accuracy=held_out_accuracy,
-    )
+    while (trial := rank_zeros(sweep.next_trial(records))) is not None:
+        report_step = partial(report, trial, cost_done + sweep.cost(records, settings.steps))
+        record = train(trial, data[trial.task], settings.steps[trial.task], settings.num_held_out, report_step)
+        records.append(record)
+        cost_done += trial_cost(trial, settings.steps)
+        if rank == 0:
+            save(Path(settings.results), document)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over all positions, where there are any, and the batch."""
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+def rank_zeros(trial: Trial | None) -> Trial | None:
+    """Rank 0's. Collective."""
+    trials = [trial]
+    dist.broadcast_object_list(trials, src=0)
+    return trials[0]
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, held_out: Batch, num_inputs: int | None) -> tuple[float, float]:
-    """Loss and accuracy on the first `num_inputs`; None: on all."""
-    inputs, targets = (tensor[:num_inputs] for tensor in held_out)
-    model.eval()
-    logits = model(inputs)
-    return cross_entropy(logits, targets).item(), (logits.argmax(-1) == targets).double().mean().item()
+def train(
+    trial: Trial, data: Data, num_steps: int, num_held_out: int | None, report_step: Callable[[int], None]
+) -> Record:
+    """Train once. First weights and batches depend on nothing but the seed. Collective.
+
+    A training whose held-out loss is not finite ends there; that loss is None in the record.
+    """
+    task, contestant = TASKS[trial.task], CONTESTANTS[trial.contestant]
+    torch.manual_seed(trial.seed)
+    batches = torch.Generator().manual_seed(trial.seed * dist.get_world_size() + dist.get_rank())
+    model = task.build_model()
+    held_out = (data.held_out[0][:num_held_out], data.held_out[1][:num_held_out])
+    evaluation = Evaluation(task.build_model(), held_out)
+    before = written_bytes()
+    losses, evaluated = [finite(evaluation.of(model).loss)], [0]
+    evaluation_bytes = written_bytes() - before
+
+    warmup_steps = contestant.warmup_steps(num_steps)
+    trainee = contestant.begin(model, lambda parameters: task.build_optimizer(parameters, trial.rate), warmup_steps)
+    schedule = LambdaLR(trainee.optimizer, lambda step: learning_rate_factor(step, num_steps))
+    evaluation_steps = {round(num_steps * share / NUM_EVALUATIONS) for share in range(1, NUM_EVALUATIONS)}
+    before = written_bytes()
+    for step in range(1, num_steps + 1):
+        train_step(trainee, task, data.sample(batches))
+        schedule.step()
+        report_step(step)
+        if step in evaluation_steps and step < num_steps:
+            losses.append(finite(evaluation.of(model).loss))
+            evaluated.append(step)
+            if losses[-1] is None:
+                break
+    sent_bytes = written_bytes() - before - evaluation_bytes * (len(losses) - 1)
+    num_rounds = trainee.num_rounds
+    trainee.close()
+
+    accuracy = math.nan
+    if losses[-1] is not None:
+        check_equal_weights(model, contestant.label)
+        score = evaluation.of(model)
+        losses.append(finite(score.loss))
+        evaluated.append(num_steps)
+        accuracy = score.accuracy
+    return {
+        "task": trial.task,
+        "contestant": trial.contestant,
+        "label": contestant.label,
+        "warmup_steps": warmup_steps,
+        "settings": contestant.describe(warmup_steps),
+        "rung": trial.rung,
+        "rate": trial.rate,
+        "seed": trial.seed,
+        "evaluated_steps": evaluated,
+        "held_out_losses": losses,  # of the mean of the ranks' weights; None where it is not finite
+        "held_out_accuracy": finite(accuracy),
+        "sent_bytes_a_step": finite(mean_over_ranks([sent_bytes / step])[0]),
+        "num_elements": sum(parameter.numel() for parameter in model.parameters()),
+        "num_rounds": num_rounds,
+    }
+
+
+def train_step(trainee: Trainee, task: Task, batch: Batch) -> None:
+    inputs, targets = batch
+    loss = cross_entropy(trainee.ddp(inputs), targets)
+    trainee.optimizer.zero_grad()
+    loss.backward()
+    if task.max_gradient_norm is not None:
+        nn.utils.clip_grad_norm_(trainee.ddp.parameters(), task.max_gradient_norm)
+    trainee.optimizer.step()
+
+
+@dataclass(frozen=True)
+class Score:
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Evaluates the mean of the ranks' weights and buffers, each rank on its share of the data.
+
+    Nothing of what is evaluated changes, and it makes no difference how ranks have trained.
+    """
+
+    model: nn.Module  # of the same kind
+    held_out: Batch
+
+    @torch.no_grad()
+    def of(self, model: nn.Module) -> Score:
+        """Collective."""
+        own, mean = (_floating_point(one) for one in (model, self.model))
+        flat = nn.utils.parameters_to_vector(own)
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for tensor, values in zip(mean, flat.split([one.numel() for one in mean]), strict=True):
+            tensor.copy_(values.view_as(tensor))
+        self.model.eval()
+        inputs, targets = (tensor[dist.get_rank() :: dist.get_world_size()] for tensor in self.held_out)
+        logits = self.model(inputs)
+        loss_sum = cross_entropy(logits, targets, reduction="sum")
+        num_right = (logits.argmax(-1) == targets).sum()
+        loss, right, count = mean_over_ranks([loss_sum.item(), num_right.item(), targets.numel()])
+        return Score(loss / count, right / count)
+
+
+def _floating_point(model: nn.Module) -> list[Tensor]:
+    """Parameters and buffers, which share memory with the model."""
+    return [value for value in model.state_dict().values() if value.is_floating_point()]
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Over all positions, where there are any, and the batch."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def written_bytes() -> float:
+    """What this process has written so far, gloo's sockets included: nearly nothing else. NaN off Linux.
+
+    Counted by the kernel, in the same way for everyone.
+    """
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except FileNotFoundError:
+        return math.nan
+    return float(dict(line.split(": ") for line in lines)["wchar"])
 
 
 def check_equal_weights(model: nn.Module, label: str) -> None:
     """Raise RuntimeError where this rank's weights are not rank 0's, bit for bit. Collective."""
-    own = nn.utils.parameters_to_vector(model.parameters()).detach()
+    own = nn.utils.parameters_to_vector(model.parameters()).detach().view(torch.int32)
     first = own.clone()
     dist.broadcast(first, src=0)
     if not torch.equal(own, first):
@@ -158,12 +210,14 @@ def check_equal_weights(model: nn.Module, label: str) -> None:
 def main() -> None:
     settings, rank = begin_rank(Settings)
     dist.init_process_group(
-        "gloo", init_method=settings.init_method, rank=rank, world_size=settings.num_ranks, timeout=TIMEOUT
+        "gloo",
+        init_method=settings.init_method,
+        rank=rank,
+        world_size=settings.num_ranks,
+        timeout=timedelta(seconds=settings.patience_s),
     )
-    runs = run_all(settings, rank)
+    run_all(settings, rank)
     leave_process_group()
-    if rank == 0:
-        (Path(settings.scratch) / "results.json").write_text(json.dumps([asdict(run) for run in runs]))
 
 
 if __name__ == "__main__":

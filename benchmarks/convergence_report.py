@@ -1,107 +1,156 @@
-"""From the runs of the convergence benchmark to a table for each task and one picture."""
+"""From the trainings of the convergence benchmark to a table for each task."""
 
+import itertools
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
+from convergence_contestants import BASELINE
+from convergence_sweep import TUNING_SEED, Document, Record, best_rung, held_out_loss, of, tuning_losses
 from convergence_tasks import TASKS
 from table import table
 
 Row = dict[str, Any]  # one contestant of one task; lists have one entry a seed
 Section = dict[str, Any]  # one task: what was trained, and its rows
-
-# Okabe and Ito's palette, which is told apart with every kind of colour vision; the baseline is black.
-COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#0072B2", "#F0E442")
-SMOOTHED_STEPS = 15
+Times = Mapping[str, Any]  # what convergence_times.py has written
 
 
-def summarise(name: str, runs: Sequence[dict[str, Any]], num_ranks: int) -> Section:
-    """The rows of task `name`, in the order of the contestants. Differences are to the first, paired by seed."""
-    by_label: dict[str, list[dict[str, Any]]] = {}
-    for run in runs:
-        if run["task"] == name:
-            by_label.setdefault(run["contestant"], []).append(run)
-    baseline = next(iter(by_label.values()))
-    rows = []
-    for label, own in by_label.items():
-        row: Row = {"contestant": label, "algorithm": own[0]["algorithm"]}
-        row |= {
-            key: [run[key] for run in own]
-            for key in ("seed", "step_sent_bytes", "seconds", "held_out_loss", "held_out_accuracy")
+def summarise(name: str, document: Document, times: Times | None) -> Section:
+    """What is there of task `name`: a row for everyone who has been trained with a reported seed, or diverges always.
+
+    Differences are to the baseline, paired by seed.
+    """
+    task, records = TASKS[name], document["trainings"]
+    contestants = dict.fromkeys(record["contestant"] for record in records if record["task"] == name)
+    num_ranks = document["settings"]["ranks"]
+    rows = [_row(of(records, name, contestant), num_ranks) for contestant in contestants]
+    rows = [row for row in rows if row["seeds"] or row["rate"] is None]
+    baseline = next((row for row in rows if row["contestant"] == BASELINE), None)
+    target = statistics.fmean(baseline["losses"]) * (1 + task.target_percent / 100) if baseline else None
+    for row in rows:
+        by_seed = dict(zip(baseline["seeds"], baseline["losses"], strict=True)) if baseline else {}
+        pairs = [(loss, by_seed.get(seed)) for seed, loss in zip(row["seeds"], row["losses"], strict=True)]
+        row["differences_percent"] = [100 * (loss / other - 1) for loss, other in pairs if other is not None]
+        row["target_steps"] = _steps_to(target, row["curve"]) if target is not None else None
+        row["target_seconds"] = {
+            rate: _seconds(row, step_ms.get(name, {})) for rate, step_ms in (times["step_ms"] if times else {}).items()
         }
-        row["losses"] = [[round(loss, 5) for loss in run["losses"]] for run in own]
-        pairs = [(run["held_out_loss"], other["held_out_loss"]) for run, other in zip(own, baseline, strict=True)]
-        row["loss_difference_percent"] = [100 * (loss / baseline_loss - 1) for loss, baseline_loss in pairs]
-        rows.append(row)
     return {
         "task": name,
-        "title": TASKS[name].title,
-        "loss_unit": TASKS[name].loss_unit,
+        "title": task.title,
+        "loss_unit": task.loss_unit,
         "num_ranks": num_ranks,
-        "num_seeds": len(baseline),
-        "num_steps": len(baseline[0]["losses"]),
+        "num_steps": document["settings"][f"steps of {name}"],
+        "target": target,
+        "target_percent": task.target_percent,
         "rows": rows,
     }
 
 
+def _row(records: Sequence[Record], num_ranks: int) -> Row:
+    first, tuned = records[0], tuning_losses(records)
+    rung = best_rung(tuned)
+    rates = {record["rung"]: record["rate"] for record in records}
+    own = [record for record in records if record["rung"] == rung and record["seed"] != TUNING_SEED]
+    row: Row = {key: first[key] for key in ("contestant", "label", "settings", "warmup_steps")}
+    # What float32 all-reduce sends of 4 bytes an element: 2 (n-1)/n of them.
+    all_reduce_bytes = 2 * (num_ranks - 1) / num_ranks * 4 * first["num_elements"]
+    return row | {
+        "rate": rates[rung] if rung is not None else None,
+        "grid": [(rates[rung], loss) for rung, loss in sorted(tuned.items())],
+        "is_at_edge": rung in (None, min(tuned, default=None), max(tuned, default=None)),
+        "seeds": [record["seed"] for record in own],
+        "losses": [held_out_loss(record) for record in own],
+        "accuracies": [record["held_out_accuracy"] or 0 for record in own],
+        "bits": [32 * (record["sent_bytes_a_step"] or math.nan) / all_reduce_bytes for record in own],
+        "steps_a_round": [
+            (record["evaluated_steps"][-1] - record["warmup_steps"]) / record["num_rounds"]
+            for record in own
+            if record["num_rounds"]
+        ],
+        "curve": _mean_curve(own),
+    }
+
+
+def _mean_curve(records: Sequence[Record]) -> list[tuple[int, float]]:
+    """Steps and held-out loss, the mean of the seeds; as far as none of them has diverged."""
+    if not records:
+        return []
+    shortest = min((record["evaluated_steps"] for record in records), key=len)
+    losses = zip(*(record["held_out_losses"] for record in records), strict=False)
+    means = [statistics.fmean(math.inf if loss is None else loss for loss in values) for values in losses]
+    return [point for point in zip(shortest, means, strict=True) if point[1] < math.inf]
+
+
+def _steps_to(target: float, curve: Sequence[tuple[int, float]]) -> float | None:
+    """After how many steps the curve first is at the target, linear between its points; None: never."""
+    for (start, before), (end, after) in itertools.pairwise(curve):
+        if after <= target:
+            return start + (end - start) * max(0.0, before - target) / max(before - after, 1e-12)
+    return None
+
+
+def _seconds(row: Row, step_ms: Mapping[str, Sequence[float]]) -> float | None:
+    """To the target, the steps of the warm-up at the baseline's time; None: never, NaN: not measured."""
+    if row["target_steps"] is None:
+        return None
+    if not {row["contestant"], BASELINE} <= step_ms.keys():
+        return math.nan
+    own_ms, baseline_ms = (statistics.median(step_ms[name]) for name in (row["contestant"], BASELINE))
+    num_warm = min(row["warmup_steps"], row["target_steps"])
+    return (num_warm * baseline_ms + (row["target_steps"] - num_warm) * own_ms) / 1e3
+
+
 def caption(section: Section) -> str:
     """What was trained, by how many ranks, for how long."""
-    return "{title}: {num_ranks} ranks, {num_steps} steps, seeds: {num_seeds}".format_map(section)
+    return "{title}: {num_ranks} ranks, {num_steps} steps".format_map(section)
 
 
 def markdown_table(section: Section) -> str:
-    """The rows as a Markdown table under the caption: means, and in brackets the smallest and the largest of the seeds.
-
-    MB are 1e6 bytes.
-    """
-    head = ["gradients or weights by", "MB sent a step and rank", f"held-out loss, {section['loss_unit']}"]
-    rows = [
+    """The rows as a Markdown table under the caption: means, and in brackets the smallest and largest of the seeds."""
+    rows = section["rows"]
+    networks = list(rows[0]["target_seconds"])
+    head = ["gradients or weights by", "learning rate (of how many)", "bits an element"]
+    head += [f"held-out loss, {section['loss_unit']}", "difference, %", "accuracy, %", "steps to the target"]
+    head += [f"seconds to it, {network}" for network in networks]
+    body = [
         [
-            row["contestant"],
-            f"{statistics.fmean(row['step_sent_bytes']) / 1e6:.3f}",
-            _spread(row["held_out_loss"], ".4f"),
-            _spread(row["loss_difference_percent"], "+.2f") if index > 0 else "",
-            _spread([100 * accuracy for accuracy in row["held_out_accuracy"]], ".2f"),
+            row["label"],
+            "none" if row["rate"] is None else f"{row['rate']:.3g} ({len(row['grid'])})",
+            f"{statistics.fmean(row['bits']):.2f}" if row["bits"] else "",
+            _spread(row["losses"], ".4f"),
+            _spread(row["differences_percent"], "+.2f") if row["contestant"] != BASELINE else "",
+            _spread([100 * accuracy for accuracy in row["accuracies"]], ".2f"),
+            _or_never(row["target_steps"]),
+            *(_or_never(row["target_seconds"][network]) for network in networks),
         ]
-        for index, row in enumerate(section["rows"])
+        for row in rows
     ]
-    return f"{caption(section)}\n\n{table([*head, 'difference, %', 'held-out accuracy, %'], rows)}"
+    return "\n\n".join([caption(section), table(head, body), *_notes(section)])
+
+
+def _notes(section: Section) -> list[str]:
+    notes = []
+    if section["target"] is not None:
+        notes.append(
+            f"The target is {section['target']:.4f} {section['loss_unit']}, {section['target_percent']} % above the "
+            "baseline's last. Bits include the warm-up."
+        )
+    for row in section["rows"]:
+        if row["is_at_edge"] and len(row["grid"]) > 1:
+            notes.append(f"{row['label']}: the best rate is at the edge of those tried.")
+        if row["steps_a_round"]:
+            notes.append(f"{row['label']}: steps from one round to the next {_spread(row['steps_a_round'], '.1f')}.")
+    return notes
 
 
 def _spread(values: Sequence[float], form: str) -> str:
+    if not values or math.inf in values:
+        return "diverges"
     mean = f"{statistics.fmean(values):{form}}"
     return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
 
 
-def draw(sections: Sequence[Section]) -> Figure:
-    """Training loss against steps, a panel for each task: the mean of the seeds in a band from smallest to largest."""
-    figure = Figure(figsize=(6.5 * len(sections), 5), dpi=150, layout="constrained")
-    for axes, section in zip(figure.subplots(1, len(sections), squeeze=False)[0], sections, strict=True):
-        # Curves that lie on the baseline would hide it, were it not wider.
-        for row, colour in zip(section["rows"], COLOURS[: len(section["rows"])], strict=True):
-            width = 3.5 if row is section["rows"][0] else 1.5
-            curves = np.array([_smooth(losses) for losses in row["losses"]])
-            steps = np.arange(curves.shape[1])
-            axes.fill_between(steps, curves.min(0), curves.max(0), color=colour, alpha=0.15, linewidth=0)
-            axes.plot(steps, curves.mean(0), color=colour, linewidth=width, label=row["contestant"])
-        axes.set_title(caption(section), fontsize="medium")
-        axes.set_xlabel("optimizer step")
-        axes.set_ylabel(f"training loss, mean of the ranks ({section['loss_unit']})")
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-    return figure
-
-
-def _smooth(losses: Sequence[float]) -> list[float]:
-    """The mean of each loss and its neighbours, SMOOTHED_STEPS of them where there are as many on both sides."""
-    reach = SMOOTHED_STEPS // 2
-    return [statistics.fmean(losses[max(0, i - reach) : i + reach + 1]) for i in range(len(losses))]
+def _or_never(value: float | None) -> str:
+    return "never" if value is None else "" if math.isnan(value) else f"{value:.0f}" if value >= 10 else f"{value:.1f}"

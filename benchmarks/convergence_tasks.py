@@ -1,16 +1,15 @@
-"""What the convergence benchmark trains: a GPT on the standard library's sources and a small CNN on digits."""
+"""What the convergence benchmark trains: a GPT and an LSTM on the standard library's sources, and a CNN on digits."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from convergence_contestants import Contestants, averaging, qadam
-from torchbagua.cli.demo.model import GPT
+from torchbagua.cli.demo.model import GPT, VOCABULARY
 from torchbagua.cli.demo.text import read_standard_library
-from torchbagua.cli.demo.train import CONTEXT, PEAK_LEARNING_RATE, next_batch
+from torchbagua.cli.demo.train import CONTEXT, next_batch
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 SPLIT_SEED = 0  # the same held-out digits whatever the seed of the training
@@ -30,15 +29,27 @@ class Data:
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data and its optimizer."""
+    """A model, its data and its optimizer.
+
+    Attributes:
+        steps: of each training.
+        step_cost: relative to the other tasks', for the time that is left.
+        rate: middle of the grid of learning rates.
+        target_percent: the target loss is the baseline's last plus this.
+        max_gradient_norm: to which gradients are clipped; None: they are not.
+    """
 
     title: str
     loss_unit: str
     steps: int
-    contestants: Callable[[int], Contestants]  # of the number of steps
+    step_cost: int
+    rate: float
+    target_percent: float
     load_data: Callable[[], Data]
     build_model: Callable[[], nn.Module]
-    build_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    build_optimizer: Callable[[Iterable[nn.Parameter], float], Optimizer]  # of the learning rate
+    uses_adam: bool = False
+    max_gradient_norm: float | None = None
 
 
 def load_text() -> Data:
@@ -77,27 +88,54 @@ def build_cnn() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 2 * 2, 10))
 
 
-GPT_TASK = Task(
-    title="GPT on the standard library's sources",
-    loss_unit="nats/byte",
-    steps=240,
-    # The asynchronous algorithm averages every few steps of a task on two cores.
-    contestants=lambda num_steps: averaging(num_steps, sync_interval_ms=500),
-    load_data=load_text,
-    build_model=lambda: GPT(width=160, num_layers=4, num_heads=5),
-    build_optimizer=lambda parameters: AdamW(parameters, lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95)),
-)
+class LSTM(nn.Module):
+    """Predicts the next byte; reads tokens [B, T] (int64), returns logits [B, T, vocabulary]."""
+
+    def __init__(self, *, width: int, hidden: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.lstm = nn.LSTM(width, hidden, batch_first=True)
+        self.output = nn.Linear(hidden, VOCABULARY)
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        hidden_bth, _ = self.lstm(self.embedding(tokens_bt))
+        return self.output(hidden_bth)  # type: ignore[no-any-return]  # nn.Module's __call__ is not typed
+
 
 TASKS = {
-    "gpt": GPT_TASK,
-    "qadam": replace(GPT_TASK, title="The same GPT with QAdam", steps=480, contestants=qadam),
+    "gpt": Task(
+        title="GPT on the standard library's sources, AdamW",
+        loss_unit="nats/byte",
+        steps=240,
+        step_cost=4,
+        rate=6.5e-3,
+        target_percent=2,
+        load_data=load_text,
+        build_model=lambda: GPT(width=96, num_layers=3, num_heads=4),
+        build_optimizer=lambda parameters, rate: AdamW(parameters, lr=rate, betas=(0.9, 0.95)),
+        uses_adam=True,
+    ),
     "digits": Task(
-        title="CNN with BatchNorm on scikit-learn's digits",
+        title="CNN with BatchNorm on scikit-learn's digits, SGD with momentum",
         loss_unit="nats",
         steps=150,
-        contestants=lambda num_steps: averaging(num_steps, sync_interval_ms=20),
+        step_cost=1,
+        rate=0.05,
+        target_percent=20,
         load_data=load_digits,
         build_model=build_cnn,
-        build_optimizer=lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4),
+        build_optimizer=lambda parameters, rate: SGD(parameters, lr=rate, momentum=0.9, weight_decay=5e-4),
+    ),
+    "lstm": Task(
+        title="LSTM on the standard library's sources, SGD with clipping",
+        loss_unit="nats/byte",
+        steps=300,
+        step_cost=4,
+        rate=20.0,
+        target_percent=2,
+        load_data=load_text,
+        build_model=lambda: LSTM(width=64, hidden=192),
+        build_optimizer=lambda parameters, rate: SGD(parameters, lr=rate),
+        max_gradient_norm=0.25,
     ),
 }

@@ -32,6 +32,13 @@ def environment_record() -> dict[str, str | int]:
     }
 
 
+def note_environment(known: list[dict[str, Any]]) -> None:
+    """Add what a benchmark that goes on from its file runs on, unless it is what it last ran on."""
+    current = environment_record()
+    if not known or known[-1] | {"date_utc": ""} != current | {"date_utc": ""}:
+        known.append(current)
+
+
 def gpu_record() -> dict[str, str | float]:
     """The first GPU and what programs it; only where torch can use one."""
     properties = torch.cuda.get_device_properties(0)

@@ -74,6 +74,7 @@ def run_ranks(
     *,
     prefixes: Sequence[Sequence[str]],
     environment: Mapping[str, str],
+    stall_s: float = STALL_S,
 ) -> None:
     """Run a program of this folder in a process for each rank, and show their progress until all have ended well.
 
@@ -85,6 +86,7 @@ def run_ranks(
         title: of the progress bar.
         prefixes: what comes before Python in each rank's command.
         environment: added to this process's own.
+        stall_s: longest wait for a sign of life.
 
     Raises:
         RankFailure: a rank has ended early, or none makes progress.
@@ -108,7 +110,7 @@ def run_ranks(
                         start_new_session=True,  # Ctrl-C reaches this process only, and killpg reaches their children
                     )
                 )
-        _wait_for_ranks(ranks, scratch, limits, title)
+        _wait_for_ranks(ranks, scratch, limits, title, stall_s)
     finally:
         for process in ranks:
             with contextlib.suppress(ProcessLookupError):
@@ -116,7 +118,9 @@ def run_ranks(
             process.wait()
 
 
-def _wait_for_ranks(ranks: list[subprocess.Popen[bytes]], scratch: Path, limits: Limits, title: str) -> None:
+def _wait_for_ranks(
+    ranks: list[subprocess.Popen[bytes]], scratch: Path, limits: Limits, title: str, stall_s: float
+) -> None:
     last_sign_of_life = time.monotonic()
     with tqdm(desc=title, unit="step", leave=False) as bar:
         while True:
@@ -130,8 +134,8 @@ def _wait_for_ranks(ranks: list[subprocess.Popen[bytes]], scratch: Path, limits:
                     last_sign_of_life = time.monotonic()
                     bar.set_postfix_str(label, refresh=False)
                     bar.update(num_done - bar.n)
-            if time.monotonic() - last_sign_of_life > STALL_S:
-                raise RankFailure(f"no step ended for {STALL_S} s; rank 0 said:\n{_log_tail(scratch, 0)}")
+            if time.monotonic() - last_sign_of_life > stall_s:
+                raise RankFailure(f"no step ended for {stall_s:.0f} s; rank 0 said:\n{_log_tail(scratch, 0)}")
             time.sleep(POLL_S)
 
 

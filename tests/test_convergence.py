@@ -1,4 +1,4 @@
-"""The convergence benchmark: a short run with all that it writes, and a rank that fails."""
+"""The convergence benchmark: what it trains next, what its tables say, short runs, and how it ends."""
 
 import json
 import math
@@ -6,75 +6,155 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import programs
+import ranks
 from source_tree import REPOSITORY
 
-pytestmark = pytest.mark.slow
+sys.path.append(str(REPOSITORY / "benchmarks"))
+from convergence_rank import train
+from convergence_report import markdown_table, summarise
+from convergence_sweep import MOST_RUNGS, TUNING_SEED, Sweep, Trial
+from convergence_tasks import TASKS
 
 TIMEOUT_S = 150  # a busy machine, or one that compiles the kernels meanwhile
-LABELS = [
-    "GradientAllReduce",
-    "ByteGrad",
-    "Decentralized, all",
-    "Decentralized, shift_one",
-    "LowPrecisionDecentralized",
-    "AsyncModelAverage",
-]
-# Of 4 steps, so that several warm-ups are of one step.
-QADAM_LABELS = [
-    "GradientAllReduce",
-    "QAdam, 8 bits, warm-up 1",
-    "QAdam, 1 bit, warm-up 1",
-    "QAdam, 1 bit, warm-up 2",
-]
 
 
-def run_benchmark(folder: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+def sweep_to_the_end(losses: dict[int, float | None], contestant: str = "ddp", task: str = "gpt") -> list[Trial]:
+    """All trials of one contestant; `losses` by rung, None where it diverges, as it does where no loss is given."""
+    sweep = Sweep([task], [contestant], rungs=[-1, 0, 1], grows=True, seeds=[0, 1])
+    records: list[dict[str, Any]] = []
+    trials = []
+    while (trial := sweep.next_trial(records)) is not None:
+        trials.append(trial)
+        record = {key: getattr(trial, key) for key in ("task", "contestant", "rung", "seed")}
+        records.append(record | {"held_out_losses": [losses.get(trial.rung)]})
+    assert sweep.cost(records, {task: 1}) == 0
+    return trials
+
+
+@pytest.mark.parametrize(
+    ("losses", "rungs", "best"),
+    [
+        ({-1: 2, 0: 1, 1: 3}, [-1, 0, 1], 0),
+        ({-1: 4, 0: 3, 1: 2, 2: 1, 3: None}, [-1, 0, 1, 2, 3], 2),
+        ({-3: 2, -2: 1, -1: 1.5}, [-1, 0, 1, -2, -3], -2),
+    ],
+)
+def test_the_best_rate_of_a_grid_is_trained_with_the_reported_seeds(
+    losses: dict[int, float | None], rungs: list[int], best: int
+) -> None:
+    trials = sweep_to_the_end(losses)
+    assert [trial.rung for trial in trials if trial.seed == TUNING_SEED] == rungs
+    assert [(trial.rung, trial.seed) for trial in trials[len(rungs) :]] == [(best, 0), (best, 1)]
+    assert [trial.rate for trial in trials[:3]] == pytest.approx([6.5e-3 / 1.8, 6.5e-3, 6.5e-3 * 1.8])
+
+
+def test_a_sweep_ends_where_everything_diverges_and_qadam_needs_adam() -> None:
+    trials = sweep_to_the_end({})
+    assert len(trials) == MOST_RUNGS
+    assert {trial.seed for trial in trials} == {TUNING_SEED}
+    assert sweep_to_the_end({0: 1}, "qadam", "digits") == []
+
+
+def trained(contestant: str, rung: int, seed: int, losses: list[float | None], **others: Any) -> dict[str, Any]:
+    """A training of 100 steps by two ranks, of a model of 1000 elements."""
+    record: dict[str, Any] = {"task": "gpt", "contestant": contestant, "label": contestant.upper(), "settings": ""}
+    record |= {"rung": rung, "rate": 1.8**rung, "seed": seed, "warmup_steps": 0, "num_elements": 1000}
+    record |= {"evaluated_steps": [0, 50, 100][: len(losses)], "held_out_losses": losses, "held_out_accuracy": 0.5}
+    return record | {"sent_bytes_a_step": 4000.0, "num_rounds": None} | others
+
+
+def test_tables_compare_with_all_reduce_and_with_the_target() -> None:
+    half: dict[str, Any] = {"sent_bytes_a_step": 1000.0, "warmup_steps": 20, "num_rounds": 40}
+    records = [
+        *(trained("ddp", 0, seed, [5, 3, 2]) for seed in (TUNING_SEED, 0)),
+        trained("ddp", 1, TUNING_SEED, [5, None]),
+        trained("ddp", 0, 1, [5, 3, 4]),
+        *(trained("async", 1, seed, [5, 2, 2.2], **half) for seed in (TUNING_SEED, 0)),
+        *(trained("bytegrad", 0, seed, [5, 4, 3.2]) for seed in (TUNING_SEED, 0)),
+        trained("qadam", 0, TUNING_SEED, [5, None]),
+    ]
+    document = {"settings": {"ranks": 2, "steps of gpt": 100}, "environments": [], "trainings": records}
+    times = {"step_ms": {"50mbit": {"gpt": {"ddp": [100, 300, 200], "async": [100]}}}}
+    section = summarise("gpt", document, times)
+
+    ddp, asynchronous, bytegrad, qadam = section["rows"]
+    assert section["target"] == pytest.approx(3 * 1.02), "2 % above the mean of the seeds"
+    assert ddp["grid"] == [(1.0, 2), (1.8, math.inf)]
+    assert ddp["target_steps"] == pytest.approx(50 * (5 - 3.06) / (5 - 3)), "linear between two evaluations"
+    assert asynchronous["differences_percent"] == pytest.approx([10])
+    assert asynchronous["bits"] == [8]
+    assert asynchronous["steps_a_round"] == [(100 - 20) / 40]
+    steps = 50 * (5 - 3.06) / (5 - 2)
+    assert asynchronous["target_seconds"]["50mbit"] == pytest.approx((20 * 200 + (steps - 20) * 100) / 1e3), "warm-up"
+    assert bytegrad["target_seconds"]["50mbit"] is None
+    assert qadam["rate"] is None
+    lines = markdown_table(section).splitlines()
+    assert "| DDP | 1 (2) | 32.00 | 3.0000 (2.0000 to 4.0000) |  | 50.00 (50.00 to 50.00) | 48 | 9.7 |" in lines
+    assert "| BYTEGRAD | 1 (1) | 32.00 | 3.2000 | +60.00 | 50.00 | never | never |" in lines
+    assert any(line.startswith("| QADAM | none |  | diverges |") for line in lines)
+
+
+def test_a_training_that_diverges_ends_and_is_a_result() -> None:
+    ranks.init_default_group()
+    steps: list[int] = []
+    record = train(Trial("digits", "ddp", rung=40, seed=0), TASKS["digits"].load_data(), 32, 8, steps.append)
+    assert record["held_out_losses"][0] == pytest.approx(math.log(10), rel=0.1)
+    assert record["held_out_losses"][1:] == [None]
+    assert steps == [1, 2]
+    json.dumps(record, allow_nan=False)
+
+
+def run_benchmark(results: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(REPOSITORY / "benchmarks" / "convergence.py"), "--quick", "--ranks", "2"]
-    command += ["--output", str(folder), *arguments]
+    command += ["--json", str(results), *arguments]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment
     return programs.run(command, env=environment, timeout_s=TIMEOUT_S, check=False)
 
 
-def test_quick_run_trains_and_reports(tmp_path: Path) -> None:
-    run = run_benchmark(tmp_path)
+@pytest.mark.slow
+def test_a_sweep_goes_on_from_its_file(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    first = run_benchmark(results, "--tasks", "gpt", "--only", "ddp")
+    assert first.returncode == 0, first.stderr
+    assert "step/s" in first.stderr, "the progress bar"
+    before = json.loads(results.read_text())["trainings"]
+    assert [record["seed"] for record in before] == [TUNING_SEED, 0]
 
+    contestants = ["ddp", "powersgd_hook", "qadam_1bit", "async"]
+    run = run_benchmark(results, "--tasks", "gpt", "--only", *contestants)
     assert run.returncode == 0, run.stderr
-    assert "step/s" in run.stderr, "the progress bar"
-    [results] = tmp_path.glob("convergence-*.json")
     assert results.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    tasks = json.loads(results.read_text())["tasks"]
-    assert [task["task"] for task in tasks] == ["gpt", "qadam", "digits"]
-    for task in tasks:
-        rows = task["rows"]
-        baseline = rows[0]
-        labels = [row["contestant"].removesuffix(" 500 ms").removesuffix(" 20 ms").rstrip(",") for row in rows]
-        assert labels == (QADAM_LABELS if task["task"] == "qadam" else LABELS)
-        for row in rows:
-            assert f"| {row['contestant']} |" in run.stdout
-            [losses], [held_out_loss], [accuracy] = row["losses"], row["held_out_loss"], row["held_out_accuracy"]
-            assert all(map(math.isfinite, losses))
-            assert losses[0] == baseline["losses"][0][0], "same weights, same batches"
-            if task["task"] != "qadam":  # whose second moment does not settle in so few steps
-                assert losses[-1] < losses[0] - 0.2, "it learns"
-                assert held_out_loss < losses[0]
-                assert abs(row["loss_difference_percent"][0]) < 5
-            assert 0 < accuracy < 1
-            assert row["step_sent_bytes"][0] > 0
-        sent = [row["step_sent_bytes"][0] / baseline["step_sent_bytes"][0] for row in rows]
-        if task["task"] == "qadam":  # one or two steps of four in full
-            assert sent[1:] == pytest.approx([(1 + 3 / 4) / 4, (1 + 3 / 32) / 4, (2 + 2 / 32) / 4], rel=0.03)
-        else:  # 8 bits and a header for each block of 2048 elements, or for each parameter that is smaller
-            assert 0.25 <= sent[1] < 0.26
+    document = json.loads(results.read_text())
+    assert document["trainings"][:2] == before
+    assert "git_revision" in document["environments"][0]
+    trainings = [record for record in document["trainings"] if record["seed"] == 0]
+    assert [record["contestant"] for record in trainings] == contestants
+    for record in trainings:
+        assert record["held_out_losses"][0] == pytest.approx(math.log(256), rel=0.1), "nothing is known at first"
+        assert record["held_out_losses"][-1] < 5
+        assert record["evaluated_steps"] == [0, 1, 2, 3, 4]
+        assert f"| {record['label']} |" in run.stdout
+    if sys.platform == "linux":  # two ranks send each element once, QAdam in float32 and then in one bit
+        plain, _, one_bit, _ = (8 * record["sent_bytes_a_step"] / record["num_elements"] for record in trainings)
+        assert plain == pytest.approx(32, rel=0.02)
+        assert one_bit == pytest.approx((32 + 3) / 4, rel=0.03)
+
+    refused = run_benchmark(results, "--ranks", "4")
+    assert refused.returncode == 2
+    assert "ranks=2 there, 4 now" in refused.stderr
+    assert json.loads(results.read_text()) == document
 
 
+@pytest.mark.slow
 def test_failing_ranks_end_it_with_their_message(tmp_path: Path) -> None:
-    run = run_benchmark(tmp_path, "--tasks", "digits", TORCHBAGUA_NATIVE="no such path")
+    run = run_benchmark(tmp_path / "results.json", "--tasks", "digits", TORCHBAGUA_NATIVE="no such path")
 
     assert run.returncode == 1
     assert "ended with 1" in run.stderr
     assert "no such path" in run.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert "The same command goes on" in run.stderr

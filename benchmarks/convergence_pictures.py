@@ -1,0 +1,61 @@
+"""The picture of the convergence benchmark: the grids of learning rates above, the reported trainings below."""
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+from convergence_contestants import BASELINE
+from convergence_report import Row, Section, caption
+
+# Okabe and Ito's palette, which is told apart with every kind of colour vision; the baseline is black.
+COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#0072B2", "#999999")
+DASHES = ("-", "--", ":", "-.")
+SHOWN_LOSS = 2.5  # times the smallest
+
+
+def draw(sections: Sequence[Section]) -> Figure:
+    """Two panels for each task."""
+    figure = Figure(figsize=(6.5 * len(sections), 10), dpi=150, layout="constrained")
+    panels = figure.subplots(2, len(sections), squeeze=False)
+    names = list(dict.fromkeys(row["contestant"] for section in sections for row in section["rows"]))
+    labels: dict[str, object] = {}
+    for grid, curves, section in zip(*panels, sections, strict=True):
+        grid.set_title(caption(section), fontsize="medium")
+        for row in section["rows"]:
+            style = _style(names.index(row["contestant"]), row)
+            [line] = curves.plot(*_columns(row["curve"]), **style)
+            grid.plot(*_columns(row["grid"]), marker=".", **style)
+            labels.setdefault(row["label"], line)
+        _finish(grid, [loss for row in section["rows"] for _, loss in row["grid"]], section["loss_unit"])
+        _finish(curves, [loss for row in section["rows"] for _, loss in row["curve"]], section["loss_unit"])
+        grid.set_xscale("log")
+        grid.set_xlabel("peak learning rate")
+        curves.set_xlabel("optimizer step, at the best rate")
+        if section["target"] is not None:
+            curves.axhline(section["target"], color="black", linewidth=0.7)
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=5, frameon=False)
+    return figure
+
+
+def _style(index: int, row: Row) -> dict[str, object]:
+    # Curves that lie on the baseline would hide it, were it not wider.
+    if row["contestant"] == BASELINE:
+        return {"color": "#000000", "linewidth": 3.5}
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index // len(COLOURS)], "linewidth": 1.5}
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _finish(axes: Axes, losses: Sequence[float], unit: str) -> None:
+    axes.set_yscale("log")
+    axes.set_ylim(0.97 * min(losses), SHOWN_LOSS * min(losses))
+    axes.set_ylabel(f"held-out loss ({unit})")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,160 @@
+"""What the convergence benchmark trains next, and the file that it goes on from.
+
+A learning rate is the task's own times RATE_FACTOR to the power of a whole number, its rung. Everyone tries the same
+rungs with a seed that is not reported. Where the best is at an edge, the grid grows there. The best is then trained
+with the seeds that are reported.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from convergence_contestants import CONTESTANTS
+from convergence_tasks import TASKS
+
+RATE_FACTOR = 1.8
+MOST_RUNGS = 10  # a grid grows no further
+TUNING_SEED = 1000
+
+Record = dict[str, Any]  # a finished training
+Document = dict[str, Any]  # of a file: "settings", "environments" and "trainings"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training."""
+
+    task: str
+    contestant: str
+    rung: int
+    seed: int
+
+    @property
+    def rate(self) -> float:
+        return TASKS[self.task].rate * RATE_FACTOR**self.rung
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All that is to be trained.
+
+    Attributes:
+        tasks, contestants: their names, in the order in which they are trained.
+        rungs: which everyone tries.
+        grows: whether grids do.
+        seeds: that are reported.
+    """
+
+    tasks: Sequence[str]
+    contestants: Sequence[str]
+    rungs: Sequence[int]
+    grows: bool
+    seeds: Sequence[int]
+
+    def next_trial(self, records: Sequence[Record]) -> Trial | None:
+        """The first training that `records` lacks."""
+        return next((trials[0] for trials in self._missing(records) if trials), None)
+
+    def cost(self, records: Sequence[Record], steps: Mapping[str, int]) -> int:
+        """Of all that is still to be trained, as far as it is known; see `trial_cost`."""
+        return sum(trial_cost(trial, steps) for trials in self._missing(records) for trial in trials)
+
+    def _missing(self, records: Sequence[Record]) -> Iterable[list[Trial]]:
+        for task in self.tasks:
+            for contestant in self.contestants:
+                if TASKS[task].uses_adam or not CONTESTANTS[contestant].needs_adam:
+                    yield self._missing_of(task, contestant, of(records, task, contestant))
+
+    def _missing_of(self, task: str, contestant: str, records: Sequence[Record]) -> list[Trial]:
+        tuned = tuning_losses(records)
+        rungs = [rung for rung in self.rungs if rung not in tuned]
+        if not rungs and self.grows:
+            rungs = grown(tuned)
+        best = best_rung(tuned)
+        if not rungs and best is None:
+            return []  # it diverges at every rate
+        done = {record["seed"] for record in records if not rungs and record["rung"] == best}
+        seeds = [seed for seed in self.seeds if seed not in done]
+        # While rungs are missing, which one the seeds will have is not known.
+        return [Trial(task, contestant, rung, TUNING_SEED) for rung in rungs] + [
+            Trial(task, contestant, best or 0, seed) for seed in seeds
+        ]
+
+
+def trial_cost(trial: Trial, steps: Mapping[str, int]) -> int:
+    """Its steps, those of slow tasks counted several times."""
+    return steps[trial.task] * TASKS[trial.task].step_cost
+
+
+def of(records: Iterable[Record], task: str, contestant: str) -> list[Record]:
+    return [record for record in records if (record["task"], record["contestant"]) == (task, contestant)]
+
+
+def held_out_loss(record: Record) -> float:
+    """The last; infinite where the training has diverged."""
+    loss = record["held_out_losses"][-1]
+    return math.inf if loss is None else float(loss)
+
+
+def tuning_losses(records: Iterable[Record]) -> dict[int, float]:
+    """Of one contestant and task, by rung."""
+    return {record["rung"]: held_out_loss(record) for record in records if record["seed"] == TUNING_SEED}
+
+
+def best_rung(losses: Mapping[int, float]) -> int | None:
+    """None where everything has diverged."""
+    best = min(losses, key=losses.__getitem__, default=None)
+    return best if best is not None and losses[best] < math.inf else None
+
+
+def grown(losses: Mapping[int, float]) -> list[int]:
+    """The rung beyond the edge at which the best is, if it is at one; where all have diverged, the one below."""
+    best = best_rung(losses)
+    if len(losses) >= MOST_RUNGS:
+        return []
+    if best is None or best == min(losses):
+        return [min(losses) - 1]
+    return [max(losses) + 1] if best == max(losses) else []
+
+
+def load(path: Path, settings: Mapping[str, Any], steps: Mapping[str, int]) -> tuple[Document, list[str]]:
+    """What `path` holds, if it is there, and the contestants that have changed since, whose trainings are left out.
+
+    Raises:
+        ValueError: the file was made with other settings; names them.
+    """
+    if not path.exists():
+        return {"settings": settings, "environments": [], "trainings": []}, []
+    document = json.loads(path.read_text())
+    before = document["settings"]
+    differences = [
+        f"{name}={before.get(name)!r} there, {settings.get(name)!r} now"
+        for name in sorted(before.keys() | settings.keys())
+        if before.get(name) != settings.get(name)
+    ]
+    if differences:
+        raise ValueError(f"{path} has other settings: {'; '.join(differences)}; name another file by --json")
+    changed = {
+        (record["task"], record["contestant"])
+        for record in document["trainings"]
+        if record["contestant"] in CONTESTANTS and record["settings"] != _settings_now(record, steps)
+    }
+    document["trainings"] = [
+        record for record in document["trainings"] if (record["task"], record["contestant"]) not in changed
+    ]
+    return document, [f"{contestant} on {task}" for task, contestant in sorted(changed)]
+
+
+def _settings_now(record: Record, steps: Mapping[str, int]) -> str:
+    contestant = CONTESTANTS[record["contestant"]]
+    return contestant.describe(contestant.warmup_steps(steps[record["task"]]))
+
+
+def save(path: Path, document: Document) -> None:
+    """Replace the file as a whole: whoever is killed meanwhile leaves the one before."""
+    written = path.with_suffix(".new")
+    written.write_text(json.dumps(document) + "\n")
+    written.replace(path)
