@@ -1,10 +1,11 @@
 """The picture of the convergence benchmark: the grids of learning rates above, the reported trainings below."""
 
+import math
+import statistics
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from convergence_contestants import BASELINE
 from convergence_report import Row, Section, caption
@@ -12,7 +13,7 @@ from convergence_report import Row, Section, caption
 # Okabe and Ito's palette, which is told apart with every kind of colour vision; the baseline is black.
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#0072B2", "#999999")
 DASHES = ("-", "--", ":", "-.")
-SHOWN_LOSS = 2.5  # times the smallest
+SHOWN_RANGE = 3  # times the distance of the median loss from the smallest: what diverges would hide the others
 
 
 def draw(sections: Sequence[Section]) -> Figure:
@@ -43,7 +44,11 @@ def _style(index: int, row: Row) -> dict[str, object]:
     # Curves that lie on the baseline would hide it, were it not wider.
     if row["contestant"] == BASELINE:
         return {"color": "#000000", "linewidth": 3.5}
-    return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index // len(COLOURS)], "linewidth": 1.5}
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
+        "linewidth": 1.5,
+    }
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
@@ -51,11 +56,10 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
 
 
 def _finish(axes: Axes, losses: Sequence[float], unit: str) -> None:
-    axes.set_yscale("log")
-    axes.set_ylim(0.97 * min(losses), SHOWN_LOSS * min(losses))
+    if finite := list(filter(math.isfinite, losses)):
+        lowest = min(finite)
+        shown = SHOWN_RANGE * (statistics.median(finite) - lowest) or 1
+        axes.set_ylim(lowest - 0.05 * shown, lowest + shown)
     axes.set_ylabel(f"held-out loss ({unit})")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
