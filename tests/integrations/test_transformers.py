@@ -117,6 +117,14 @@ def test_no_thread_is_left_where_training_raises(found: Found) -> None:
     assert [one["exceptions"] for one in found] == [expected, expected]
 
 
+def test_an_exception_on_one_rank_ends_the_other(found: Found) -> None:
+    there, here = (one["one_raises"] for one in found)
+    assert here == {"raised": "RuntimeError", "is detached": True, "threads": []}
+    # Where DDP sends buffers, it may be the first to miss the other rank.
+    assert there.pop("raised") in ("CommunicationError", "RuntimeError")
+    assert there == {"is detached": True, "threads": []}
+
+
 def test_an_overflow_on_one_rank_is_skipped_on_all(found: Found) -> None:
     for one in found:
         assert one["overflow"]["steps"] == STEPS - 1
