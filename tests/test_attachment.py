@@ -1,7 +1,9 @@
 """What an attachment offers beside training: the mean of the weights for a while, and a state for every rank."""
 
 import io
+import time
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -84,6 +86,30 @@ def test_asynchronous_averaging_pauses_for_the_mean_and_goes_on() -> None:
     for name, mean in all_means[0][-1].items():
         np.testing.assert_array_equal(flat(mean), oracle.gradient_allreduce(stacked(befores, name)))
     assert min(all_num_rounds) >= 2
+
+
+def test_who_raises_within_the_block_waits_for_nobody() -> None:
+    """The other rank is in an operation of its own, which only the end of the first lets go on."""
+    limit = timedelta(seconds=30)
+
+    def body(group: dist.ProcessGroup) -> float:
+        trainer = Trainer(group, build(Normed), lr=0.001)
+        start = 0.0
+        with suppress(ZeroDivisionError):
+            with tb.attach(trainer.ddp, trainer.optimizer, ASYNCHRONOUS, timeout=limit) as attachment:
+                while not attachment.impl.num_rounds:
+                    trainer.step()
+                with attachment.averaged_weights():
+                    start = time.perf_counter()
+                    if group.rank() == 0:
+                        dist.all_reduce(torch.zeros(1), group=group)
+                    raise ZeroDivisionError
+        elapsed_s = time.perf_counter() - start
+        if group.rank() == 1:
+            dist.all_reduce(torch.zeros(1), group=group)
+        return elapsed_s
+
+    assert run_ranks(2, body)[1] < limit.total_seconds() / 2
 
 
 @pytest.mark.parametrize("algorithm", [*SYNCHRONOUS, tb.AsyncModelAverageAlgorithm(sync_interval_ms=14_000)], ids=str)

@@ -521,6 +521,7 @@ class Failing(Net):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._fail("validation", batch_idx)
+        dist.all_reduce(torch.zeros(1))  # as metrics do
 
 
 def failing(where: str, error: type[BaseException], ranks: tuple[int, ...], algorithm: str) -> Any:

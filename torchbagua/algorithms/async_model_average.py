@@ -187,7 +187,7 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
         """Stop averaging, give all ranks the mean of their weights for as long as the context lasts, and go on.
 
         Collective: rounds go on until all ranks have come here. They begin again when all have left the block, which
-        they do within the group's timeout of each other.
+        they do within the group's timeout of each other; where an exception ends the block, with the next step.
 
         Raises:
             RuntimeError: a rank has left, or communication failed.
@@ -197,12 +197,12 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
             self._stop("averaged_weights", with_mean=False)
         if self._leaving_rank is not None:
             raise RuntimeError(f"torchbagua: weights cannot be averaged: rank {self._leaving_rank} has left")
-        try:
-            with super().averaged_weights():
-                yield
-        finally:
-            if was_running:
-                self._start()
+        with super().averaged_weights():
+            yield
+        # Not where an exception ends the block: other ranks may be in theirs, and a round would wait for them. If
+        # training goes on all the same, rounds begin again with the next step.
+        if was_running:
+            self._start()
 
     def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
         """Make buckets, and start averaging where there is no warm-up."""
