@@ -239,6 +239,19 @@ def test_bad_tensors(call: Callable[[Any], None], message: str) -> None:
         on_ranks(lambda rank, comm: call(comm), 2)
 
 
+@pytest.mark.parametrize(
+    "name", ["allreduce", "allgather", "alltoall", "reduce", "gather", "scatter", "reduce_scatter"]
+)
+def test_tensors_of_two_dtypes(name: str) -> None:
+    root = [0] if name in ("reduce", "gather", "scatter") else []
+
+    def body(rank: int, comm: Any) -> None:
+        with pytest.raises(TypeError, match="_tensor must be of torch.(int32|float32), as the other tensor is, got"):
+            getattr(bagua, name)(torch.ones(4), torch.ones(4, dtype=torch.int32), *root, comm=comm)
+
+    on_ranks(body, 1)
+
+
 def test_bad_communicator() -> None:
     with pytest.raises(TypeError, match="comm must be what a process group's get_global_communicator returned"):
         bagua.barrier("world")

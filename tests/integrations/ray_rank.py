@@ -74,7 +74,7 @@ def runs(rank: int, wrap: Wrap) -> dict[str, Any]:
     return found
 
 
-def worker(save: Callable[[int, Any], None], load: Callable[[Any], int]) -> None:
+def worker(save: Callable[..., None], load: Callable[..., int]) -> None:
     """What Ray runs on each rank: every algorithm; and then one whose rank 1 dies after a checkpoint."""
     import ray.train
     from ray.train.torch import prepare_model
@@ -86,10 +86,10 @@ def worker(save: Callable[[int, Any], None], load: Callable[[Any], int]) -> None
         write(f"{rank}.json", runs(rank, prepare_model))
     model, optimizer, algorithm = start("decentralized", prepare_model)
     with tb.attach(model, optimizer, algorithm) as attachment:
-        first = load(attachment)
+        first = load(model, optimizer, attachment)
         if not is_restart:
             train(model, optimizer, rank, range(STOP))
-            save(STOP, attachment)
+            save(STOP, model, optimizer, attachment)
             ray.train.get_all_reported_checkpoints()  # returns when the controller has taken it
             write(f"saved-{rank}.json", weights_of(model))
             if rank == 1:

@@ -21,9 +21,17 @@ def group_of(comm: object) -> dist.ProcessGroup | None:
 
 
 def bare(
-    where: str, name: str, tensor: torch.Tensor, num_elements: int | None = None, *, multiple_of: int = 1
+    where: str,
+    name: str,
+    tensor: torch.Tensor,
+    num_elements: int | None = None,
+    *,
+    multiple_of: int = 1,
+    like: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `tensor` as one dimension, outside of autograd."""
+    """Return `tensor`, of the dtype of `like`, as one dimension outside of autograd."""
+    if like is not None and tensor.dtype != like.dtype:
+        raise TypeError(f"{where}: {name} must be of {like.dtype}, as the other tensor is, got {tensor.dtype}")
     if not tensor.is_contiguous():
         raise ValueError(f"{where}: {name} must be contiguous, got strides {tensor.stride()} of {list(tensor.shape)}")
     if num_elements is not None and tensor.numel() != num_elements:
@@ -34,8 +42,14 @@ def bare(
 
 
 def bytes_of(
-    where: str, name: str, tensor: torch.Tensor, num_bytes: int | None = None, *, multiple_of: int = 1
+    where: str,
+    name: str,
+    tensor: torch.Tensor,
+    num_bytes: int | None = None,
+    *,
+    multiple_of: int = 1,
+    like: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the bytes of `tensor`: what only moves may be of any dtype."""
     num_elements = None if num_bytes is None else num_bytes // tensor.element_size()
-    return bare(where, name, tensor, num_elements, multiple_of=multiple_of).view(torch.uint8)
+    return bare(where, name, tensor, num_elements, multiple_of=multiple_of, like=like).view(torch.uint8)

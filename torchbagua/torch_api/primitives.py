@@ -51,7 +51,8 @@ def allgather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: object
     """Receive the `send_tensor` of all ranks in `recv_tensor`, one after the other."""
     if (group := group_of(comm)) is not None:
         own = bytes_of("allgather", "send_tensor", send_tensor)
-        all_gather_equal(group, bytes_of("allgather", "recv_tensor", recv_tensor, own.numel() * group.size()), own)
+        num_bytes = own.numel() * group.size()
+        all_gather_equal(group, bytes_of("allgather", "recv_tensor", recv_tensor, num_bytes, like=send_tensor), own)
 
 
 def allgather_inplace(tensor: torch.Tensor, comm: object = None) -> None:
@@ -67,7 +68,7 @@ def gather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, comm:
         return
     own, parts = bytes_of("gather", "send_tensor", send_tensor), None
     if group.rank() == dst:
-        result = bytes_of("gather", "recv_tensor", recv_tensor, own.numel() * group.size())
+        result = bytes_of("gather", "recv_tensor", recv_tensor, own.numel() * group.size(), like=send_tensor)
         parts = list(result.chunk(group.size()))
     dist.gather(own, parts, group=group, group_dst=dst)
 
@@ -93,7 +94,7 @@ def scatter(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, src: int, comm
         return
     result, parts = bytes_of("scatter", "recv_tensor", recv_tensor), None
     if group.rank() == src:
-        values = bytes_of("scatter", "send_tensor", send_tensor, result.numel() * group.size())
+        values = bytes_of("scatter", "send_tensor", send_tensor, result.numel() * group.size(), like=recv_tensor)
         parts = list(values.chunk(group.size()))
     dist.scatter(result, parts, group=group, group_src=src)
 
@@ -117,7 +118,8 @@ def alltoall(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: object 
     """Send part r of `send_tensor` to each rank r, and receive theirs in `recv_tensor`, one after the other."""
     if (group := group_of(comm)) is not None:
         values = bytes_of("alltoall", "send_tensor", send_tensor, multiple_of=group.size())
-        all_to_all_equal(group, bytes_of("alltoall", "recv_tensor", recv_tensor, values.numel()), values)
+        result = bytes_of("alltoall", "recv_tensor", recv_tensor, values.numel(), like=send_tensor)
+        all_to_all_equal(group, result, values)
 
 
 def alltoall_inplace(tensor: torch.Tensor, comm: object = None) -> None:
@@ -147,7 +149,8 @@ def alltoall_v(
     """
     if (group := group_of(comm)) is None:
         return
-    values, result = bare("alltoall_v", "send_tensor", send_tensor), bare("alltoall_v", "recv_tensor", recv_tensor)
+    values = bare("alltoall_v", "send_tensor", send_tensor)
+    result = bare("alltoall_v", "recv_tensor", recv_tensor, like=send_tensor)
     sent = torch.cat(_parts("send", values, send_counts, send_displs, group.size()))
     targets = _parts("recv", result, recv_counts, recv_displs, group.size())
     received = result.new_empty(sum(part.numel() for part in targets))

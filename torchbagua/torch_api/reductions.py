@@ -31,7 +31,7 @@ def reduce(
     if (group := group_of(comm)) is None:
         return
     total = bare("reduce", "send_tensor", send_tensor).clone()
-    result = bare("reduce", "recv_tensor", recv_tensor, total.numel())
+    result = bare("reduce", "recv_tensor", recv_tensor, total.numel(), like=send_tensor)
     reduce_inplace(total, dst, op, comm)
     if group.rank() == dst:
         result.copy_(total)
@@ -54,7 +54,7 @@ def allreduce(
     if group_of(comm) is None:
         return
     values = bare("allreduce", "send_tensor", send_tensor)
-    bare("allreduce", "recv_tensor", recv_tensor, values.numel()).copy_(values)
+    bare("allreduce", "recv_tensor", recv_tensor, values.numel(), like=send_tensor).copy_(values)
     allreduce_inplace(recv_tensor, op, comm)
 
 
@@ -82,7 +82,7 @@ def reduce_scatter(
     if (group := group_of(comm)) is None:
         return
     result = bare("reduce_scatter", "recv_tensor", recv_tensor)
-    values = bare("reduce_scatter", "send_tensor", send_tensor, result.numel() * group.size())
+    values = bare("reduce_scatter", "send_tensor", send_tensor, result.numel() * group.size(), like=recv_tensor)
     parts = [_real("reduce_scatter", part, op) for part in values.chunk(group.size())]
     dist.reduce_scatter(_real("reduce_scatter", result, op), parts, _torch_op(op), group)
     _divide(result, op, group)
