@@ -95,15 +95,15 @@ def test_who_raises_within_the_block_waits_for_nobody() -> None:
     def body(group: dist.ProcessGroup) -> float:
         trainer = Trainer(group, build(Normed), lr=0.001)
         start = 0.0
-        with suppress(ZeroDivisionError):
-            with tb.attach(trainer.ddp, trainer.optimizer, ASYNCHRONOUS, timeout=limit) as attachment:
-                while not attachment.impl.num_rounds:
-                    trainer.step()
-                with attachment.averaged_weights():
-                    start = time.perf_counter()
-                    if group.rank() == 0:
-                        dist.all_reduce(torch.zeros(1), group=group)
-                    raise ZeroDivisionError
+        attaching = tb.attach(trainer.ddp, trainer.optimizer, ASYNCHRONOUS, timeout=limit)
+        with suppress(ZeroDivisionError), attaching as attachment:
+            while not attachment.impl.num_rounds:
+                trainer.step()
+            with attachment.averaged_weights():
+                start = time.perf_counter()
+                if group.rank() == 0:
+                    dist.all_reduce(torch.zeros(1), group=group)
+                raise ZeroDivisionError
         elapsed_s = time.perf_counter() - start
         if group.rank() == 1:
             dist.all_reduce(torch.zeros(1), group=group)

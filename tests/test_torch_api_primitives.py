@@ -246,7 +246,7 @@ def test_tensors_of_two_dtypes(name: str) -> None:
     root = [0] if name in ("reduce", "gather", "scatter") else []
 
     def body(rank: int, comm: Any) -> None:
-        with pytest.raises(TypeError, match="_tensor must be of torch.(int32|float32), as the other tensor is, got"):
+        with pytest.raises(TypeError, match=r"_tensor must be of torch\.(int32|float32), as the other tensor is, got"):
             getattr(bagua, name)(torch.ones(4), torch.ones(4, dtype=torch.int32), *root, comm=comm)
 
     on_ranks(body, 1)
