@@ -4,6 +4,7 @@
 // What is included gives torch its operations: a codec is a line here.
 #include <string>
 
+#include "cpu/low_rank.h"
 #include "cpu/minmax_uint8.h"
 #include "cpu/qadam.h"
 #include "cpu/sign_1bit.h"

@@ -111,6 +111,74 @@ class TwoPhaseResiduals:
         return result
 
 
+def orthonormal(vectors: Array) -> Array:
+    """The Gram-Schmidt process over the rows of a float32 array, by their inner products in float64."""
+    rank, length = vectors.shape
+    padded = np.zeros((rank, -(-length // 1024) * 1024))
+    padded[:, :length] = vectors
+    total = np.zeros((rank, rank))
+    for piece in np.split(padded, padded.shape[1] // 1024, axis=1):
+        lanes = np.zeros((rank, rank, 32))
+        for part in np.split(piece, 32, axis=1):
+            lanes += part[:, None] * part
+        while lanes.shape[2] > 1:
+            lanes = lanes[..., : lanes.shape[2] // 2] + lanes[..., lanes.shape[2] // 2 :]
+        total += lanes[..., 0]
+    factor, inverse = np.zeros((rank, rank)), np.zeros((rank, rank))
+    for j in range(rank):
+        rest = total[:, j].copy()
+        for k in range(j):
+            rest -= factor[:, k] * factor[j, k]
+        is_new = rest[j] > total[j, j] * 2.0**-40
+        inverse[j, j] = 1 / np.sqrt(rest[j]) if is_new else 0
+        factor[:, j] = rest * inverse[j, j]
+    for j in range(rank):
+        for i in range(j + 1, rank):
+            below = np.float64(0)
+            for k in range(j, i):
+                below += factor[i, k] * inverse[k, j]
+            inverse[i, j] = -(below * inverse[i, i])
+    result = np.zeros_like(padded)
+    for i in range(rank):
+        for j in range(i + 1):
+            result[i] += padded[j] * inverse[i, j]
+    return result[:, :length].astype(F32)
+
+
+class PowerSGD:
+    """The gradient of one matrix on all ranks, averaged as a product of two factors."""
+
+    def __init__(
+        self,
+        first: Array,
+        product: Callable[..., Array],
+        nodes: Sequence[int] | None = None,
+        sent: Callable[[Array], Array] = lambda x: x,
+        *,
+        keeps_factor: bool = True,
+    ) -> None:
+        self.first, self.product, self.nodes, self.sent, self.keeps_factor = first, product, nodes, sent, keeps_factor
+        self.right = np.zeros_like(first)
+        self.errors: list[Array] = []
+
+    def mean(self, rows: Sequence[Array]) -> Array:
+        return self.sent(ordered_sum([self.sent(row) for row in node_sums(rows, self.nodes)]) / F32(len(rows)))
+
+    def __call__(self, rows: Sequence[Array]) -> Array:
+        """Return the mean of matrices."""
+        errors = self.errors or [F32(0) for _ in rows]
+        full = [row + error for row, error in zip(rows, errors, strict=True)]
+        kept = self.right if self.keeps_factor else np.zeros_like(self.right)
+        right = orthonormal(np.where(kept.any(1, keepdims=True), kept, self.first))
+        left = orthonormal(self.mean([self.product(right, one, is_transposed=True) for one in full]))
+        self.right = self.mean([self.product(left, one, is_transposed=False) for one in full])
+        result = np.zeros_like(full[0])
+        for one, other in zip(left, self.right, strict=True):
+            result += one[:, None] * other
+        self.errors = [one - result for one in full]
+        return result
+
+
 def qadam_gradient(
     rows: Sequence[Array], momentum: Array, beta1: float, average: Callable[[Sequence[Array]], Array]
 ) -> Array:

@@ -24,7 +24,12 @@ def shape_like(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         flat = torch.view_as_complex(flat.view(-1, 2))
     order = _slowest_first(parameter)
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    return flat.view([parameter.shape[dim] for dim in order]).permute(inverse)
+    return flat.view(shape_in_memory(parameter)).permute(inverse)
+
+
+def shape_in_memory(parameter: torch.Tensor) -> list[int]:
+    """Return the sizes of the dimensions of `parameter`, that which lies slowest in a bucket first."""
+    return [parameter.shape[dim] for dim in _slowest_first(parameter)]
 
 
 def _slowest_first(parameter: torch.Tensor) -> list[int]:

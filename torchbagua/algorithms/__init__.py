@@ -11,6 +11,7 @@ from torchbagua.algorithms.decentralized import (
 )
 from torchbagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
 from torchbagua.algorithms.q_adam import QAdamAlgorithm, QAdamAlgorithmImpl, QAdamOptimizer
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "GradientAllReduceAlgorithmImpl",
     "LowPrecisionDecentralizedAlgorithm",
     "LowPrecisionDecentralizedAlgorithmImpl",
+    "PowerSGDAlgorithm",
+    "PowerSGDAlgorithmImpl",
     "QAdamAlgorithm",
     "QAdamAlgorithmImpl",
     "QAdamOptimizer",

@@ -9,6 +9,7 @@ from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import ResidualPair, TwoPhaseResiduals
 from torchbagua.collectives.errors import CommunicationError, cause_of
 from torchbagua.collectives.low_precision_ring import Replicas, low_precision_ring
+from torchbagua.collectives.low_rank_mean import LowRankMean, LowRankState, MatrixShape, matrix_shape
 from torchbagua.collectives.neighbourhood_mean import check_topology, neighbourhood_mean
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.rank_chunks import RankChunks
@@ -20,6 +21,9 @@ __all__ = [
     "BaguaProcessGroup",
     "CommunicationError",
     "Communicator",
+    "LowRankMean",
+    "LowRankState",
+    "MatrixShape",
     "RankChunks",
     "ReduceScatter",
     "Replicas",
@@ -35,6 +39,7 @@ __all__ = [
     "clamp_to_mean",
     "fingerprint",
     "low_precision_ring",
+    "matrix_shape",
     "neighbourhood_mean",
     "require_same_progress",
 ]
