@@ -3,6 +3,7 @@
 
 // First: it says what the last line of a codec's kernels does.
 #include "cuda/codec.h"
-// Then the kernels, and what launches those of QAdam.
+// Then the kernels, and what launches those that are no codec's.
+#include "cuda/low_rank.h"
 #include "cuda/qadam.h"
 #include "kernels/all.cuh"

@@ -9,9 +9,6 @@
 
 namespace torchbagua::binding {
 
-// A number of matrices that no index passes.
-constexpr long long kAnyMatrix = std::numeric_limits<long long>::max();
-
 template <typename Row>
 RowTable<Row> row_table_of(const Call& call, const Tensor& table) {
   constexpr int64_t kNumFields = sizeof(Row) / sizeof(long long);

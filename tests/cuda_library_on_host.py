@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+import low_rank
 import torchbagua  # noqa: F401  the schemas
 from host_kernels import HostKernels
 from native_codecs import MINMAX_UINT8, lay_out
@@ -64,6 +65,14 @@ def check_refusals() -> None:
                 assert said == refusal_of(NATIVE_OPS[name], *arguments)
                 assert said.startswith(f"torchbagua::{name}: {argument} must be ")
             print(f"refused {operation} {argument}")
+    for operation in low_rank.OPERATIONS:
+        name, good = f"low_rank_{operation}", low_rank.arguments_of(operation)
+        for index, argument in enumerate(low_rank.argument_names(operation)):
+            arguments = [*good[:index], good[index].to(torch.int16), *good[index + 1 :]]
+            said = refusal_of(call, name, arguments)
+            assert said.startswith(f"torchbagua::{name}: {argument} must be "), said
+            assert refusal_of(NATIVE_OPS[name], *arguments).startswith(said.split(" must be ")[0])
+            print(f"refused {name} {argument}")
     for name, numbers in QADAM_NUMBERS.items():
         schema = getattr(torch.ops.torchbagua, name).default._schema
         for index, _ in enumerate(qadam_lists(name)):
@@ -116,6 +125,17 @@ def main(library: Path, kernels: Path) -> None:
         call(operation, [[torch.zeros(0)] for _ in lists], **numbers)
         assert not launches
         print(operation)
+
+    for operation in low_rank.OPERATIONS:
+        mine = low_rank.arguments_of(operation)
+        theirs = copies(mine)
+        call(f"low_rank_{operation}", mine)
+        NATIVE_OPS[f"low_rank_{operation}"](*theirs)
+        check_same(mine, theirs)
+        grid = len(mine[low_rank.argument_names(operation).index("table")])
+        assert launches == [(f"torchbagua_low_rank_{operation}", grid, launcher.THREADS, 1003, 3)], launches
+        launches.clear()
+        print(f"low_rank_{operation}")
 
     check_refusals()
     assert not launches

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import low_rank
 from host_kernels import CSRC, KERNEL_FILES, HostKernels, QAdamForm, QAdamStep, Rows, Span
 from native_codecs import DTYPES, MINMAX_UINT8, assert_same_values, lay_out, num_elements
 from torchbagua.native import launcher, nvrtc, tensor_tables
@@ -44,6 +45,8 @@ def c_type_of(parameter: str) -> Any:
     """The type of ctypes for a parameter of the type."""
     if parameter.startswith("Span<"):
         return Span
+    if parameter.startswith(("RowTable<", "Grid<")):
+        return Rows
     for name, num_pointers in {"QAdamTensors<": 4, "FormTensors<": 2}.items():
         if name in parameter:
             return tensor_tables.table_type(num_pointers)
@@ -265,6 +268,21 @@ def test_lists_are_refused_before_anything_is_called(operation: str) -> None:
     with pytest.raises(ValueError, match=rf"^torchbagua::{operation}: \w+ must be .*, got "):
         kernels_on(driver).call(operation, *lists, **QADAM_NUMBERS[operation])
     assert driver.calls == []
+
+
+@pytest.mark.parametrize("operation", low_rank.OPERATIONS)
+def test_launches_of_low_rank(host_kernels: HostKernels, operation: str) -> None:
+    mine = low_rank.arguments_of(operation)
+    theirs = copies(mine)
+    driver = PretendedDriver(host_kernels)
+
+    kernels_on(driver).call(f"low_rank_{operation}", *mine)
+
+    NATIVE_OPS[f"low_rank_{operation}"](*theirs)
+    check_same(mine, theirs)
+    grid = len(mine[low_rank.argument_names(operation).index("table")])
+    launch = (f"torchbagua_low_rank_{operation}", (grid, 1, 1, launcher.THREADS, 1, 1), 0, STREAM, 0)
+    assert driver.calls[-2] == ("cuLaunchKernel", *launch)
 
 
 def test_kernels_are_compiled_and_loaded_once() -> None:

@@ -26,7 +26,7 @@ LOAD_AND_CALL = """
 import torch
 from torchbagua import native
 native.load()
-here = ("minmax_uint8", "qadam")
+here = ("low_rank", "minmax_uint8", "qadam")
 print({row.path for row in native.status() if row.device == "cuda" and row.operation.startswith(here)})
 print({row.path for row in native.status() if row.device == "cuda" and row.operation.startswith("sign_1bit")})
 print(native.loader.loaded_library(native.loader.CUDA))
@@ -98,9 +98,9 @@ def test_bindings_compile_without_a_warning_and_launch_what_gives_the_bytes_of_t
     called = programs.run(command)
     *calls, old_gpu, other_gpu, old_driver, other = called.stdout.splitlines()
     refused = [call for call in calls if call.startswith("refused ")]
-    assert len(calls) - len(refused) == 2 * 9 + 3
-    # Every argument of the codec's operations, and every list of QAdam's.
-    assert len(refused) == (3 + 3 + 4 + 4 + 5) + (4 + 2 + 2)
+    assert len(calls) - len(refused) == 2 * 9 + 3 + 4
+    # Every argument of the codec's operations and of those of low rank, and every list of QAdam's.
+    assert len(refused) == (3 + 3 + 4 + 4 + 5) + (3 + 3 + 3 + 5) + (4 + 2 + 2)
     assert old_gpu == (
         "torchbagua::minmax_uint8_encode: cuda:3 has compute capability 7.0, the kernels need 7.5 or newer; "
         "TORCHBAGUA_NATIVE=reference runs without them"

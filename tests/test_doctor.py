@@ -25,6 +25,10 @@ def test_status_tells_native_from_reference() -> None:
     torchbagua.native.load()
     rows = status()
     assert {row.operation for row in rows} == {
+        "low_rank_combine",
+        "low_rank_gram",
+        "low_rank_product",
+        "low_rank_solve",
         "minmax_uint8_decode",
         "minmax_uint8_decode_mean",
         "minmax_uint8_decode_mean_encode",

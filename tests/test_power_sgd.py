@@ -1,4 +1,4 @@
-"""PowerSGD: the oracle's to the bit, in whatever buckets, over resume and skipped steps; what it sends, what it refuses.
+"""PowerSGD: the oracle's to the bit, in whatever buckets, over resume and skipped steps; what it sends and refuses.
 
 The oracle uses torch's matrix products, as the algorithm does: with one thread (conftest.py), of tensors of their own.
 """
@@ -23,8 +23,8 @@ import torchbagua as tb
 from pairwise import pairwise
 from q_adam_life import ChannelsLast
 from ranks import run_ranks
-from training import Branches, OneElement, Run, Tower, Wide, build, flat, train
 from torchbagua.collectives import matrix_shape
+from training import Branches, OneElement, Run, Tower, Wide, build, flat, train
 
 START_STEP = 1
 train_told = partial(train, tells_optimizer=True)
@@ -117,7 +117,8 @@ def test_the_oracle_for_other_models(make_model: Callable[[], nn.Module]) -> Non
     model = build(make_model)
     unused = {"find_unused_parameters": True} if make_model is Branches else {}
     algorithm = tb.PowerSGDAlgorithm(rank=2, start_step=START_STEP, min_rate=1.5)
-    runs = run_ranks(2, lambda group: train_told(group, model, algorithm, **unused))
+    # The rate of `train` is too high for ChannelsLast, which overflows in its fourth step.
+    runs = run_ranks(2, lambda group: train_told(group, model, algorithm, num_steps=3, **unused))
     assert check_runs(runs, model, algorithm) > 0 or make_model is OneElement
 
 
@@ -344,7 +345,7 @@ def test_a_matrix_without_gradient_starts_anew_when_it_has_one() -> None:
 
 @pytest.mark.parametrize(("size", "compression"), [(2, None), (4, "bfloat16")])
 def test_wire_bytes(size: int, compression: str | None) -> None:
-    """2 (n-1)/n of r (rows + columns) a matrix, and of the elements of vectors; four messages a peer and bucket."""
+    """2 (n-1)/n of r (rows + columns) a matrix, and of what is sent as it is; at most four messages a peer and bucket."""
     model = build(lambda: Tower((10, 300, 40, 1)))
     recorders: dict[int, Recorder] = {}
 
@@ -361,7 +362,7 @@ def test_wire_bytes(size: int, compression: str | None) -> None:
     num_elements += 300 + 40 + 40 + 1  # biases, and the last weight
     sent = [event for one in recorders.values() for event in one.events if event.phase == "send" and event.step == 2]
     in_buckets = [event for event in sent if event.bucket.startswith("gradient bucket")]
-    assert len(in_buckets) == size * (size - 1) * 2 * 2
+    assert 0 < len(in_buckets) <= size * (size - 1) * 2 * 2
     element_bytes = 4 if compression is None else 2
     expected = 2 * (size - 1) * num_elements * element_bytes
     total = sum(event.wire_bytes for event in in_buckets)
@@ -373,7 +374,7 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[tb.CommEvent] = []
 
-    def record(self, event: tb.CommEvent) -> None:
+    def on_comm(self, event: tb.CommEvent) -> None:
         self.events.append(event)
 
 
@@ -404,18 +405,29 @@ def test_several_backward_passes_count_the_error_once() -> None:
     assert (2 * first[1] + left_out - total_in).norm() <= 1e-5 * total_in.norm()
 
 
-def test_a_rank_that_runs_out_of_data_keeps_up() -> None:
+def test_a_rank_that_has_run_out_of_data_goes_on_from_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it had gradients of zero, and took the steps."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # the registry does not know groups made by hand
     model = build(Tower)
 
-    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
-        loop = Loop(group, model, tb.PowerSGDAlgorithm(rank=2, start_step=3))
-        with loop.attachment, Join([loop.ddp]):
-            for _ in range(2 if loop.rank else 6):
-                loop.step()
-        return loop.weights()
+    def body(group: dist.ProcessGroup, joins: bool) -> Any:
+        loop = Loop(group, model, tb.PowerSGDAlgorithm(rank=2, start_step=3), bucket_cap_mb=0.01)
+        num_batches = 2 + 4 * loop.rank
+        with loop.attachment:
+            if joins:
+                with Join([loop.ddp]):
+                    for _ in range(num_batches):
+                        loop.step()
+            else:
+                for step in range(6):
+                    loop.step(factor=float(step < num_batches))
+            return loop.weights(), loop.state()
 
-    first, second = run_ranks(2, body)
-    assert equal(first, second)
+    joined = run_ranks(2, lambda group: body(group, True))
+    expected = run_ranks(2, lambda group: body(group, False))
+    for one, other in zip(joined, expected, strict=True):
+        assert equal(one[0], other[0])
+        assert same(one[1], other[1])
 
 
 @pytest.mark.parametrize(

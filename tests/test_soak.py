@@ -19,8 +19,15 @@ SIZE = 8
 @pytest.mark.parametrize(
     "num_steps", [15, pytest.param(50, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)]
 )
-@pytest.mark.parametrize("nodes", [None, [0, 0, 0, 1, 1, 1, 1, 1]], ids=["flat", "hierarchical"])
-def test_random_delays(num_steps: int, nodes: list[int] | None) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "nodes"),
+    [
+        pytest.param(tb.ByteGradAlgorithm(), None, id="flat"),
+        pytest.param(tb.ByteGradAlgorithm(), [0, 0, 0, 1, 1, 1, 1, 1], id="hierarchical"),
+        pytest.param(tb.PowerSGDAlgorithm(rank=2, start_step=5), None, id="low_rank"),
+    ],
+)
+def test_random_delays(num_steps: int, algorithm: tb.Algorithm, nodes: list[int] | None) -> None:
     model = build(lambda: Tower((10, 60, 70, 60, 70, 60, 1)))
 
     num_buckets = collections.Counter[int]()
@@ -33,8 +40,8 @@ def test_random_delays(num_steps: int, nodes: list[int] | None) -> None:
             if delays.random() < 0.2:
                 time.sleep(delays.expovariate(500))
 
-        options = {"bucket_cap_mb": 0.001, "find_unused_parameters": True, "nodes": nodes}
-        return train(group, model, tb.ByteGradAlgorithm(), num_steps=num_steps, before_hook=before_hook, **options)
+        options = {"bucket_cap_mb": 0.001, "find_unused_parameters": True, "nodes": nodes, "tells_optimizer": True}
+        return train(group, model, algorithm, num_steps=num_steps, before_hook=before_hook, **options)
 
     runs = run_ranks(SIZE, body, timeout=timedelta(minutes=10))
     assert all(len(run.averaged) == num_steps for run in runs)

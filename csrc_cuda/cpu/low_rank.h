@@ -209,7 +209,7 @@ struct LowRankOnCpu {
 
   static void gram(const Call& call, Span<const float> factors, RowTable<Piece> table, Grid<double> products) {
     check(call, table,
-          [&](const Piece& piece) { return is_inside(piece, factors.size, binding::kAnyMatrix, products.row_size); });
+          [&](const Piece& piece) { return is_inside(piece, factors.size, kAnyMatrix, products.row_size); });
     in_parallel(table, [=](long long piece) TORCHBAGUA_INLINED {
       multiply_vectors(table.rows[piece], factors.data, products.row(piece));
     });

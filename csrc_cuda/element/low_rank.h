@@ -15,6 +15,9 @@ constexpr long long kPieceLanes = 32;
 // Beyond it, numbers of pairs might overflow.
 constexpr long long kLargestRank = 1 << 15;
 
+// For the number of matrices where none is looked up.
+constexpr long long kAnyMatrix = 1LL << 62;
+
 // The same elements of all vectors of a factor; torchbagua/native/low_rank.py has the meaning of these fields.
 struct Piece {
   long long start;

@@ -1,5 +1,6 @@
-// All kernels: a line for each codec, and QAdam.
+// All kernels: a line for each codec, for factors of low rank, and QAdam.
 #pragma once
 
+#include "low_rank.cuh"
 #include "minmax_uint8.cuh"
 #include "qadam.cuh"

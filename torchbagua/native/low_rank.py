@@ -56,7 +56,7 @@ def gram(factors: Tensor, table: Tensor, products: Tensor) -> None:
             length <= PIECE_ELEMENTS
             and _vectors_lie_within(start, stride, rank, length, len(factors))
             and num_entries(rank) <= products.shape[1]
-            and matrix >= 0
+            and 0 <= matrix < 2**62
         ),
     )
     for index, (start, stride, rank, length, _) in enumerate(rows):
