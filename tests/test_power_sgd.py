@@ -345,7 +345,7 @@ def test_a_matrix_without_gradient_starts_anew_when_it_has_one() -> None:
 
 @pytest.mark.parametrize(("size", "compression"), [(2, None), (4, "bfloat16")])
 def test_wire_bytes(size: int, compression: str | None) -> None:
-    """2 (n-1)/n of r (rows + columns) a matrix, and of what is sent as it is; at most four messages a peer and bucket."""
+    """2 (n-1)/n of r (rows + columns) a matrix, and of what is no matrix; at most four messages a peer and bucket."""
     model = build(lambda: Tower((10, 300, 40, 1)))
     recorders: dict[int, Recorder] = {}
 

@@ -103,7 +103,7 @@ TORCHBAGUA_ELEMENT double inverse_length(double square_of_part, double square) {
   constexpr double kLargest = 1.7976931348623157e308;
   constexpr double kShortest = 9.094947017729282e-13;  // 2^-40: the part's length is 2^-20 of the vector's
   if (!(square <= kLargest) || !(square_of_part <= kLargest)) {
-    return __builtin_nan("");
+    return static_cast<double>(not_a_number());
   }
   if (!(square_of_part > square * kShortest)) {
     return 0.0;
