@@ -85,6 +85,10 @@ bench-codec: $(STAMPS)/package ## time the native kernels against a copy
 bench-host-time: $(STAMPS)/package ## count what a gradient bucket launches over NCCL, and time its host; without a GPU
 	$(BIN)/python benchmarks/host_time.py $(ARGS)
 
+.PHONY: bench-low-rank
+bench-low-rank: $(STAMPS)/package ## time what PowerSGD computes beside torch's two products
+	$(BIN)/python benchmarks/low_rank.py $(ARGS)
+
 .PHONY: bench-optimizer
 bench-optimizer: $(STAMPS)/package ## time QAdam's update beside torch's fused Adam
 	$(BIN)/python benchmarks/optimizer.py $(ARGS)

@@ -194,6 +194,17 @@ def _hooked(algorithm: tb.Algorithm) -> Wrap:
     return wrap
 
 
+def _attached(algorithm: tb.Algorithm) -> Wrap:
+    """A gradient algorithm that has to know which steps are taken."""
+
+    def wrap(setup: Setup) -> Entry:
+        entry = Entry(setup.ddp())
+        entry.attach(algorithm, setup)
+        return entry
+
+    return wrap
+
+
 def _qadam(**arguments: Any) -> Wrap:
     def wrap(setup: Setup) -> Entry:
         entry = Entry(setup.ddp())
@@ -253,6 +264,14 @@ CONTESTANTS: dict[str, Contestant] = {
     "bf16": Contestant("DDP bf16 hook", _cast_to(torch.bfloat16), _dense(2)),
     "fp16": Contestant("DDP fp16 hook", _cast_to(torch.float16), _dense(2)),
     "powersgd": Contestant(f"DDP PowerSGD rank {POWERSGD_RANK}, one bucket", _powersgd, None),
+    "low_rank": Contestant(
+        f"PowerSGD rank {POWERSGD_RANK}", _attached(tb.PowerSGDAlgorithm(rank=POWERSGD_RANK, start_step=2)), None
+    ),
+    "low_rank_bf16": Contestant(
+        f"PowerSGD rank {POWERSGD_RANK}, bf16",
+        _attached(tb.PowerSGDAlgorithm(rank=POWERSGD_RANK, start_step=2, compression="bfloat16")),
+        None,
+    ),
     "bytegrad": Contestant("ByteGrad", _hooked(tb.ByteGradAlgorithm()), _uint8_bytes),
     "compute_adam": Contestant("compute only, Adam", _alone_with_adam, _dense(0)),
     "qadam": Contestant("QAdam", _qadam(), _uint8_bytes),

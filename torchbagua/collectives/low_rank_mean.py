@@ -153,7 +153,7 @@ def first_factor(seed: str, num_elements: int) -> torch.Tensor:
     return (2.0 * torch.frombuffer(digest, dtype=torch.int16).float() + 1.0) / 65536.0
 
 
-def _product_table(shape: MatrixShape) -> torch.Tensor:
+def product_table(shape: MatrixShape) -> torch.Tensor:
     """Return the table of a product, see torchbagua/native/low_rank.py: some rows of the matrix in each of its rows."""
     rows, columns, rank = shape
     at_once = max(1, _PRODUCT_ELEMENTS // columns)
@@ -231,7 +231,7 @@ class LowRankMean:
             left, right = FactorPlace(left_start, rank, rows), FactorPlace(right_start, rank, columns)
             left_start, right_start = left.elements.stop, right.elements.stop
             own_left, own_right = (torch.zeros(rank, n, device=spec.device) for n in (rows, columns))
-            products = _product_table(matrix.shape).to(spec.device)
+            products = product_table(matrix.shape).to(spec.device)
             self._members.append(_Member(part, matrix, left, right, own_left, own_right, products, f"{seed} {name}"))
         self._first_F = self._first_rights("")
         lefts, rights = [one.left for one in self._members], [one.right for one in self._members]
