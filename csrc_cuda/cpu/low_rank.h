@@ -181,27 +181,24 @@ TORCHBAGUA_ELEMENT void multiply_stripe(const ProductRows& of, const float* left
   }
 }
 
-// A stripe of the right factor stays in the L1 cache for all rows.
+// Row by row: what is read and written once goes through memory in order, where the right factor stays in the cache.
 TORCHBAGUA_ELEMENT void multiply_rows(const ProductRows& of, const float* left, const float* right, float* values,
                                       float* left_out) {
   const long long whole = of.columns / kRowStripe * kRowStripe;
   left += of.left_start;
   right += of.right_start;
-  for (long long i = 0; i < whole; i += kRowStripe) {
-    for (long long row = 0; row < of.num_rows; ++row) {
-      const long long at = of.start + row * of.columns + i;
-      multiply_stripe(of, left + row, right + i, values + at, left_out + at);
-    }
-  }
   for (long long row = 0; row < of.num_rows; ++row) {
+    const long long start = of.start + row * of.columns;
+    for (long long i = 0; i < whole; i += kRowStripe) {
+      multiply_stripe(of, left + row, right + i, values + start + i, left_out + start + i);
+    }
     for (long long i = whole; i < of.columns; ++i) {
       float sum = 0.0f;
       for (long long k = 0; k < of.rank; ++k) {
         sum += left[k * of.left_stride + row] * right[k * of.columns + i];
       }
-      const long long at = of.start + row * of.columns + i;
-      values[at] = sum;
-      left_out[at] -= sum;
+      values[start + i] = sum;
+      left_out[start + i] -= sum;
     }
   }
 }

@@ -17,7 +17,7 @@ from torchbagua.collectives.orthogonalise import FactorPlace, Orthogonaliser
 from torchbagua.compressors import Compressor, TensorSpec
 from torchbagua.events import Details
 
-_PRODUCT_ELEMENTS = 1 << 15  # of a part of a product, about
+_PRODUCT_ELEMENTS = 8192  # of a part of a product, about
 
 
 class MatrixShape(NamedTuple):
