@@ -486,3 +486,31 @@ def test_float64_is_told() -> None:
 def test_by_its_name() -> None:
     algorithm = tb.Algorithm.init("powersgd", rank=2, compression="bfloat16")
     assert algorithm == tb.PowerSGDAlgorithm(rank=2, compression="bfloat16")
+
+
+def test_a_parameter_that_was_frozen_joins_the_others() -> None:
+    """In a resumed run, where it is trained from then on: the others go on from what they had, it from nothing."""
+    model = build(Tower)
+    frozen = copy.deepcopy(model)
+    frozen.layers[1].weight.requires_grad_(False)
+
+    def body(group: dist.ProcessGroup) -> Any:
+        first = Loop(group, frozen, tb.PowerSGDAlgorithm(rank=2, start_step=0))
+        with first.attachment:
+            for _ in range(3):
+                first.step()
+            state = copy.deepcopy(first.attachment.state_dict())
+        second = Loop(group, model, tb.PowerSGDAlgorithm(rank=2, start_step=0))
+        with second.attachment:
+            second.attachment.load_state_dict(state)
+            loaded = second.state()
+            second.step()
+            return state["impl"], loaded, second.state(), second.weights()
+
+    first, second = run_ranks(2, body)
+    saved, loaded, after, weights = first
+    assert "layers.1.weight" not in saved["error"]
+    assert not loaded["error"]["layers.1.weight"].any()
+    assert torch.equal(loaded["error"]["layers.0.weight"], saved["error"]["layers.0.weight"])
+    assert after["error"]["layers.1.weight"].any()
+    assert equal(weights, second[3])
