@@ -9,7 +9,8 @@ from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import ResidualPair, TwoPhaseResiduals
 from torchbagua.collectives.errors import CommunicationError, cause_of
 from torchbagua.collectives.low_precision_ring import Replicas, low_precision_ring
-from torchbagua.collectives.low_rank_mean import LowRankMean, LowRankState, MatrixShape, matrix_shape, product_table
+from torchbagua.collectives.low_rank_mean import LowRankMean, product_table
+from torchbagua.collectives.low_rank_state import LowRankState, MatrixShape, matrix_shape
 from torchbagua.collectives.neighbourhood_mean import check_topology, neighbourhood_mean
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.rank_chunks import RankChunks
