@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from codec_cases import BLOCK, CODECS, OF_ALL, OPS, Arguments, Buffers, Case
+from codec_cases import BLOCK, CODECS, LAYOUTS, OF_ALL, ONE_PARAMETER, OPS, Arguments, Buffers, Case
 from environment import make_parser, write_record
 from table import table
 from timing import alternated, elapsed_ms, host_us
@@ -59,7 +59,7 @@ SETTINGS = {
     "cpu": Setting(
         num_elements=6_553_600,
         num_senders=4,
-        layouts=("blocks of 2048", "parameters", "one block"),
+        layouts=tuple(LAYOUTS),
         dtypes=(torch.float32, torch.bfloat16, torch.float16),
         rotated_bytes=0,
         copies_tensor=True,
@@ -68,7 +68,7 @@ SETTINGS = {
     "cuda": Setting(
         num_elements=2**26,
         num_senders=8,
-        layouts=("blocks of 2048",),
+        layouts=(ONE_PARAMETER,),
         dtypes=(torch.float32, torch.bfloat16),
         rotated_bytes=2**30,  # many times the largest L2 cache
         copies_tensor=False,
@@ -160,7 +160,7 @@ def measure(setting: Setting, rounds: int, device: torch.device, paths: dict[str
 def launches(device: torch.device) -> dict[str, float]:
     """Microseconds of the host for one call on a tiny tensor: of each operation, and of a copy."""
     x, y = torch.ones(2, BLOCK, device=device)
-    case = Case(MinMaxUInt8, "blocks of 2048", torch.float32, device, num_elements=16 * BLOCK, num_senders=8)
+    case = Case(MinMaxUInt8, ONE_PARAMETER, torch.float32, device, num_elements=16 * BLOCK, num_senders=8)
     calls: dict[str, Callable[[], object]] = {"copy": partial(y.copy_, x)}
     for name, make in Buffers(case).arguments().items():
         if not name.endswith(OF_ALL):

@@ -1,9 +1,9 @@
 """What the benchmark of the codecs times: a codec's operations on tensors of one type, in one layout.
 
 The mean is formed of the chunks of several senders, which are together as large as the tensor, as in a bucket between
-so many ranks; on a GPU also, where it says `of all`, of chunks that are each as large as the tensor. `blocks of 2048`
-is one parameter in blocks of 2048 elements; `parameters` is transformer layers, whose blocks follow their parameters;
-`one block` is all in one block, Bagua's one range.
+so many ranks; on a GPU also, where it says `of all`, of chunks that are each as large as the tensor. `one parameter` is
+one in blocks of the codec's own size; `parameters` is transformer layers, whose blocks follow their parameters; `one
+block` is all in one block, Bagua's one range.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchbagua.compressors import MinMaxUInt8, Sign1Bit, TensorSpec
+from torchbagua.compressors import MinMaxUInt4, MinMaxUInt8, Sign1Bit, TensorSpec
 
 OPS = torch.ops.torchbagua
 BLOCK = 2048
@@ -26,8 +26,8 @@ FEED_FORWARD = [4 * WIDTH * WIDTH, 4 * WIDTH, 4 * WIDTH * WIDTH, WIDTH]
 LAYER = [*NORM, *ATTENTION, *NORM, *FEED_FORWARD]
 OF_ALL = " of all"
 
-Codec = type[MinMaxUInt8 | Sign1Bit]
-CODECS: tuple[Codec, ...] = (MinMaxUInt8, Sign1Bit)
+Codec = type[MinMaxUInt8 | MinMaxUInt4 | Sign1Bit]
+CODECS: tuple[Codec, ...] = (MinMaxUInt8, MinMaxUInt4, Sign1Bit)
 Arguments = tuple[Any, ...]
 
 
@@ -37,11 +37,12 @@ def parameters(num_elements: int) -> list[int]:
     return [*sizes, num_elements - sum(sizes)]
 
 
-# The sizes of the parameters, and the blocks that they are cut into; None is one.
-LAYOUTS: dict[str, tuple[Callable[[int], list[int]], int | None]] = {
-    "blocks of 2048": (lambda num_elements: [num_elements], BLOCK),
-    "parameters": (parameters, BLOCK),
-    "one block": (lambda num_elements: [num_elements], None),
+ONE_PARAMETER, ONE_BLOCK = "one parameter", "one block"
+# The sizes of the parameters.
+LAYOUTS: dict[str, Callable[[int], list[int]]] = {
+    ONE_PARAMETER: lambda num_elements: [num_elements],
+    "parameters": parameters,
+    ONE_BLOCK: lambda num_elements: [num_elements],
 }
 
 
@@ -67,9 +68,10 @@ class Case:
 
     def encoded(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The table of its blocks, in one chunk, and its wire."""
-        sizes, block = LAYOUTS[self.layout]
-        spec = TensorSpec(tuple(sizes(x.numel())), self.dtype, self.device, self.layout)
-        layout = self.codec(block).layout(spec, [0, x.numel()])
+        sizes = LAYOUTS[self.layout](x.numel())
+        spec = TensorSpec(tuple(sizes), self.dtype, self.device, self.layout)
+        codec = self.codec(None) if self.layout == ONE_BLOCK else self.codec()
+        layout = codec.layout(spec, [0, x.numel()])
         wire = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.device)
         self.codec().encode(x, layout, wire)
         return layout.table, wire

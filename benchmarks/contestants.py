@@ -248,6 +248,11 @@ def _uint8_bytes(numel: int) -> int:
     return numel + 8 * -(-numel // 2048)
 
 
+def _uint4_bytes(numel: int) -> int:
+    """Half a byte an element and a header of two bfloat16 for every block of 128."""
+    return -(-numel // 2) + 4 * -(-numel // 128)
+
+
 def _one_bit_bytes(numel: int) -> int:
     """One bit an element and a float32 for every block of 2048."""
     return -(-numel // 8) + 4 * -(-numel // 2048)
@@ -273,6 +278,7 @@ CONTESTANTS: dict[str, Contestant] = {
         None,
     ),
     "bytegrad": Contestant("ByteGrad", _hooked(tb.ByteGradAlgorithm()), _uint8_bytes),
+    "four_bits": Contestant("CompressedAllReduce, 4 bits", _hooked(tb.CompressedAllReduceAlgorithm()), _uint4_bytes),
     "compute_adam": Contestant("compute only, Adam", _alone_with_adam, _dense(0)),
     "qadam": Contestant("QAdam", _qadam(), _uint8_bytes),
     "qadam_1bit": Contestant("QAdam, 1 bit", _qadam(compression="sign1bit", error_feedback=True), _one_bit_bytes),
@@ -289,11 +295,21 @@ CONTESTANTS: dict[str, Contestant] = {
     "bytegrad_hierarchical": Contestant(
         "ByteGrad hierarchical", _hooked(tb.ByteGradAlgorithm(hierarchical=True)), None
     ),
+    "four_bits_hierarchical": Contestant(
+        "CompressedAllReduce, 4 bits, hierarchical", _hooked(tb.CompressedAllReduceAlgorithm()), None
+    ),
 }
-FLAT_CONTESTANTS = [name for name in CONTESTANTS if not name.startswith("bytegrad_")]
+FLAT_CONTESTANTS = [name for name in CONTESTANTS if not name.endswith(("_flat", "_hierarchical"))]
 # The asynchronous algorithm next to what it is held to: the machine's moods last for some seconds.
 STRAGGLER_CONTESTANTS = [CONTROL, COMPUTE_ONLY, "async", BASELINE]
-HIERARCHICAL_CONTESTANTS = [COMPUTE_ONLY, BASELINE, "bf16", "bytegrad_flat", "bytegrad_hierarchical"]
+HIERARCHICAL_CONTESTANTS = [
+    COMPUTE_ONLY,
+    BASELINE,
+    "bf16",
+    "bytegrad_flat",
+    "bytegrad_hierarchical",
+    "four_bits_hierarchical",
+]
 
 
 def ring_payload_bytes(contestant: Contestant, numels: list[int], num_ranks: int) -> float | None:

@@ -116,6 +116,13 @@ CONTESTANTS: dict[str, Contestant] = {
     ),
     "bytegrad": attached("ByteGrad", tb.ByteGradAlgorithm()),
     "bytegrad_feedback": attached("ByteGrad, error feedback", tb.ByteGradAlgorithm(error_feedback=True)),
+    "4bits": attached("CompressedAllReduce, 4 bits", tb.CompressedAllReduceAlgorithm()),
+    "4bits_feedback": attached(
+        "CompressedAllReduce, 4 bits, error feedback", tb.CompressedAllReduceAlgorithm(error_feedback=True)
+    ),
+    "powersgd": attached(
+        "PowerSGD, rank 4", lambda warmup_steps: tb.PowerSGDAlgorithm(start_step=warmup_steps), warm_up=0.1
+    ),
     "qadam": qadam("QAdam"),
     "qadam_1bit": qadam("QAdam, 1 bit", compression="sign1bit", error_feedback=True),
     "decentralized": attached("Decentralized, all", tb.DecentralizedAlgorithm()),

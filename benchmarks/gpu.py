@@ -37,7 +37,7 @@ SANITIZER = "compute-sanitizer"
 LEAST_TIME_S = 5  # with less left a step is not begun
 # In place of pyproject.toml's, which leave out the tests of the GPU and are strict about settings of newer pytests.
 PYTEST = ("-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider")
-SANITIZED = ("tests/test_native_kernels.py", "tests/test_native_kernels_minmax_uint8.py")
+SANITIZED = ("tests/test_native_kernels.py", "tests/test_native_kernels_minmax.py")
 
 
 @dataclass(frozen=True)

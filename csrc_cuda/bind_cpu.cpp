@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cpu/low_rank.h"
+#include "cpu/minmax_uint4.h"
 #include "cpu/minmax_uint8.h"
 #include "cpu/qadam.h"
 #include "cpu/sign_1bit.h"

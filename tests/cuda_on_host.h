@@ -47,21 +47,22 @@ inline void yield() {
   threadIdx = index;
 }
 
-// Waits until the threads [begin, end) have all waited as often as this one.
-inline void wait(size_t begin, size_t end, long long Thread::*num_waits) {
+// Waits until the threads [begin, end) for which `is_of` have all waited as often as this one.
+template <typename IsOf>
+void wait(size_t begin, size_t end, long long Thread::* num_waits, const IsOf& is_of) {
   const long long count = ++(own().*num_waits);
   for (bool are_there = false; !are_there;) {
     yield();
     are_there = true;
     for (size_t i = begin; i < end; ++i) {
-      are_there = are_there && threads[i].*num_waits >= count;
+      are_there = are_there && (!is_of(i - begin) || threads[i].*num_waits >= count);
     }
   }
 }
 
-inline void wait_for_warp() {
+inline void wait_for_lanes(unsigned int lanes) {
   const size_t begin = threadIdx.x / 32 * 32;
-  wait(begin, begin + 32, &Thread::num_waits_of_warp);
+  wait(begin, begin + 32, &Thread::num_waits_of_warp, [=](size_t lane) { return lanes >> lane & 1; });
 }
 
 inline void enter() {
@@ -132,16 +133,17 @@ struct Host<kKernel> {
 }  // namespace cuda_on_host
 
 inline void __syncthreads() {
-  cuda_on_host::wait(0, cuda_on_host::threads.size(), &cuda_on_host::Thread::num_waits_of_all);
+  cuda_on_host::wait(0, cuda_on_host::threads.size(), &cuda_on_host::Thread::num_waits_of_all,
+                     [](size_t) { return true; });
 }
 
 template <typename Value>
-Value __shfl_xor_sync(unsigned int, Value value, int mask) {
+Value __shfl_xor_sync(unsigned int lanes, Value value, int mask) {
   static_assert(sizeof(Value) == sizeof(unsigned int));
   std::memcpy(&cuda_on_host::own().exchanged, &value, sizeof(Value));
-  cuda_on_host::wait_for_warp();
+  cuda_on_host::wait_for_lanes(lanes);
   std::memcpy(&value, &cuda_on_host::threads[threadIdx.x ^ mask].exchanged, sizeof(Value));
-  cuda_on_host::wait_for_warp();
+  cuda_on_host::wait_for_lanes(lanes);
   return value;
 }
 

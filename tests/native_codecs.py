@@ -60,8 +60,9 @@ class Codec:
 
 
 MINMAX_UINT8 = Codec("minmax_uint8", header_bytes=8, elements_per_byte=1, has_cuda_kernels=True)
+MINMAX_UINT4 = Codec("minmax_uint4", header_bytes=4, elements_per_byte=2, has_cuda_kernels=True)
 SIGN_1BIT = Codec("sign_1bit", header_bytes=4, elements_per_byte=8, has_cuda_kernels=False)
-CODECS = (MINMAX_UINT8, SIGN_1BIT)
+CODECS = (MINMAX_UINT8, MINMAX_UINT4, SIGN_1BIT)
 
 
 def lay_out(codec: Codec, lengths: list[int], seed: int = 0) -> tuple[Tensor, int]:

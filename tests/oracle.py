@@ -18,18 +18,37 @@ def rne(y: Array) -> Array:
     return (y + F32(12582912)) - F32(12582912)
 
 
-def quantise_block(x: Array) -> Array:
-    """Return what a block is after MinMaxUInt8's encode and decode."""
+def quantise_block(x: Array, num_steps: int = 255, header: Coded = lambda bounds: bounds) -> Array:
+    """Return what a block is after a min-max codec's encode and decode, MinMaxUInt8's by default.
+
+    `header` is what its header makes of minimum and maximum, NaN where it cannot hold them.
+    """
     if not np.all(np.abs(x) < F32(2.0**126)):  # NaN compares false
         return np.full_like(x, np.nan)
-    low, high = x.min() + F32(0), x.max() + F32(0)
+    low, high = header(np.array([x.min(), x.max()]) + F32(0))
+    if np.isnan(low) or np.isnan(high):
+        return np.full_like(x, np.nan)
     pivot = low if low > 0 else high if high < 0 else F32(0)
     spread = high - low
-    inverse, step = (F32(0), F32(0)) if spread < F32(2.0**-118) else (F32(255) / spread, spread / F32(255))
+    inverse, step = (F32(0), F32(0)) if spread < F32(2.0**-118) else (F32(num_steps) / spread, spread / F32(num_steps))
     upper = rne((high - pivot) * inverse)
-    lower = upper - F32(255)
+    lower = upper - F32(num_steps)
     code = np.clip(rne((x - pivot) * inverse), lower, upper) - lower
     return np.clip(pivot + (code + lower) * step, low, high)
+
+
+def bfloat16_outwards(bounds: Array) -> Array:
+    """Return the largest bfloat16 that is no larger than the first, and the smallest no smaller than the second."""
+    cut = (bounds.view(np.int32) & -0x10000).view(F32)
+    is_inside = np.array([cut[0] > bounds[0], cut[1] < bounds[1]])
+    next_away = (cut.view(np.int32) + 0x10000).view(F32)
+    outwards = np.where(is_inside, next_away, cut) + F32(0)
+    return np.where(np.abs(outwards) < F32(2.0**126), outwards, F32(np.nan))
+
+
+def quantise_block_4_bits(x: Array) -> Array:
+    """Return what a block is after MinMaxUInt4's encode and decode."""
+    return quantise_block(x, 15, bfloat16_outwards)
 
 
 def mean_magnitude(x: Array) -> np.float32:
@@ -83,12 +102,14 @@ def bytegrad(
     nodes: Sequence[int] | None = None,
     block: int = 2048,
     coded: Coded = quantise_block,
+    within_nodes: Coded = lambda row: row,
 ) -> Array:
-    """Q(mean_j Q(g_j)); with `nodes`, over the node sums."""
+    """Q(mean_j Q(g_j)); with `nodes`, over the node sums of W(g_j), and W of the result, W being `within_nodes`."""
     if rows[0].dtype == np.float64:
         return gradient_allreduce(rows, nodes)
-    sent = [quantise(row.astype(F32), segments, block, coded) for row in node_sums(rows, nodes)]
-    return quantise(ordered_sum(sent) / F32(len(rows)), segments, block, coded)
+    sums = node_sums([within_nodes(row) for row in rows], nodes)
+    sent = [quantise(row.astype(F32), segments, block, coded) for row in sums]
+    return within_nodes(quantise(ordered_sum(sent) / F32(len(rows)), segments, block, coded))
 
 
 class TwoPhaseResiduals:
@@ -248,9 +269,16 @@ class LowPrecisionRing:
     """
 
     def __init__(
-        self, rows: Sequence[Array], segments: Sequence[int], nodes: Sequence[int] | None = None, *, is_buffer: bool
+        self,
+        rows: Sequence[Array],
+        segments: Sequence[int],
+        nodes: Sequence[int] | None = None,
+        *,
+        is_buffer: bool,
+        block: int = 2048,
+        coded: Coded = quantise_block,
     ) -> None:
-        self.segments, self.nodes, self.is_buffer = segments, nodes, is_buffer
+        self.segments, self.nodes, self.is_buffer, self.block, self.coded = segments, nodes, is_buffer, block, coded
         self.w = node_means(rows, nodes)
 
     def round(self, rows: Sequence[Array]) -> list[Array]:
@@ -266,7 +294,7 @@ class LowPrecisionRing:
                 mean = (w[r] + w[r - 1] + w[(r + 1) % n]) / F32(3)
                 differences[r] = np.clip(differences[r] + w[r], np.minimum(x, mean), np.maximum(x, mean)) - w[r]
         is_full = self.is_buffer or number == np.float64
-        sent = differences if is_full else [quantise(d, self.segments) for d in differences]
+        sent = differences if is_full else [quantise(d, self.segments, self.block, self.coded) for d in differences]
         self.w = [old + d for old, d in zip(w, sent, strict=True)]
         return to_ranks(self.w, self.nodes)
 

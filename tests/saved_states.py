@@ -31,6 +31,7 @@ def _qadam(optimizer: torch.optim.Optimizer) -> tb.Algorithm:
 
 
 MAKE_ALGORITHM: dict[str, Callable[[torch.optim.Optimizer], tb.Algorithm]] = {
+    "bytegrad": lambda optimizer: tb.ByteGradAlgorithm(error_feedback=True),
     "all": lambda optimizer: tb.DecentralizedAlgorithm(),
     "shift_one": lambda optimizer: tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
     "low_precision": lambda optimizer: tb.LowPrecisionDecentralizedAlgorithm(),

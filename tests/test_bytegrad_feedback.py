@@ -21,16 +21,18 @@ from ranks import run_ranks
 from training import Branches, OneElement, Run, Tower, Wide, build, flat, train
 
 WITH = tb.ByteGradAlgorithm(error_feedback=True)
+IN_4_BITS = tb.CompressedAllReduceAlgorithm(error_feedback=True)
 
 
 train_told = partial(train, tells_optimizer=True)
 
 
-def feedback_of(size: int, nodes: Sequence[int] | None) -> oracle.TwoPhaseResiduals:
-    return oracle.TwoPhaseResiduals(lambda row: oracle.quantise(row, [size]), nodes)
+def feedback_of(size: int, nodes: Sequence[int] | None, algorithm: tb.Algorithm = WITH) -> oracle.TwoPhaseResiduals:
+    block, coded = (128, oracle.quantise_block_4_bits) if algorithm is IN_4_BITS else (2048, oracle.quantise_block)
+    return oracle.TwoPhaseResiduals(lambda row: oracle.quantise(row, [size], block, coded), nodes)
 
 
-def check_runs(runs: Sequence[Run], nodes: Sequence[int] | None = None) -> None:
+def check_runs(runs: Sequence[Run], nodes: Sequence[int] | None = None, algorithm: tb.Algorithm = WITH) -> None:
     """What came out of averaging is the oracle's mean of what went in, with what was left out before."""
     feedbacks: dict[str, oracle.TwoPhaseResiduals] = {}
     for step, averaged in enumerate(runs[0].averaged):
@@ -42,7 +44,7 @@ def check_runs(runs: Sequence[Run], nodes: Sequence[int] | None = None) -> None:
             if rows[0].dtype == np.float64:
                 expected = oracle.gradient_allreduce(rows, nodes)
             else:
-                expected = feedbacks.setdefault(name, feedback_of(rows[0].size, nodes))(rows)
+                expected = feedbacks.setdefault(name, feedback_of(rows[0].size, nodes, algorithm))(rows)
             if is_short:
                 expected, gradient = flat(torch.from_numpy(expected).to(dtype).float()), gradient.float()
             np.testing.assert_array_equal(flat(gradient), expected, err_msg=f"{name}, step {step}")
@@ -52,14 +54,17 @@ def check_runs(runs: Sequence[Run], nodes: Sequence[int] | None = None) -> None:
     ranks=[(2, None), (4, None), (8, None), (4, [0, 0, 1, 1]), (3, [0, 0, 1]), (1, None)],
     bucket_cap_mb=[25, 0.01],
     options=[{}, {"num_micro_batches": 3}, {"gradient_as_bucket_view": True}, {"static_graph": True}],
+    algorithm=[WITH, IN_4_BITS],
 )
-def test_the_oracle(ranks: tuple[int, list[int] | None], bucket_cap_mb: float, options: dict[str, Any]) -> None:
+def test_the_oracle(
+    ranks: tuple[int, list[int] | None], bucket_cap_mb: float, options: dict[str, Any], algorithm: tb.Algorithm
+) -> None:
     model, (size, nodes) = build(Tower), ranks
     runs = run_ranks(
-        size, lambda group: train_told(group, model, WITH, nodes=nodes, bucket_cap_mb=bucket_cap_mb, **options)
+        size, lambda group: train_told(group, model, algorithm, nodes=nodes, bucket_cap_mb=bucket_cap_mb, **options)
     )
     if size > 1:
-        check_runs(runs, nodes)
+        check_runs(runs, nodes, algorithm)
     else:
         for local, averaged in zip(runs[0].local, runs[0].averaged, strict=True):
             assert all(torch.equal(local[name], gradient) for name, gradient in averaged.items())

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import torchbagua as tb
-from oracle import Coded, bytegrad, quantise_block, sign_block
+from oracle import Coded, LowPrecisionRing, bytegrad, quantise, quantise_block, quantise_block_4_bits, sign_block
 from ranks import gloo_group, init_default_group, run_ranks
 from torchbagua.collectives import TwoPhaseMean, broadcast_tensors
 from torchbagua.collectives.agreement import Settings, gather_settings
@@ -166,9 +166,19 @@ def test_not_a_group() -> None:
         tb.BaguaProcessGroup(None)
 
 
-@pytest.mark.parametrize(("compression", "coded"), [("MinMaxUInt8", quantise_block), ("sign1bit", sign_block)])
+CODECS = {
+    "MinMaxUInt8": (2048, quantise_block),
+    "MinMaxUInt4": (128, quantise_block_4_bits),
+    "sign1bit": (2048, sign_block),
+}
+
+
+@pytest.mark.parametrize("compression", CODECS)
 @pytest.mark.parametrize("nodes", [None, [0, 1, 0]], ids=str)
-def test_compressed_mean_is_the_oracles(compression: str, coded: Coded, nodes: list[int] | None) -> None:
+@pytest.mark.parametrize("intra_compression", [None, "MinMaxUInt8"])
+def test_compressed_mean_is_the_oracles(
+    compression: str, nodes: list[int] | None, intra_compression: str | None
+) -> None:
     segments = [5000, 1, 333]
     rows = [torch.randn(sum(segments), generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
 
@@ -176,11 +186,43 @@ def test_compressed_mean_is_the_oracles(compression: str, coded: Coded, nodes: l
         flat = rows[group.rank()].clone()
         tensors = [tb.BaguaTensor(str(size), part) for size, part in zip(segments, flat.split(segments), strict=True)]
         bucket = tb.BaguaBucket("numbers", tensors, tb.BaguaProcessGroup(group, nodes=nodes), flat)
-        return bucket.append_centralized_synchronous_op(hierarchical=True, compression=compression).run()
+        return bucket.append_centralized_synchronous_op(
+            hierarchical=True, compression=compression, intra_compression=intra_compression
+        ).run()
 
-    expected = torch.from_numpy(bytegrad([row.numpy() for row in rows], segments, nodes, coded=coded))
+    has_levels = nodes is not None and intra_compression is not None
+    within: Coded = (lambda row: quantise(row, segments)) if has_levels else lambda row: row
+    mean = bytegrad([row.numpy() for row in rows], segments, nodes, *CODECS[compression], within)
     for result in run_ranks(3, body):
-        assert torch.equal(result, expected)
+        assert torch.equal(result, torch.from_numpy(mean))
+
+
+def test_the_ring_in_4_bits_is_the_oracles() -> None:
+    segments = [333, 1]
+    rows = [torch.randn(3, sum(segments), generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        flat = torch.zeros(sum(segments))
+        tensors = [tb.BaguaTensor(str(size), part) for size, part in zip(segments, flat.split(segments), strict=True)]
+        bagua_group = tb.BaguaProcessGroup(group)
+        bucket = tb.BaguaBucket("weights", tensors, bagua_group, flat)
+        replicas = [torch.zeros_like(flat) for _ in range(3)]
+        first = tb.BaguaBucket("weights", tensors, bagua_group, flat)
+        first.append_low_precision_decentralized_synchronous_op(*replicas, compression=None)
+        bucket.append_low_precision_decentralized_synchronous_op(*replicas, compression="MinMaxUInt4")
+        results = []
+        for number, values in enumerate(rows[group.rank()]):
+            flat.copy_(values)
+            results.append((bucket if number else first).run().clone())
+        return results[1:]
+
+    ring = LowPrecisionRing(
+        [row[0].numpy() for row in rows], segments, is_buffer=False, block=128, coded=quantise_block_4_bits
+    )
+    expected = [ring.round([row[number].numpy() for row in rows]) for number in (1, 2)]
+    for rank, results in enumerate(run_ranks(3, body)):
+        for got, round_results in zip(results, expected, strict=True):
+            assert torch.equal(got, torch.from_numpy(round_results[rank]))
 
 
 def test_events_count_the_payload() -> None:

@@ -10,12 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
-from torchbagua.compressors import Cast, Compressor, Identity, MinMaxUInt8, Sign1Bit, TensorSpec, by_name
+from torchbagua.compressors import Cast, Compressor, Identity, MinMaxUInt4, MinMaxUInt8, Sign1Bit, TensorSpec, by_name
 
 COMPRESSORS: list[Compressor] = [
     MinMaxUInt8(),
     MinMaxUInt8(block=None),
     MinMaxUInt8(8),
+    MinMaxUInt4(),
+    MinMaxUInt4(block=None),
+    MinMaxUInt4(8),
     Sign1Bit(),
     Sign1Bit(block=None),
     Sign1Bit(8),
@@ -23,13 +26,19 @@ COMPRESSORS: list[Compressor] = [
     Cast("float16"),
     Identity(),
 ]
-BLOCK = 2048
-BLOCK_CODECS = (MinMaxUInt8, Sign1Bit)
+BLOCK_CODECS = (MinMaxUInt8, MinMaxUInt4, Sign1Bit)
+BlockCodecs = type[MinMaxUInt8 | MinMaxUInt4 | Sign1Bit]
+CODED = {
+    MinMaxUInt8: oracle.quantise_block,
+    MinMaxUInt4: oracle.quantise_block_4_bits,
+    Sign1Bit: oracle.sign_block,
+}
+ELEMENTS_PER_BYTE = {MinMaxUInt4: 2, Sign1Bit: 8}
 
 
 def after_coding(compressor: Compressor) -> oracle.Coded:
     """What a block of a block-wise compressor is after encode and decode."""
-    return oracle.sign_block if isinstance(compressor, Sign1Bit) else oracle.quantise_block
+    return CODED[type(compressor)]
 
 
 def spec_of(segments: Sequence[int], dtype: torch.dtype = torch.float32) -> TensorSpec:
@@ -61,9 +70,13 @@ def test_blocks_are_dealt_whole_and_in_order(segments: list[int], block: int, nu
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
-@pytest.mark.parametrize("num_elements", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
+@pytest.mark.parametrize("num_blocks_and_elements", [(0, 0), (0, 1), (1, -1), (1, 0), (1, 1), (3, 0)])
 @pytest.mark.parametrize("num_chunks", [1, 3])
-def test_wire_bytes_is_what_layout_uses(compressor: Compressor, num_elements: int, num_chunks: int) -> None:
+def test_wire_bytes_is_what_layout_uses(
+    compressor: Compressor, num_blocks_and_elements: tuple[int, int], num_chunks: int
+) -> None:
+    num_blocks, num_more = num_blocks_and_elements
+    num_elements = num_blocks * compressor.block_elements + num_more
     spec = spec_of([num_elements])
     bounds = spec.block_bounds(compressor.block_elements).tolist()
     cuts = spec.even_cuts(num_chunks, compressor.block_elements)
@@ -76,7 +89,7 @@ def test_wire_bytes_is_what_layout_uses(compressor: Compressor, num_elements: in
         if not compressor.wire_is_tensor:
             assert row.start % 32 == 0
         start, length_, header, payload = layout.table[slice(*layout.chunk_blocks[chunk : chunk + 2])].T
-        payload_bytes = -(-length_ // 8) if isinstance(compressor, Sign1Bit) else length_
+        payload_bytes = -(-length_ // ELEMENTS_PER_BYTE.get(type(compressor), 1))
         assert torch.all((header >= row.start) & (payload + payload_bytes <= row.stop))
         assert torch.all(payload[1:] == (payload + payload_bytes)[:-1])
         assert torch.all((start >= layout.elements[chunk].start) & (start + length_ <= layout.elements[chunk].stop))
@@ -142,7 +155,7 @@ def test_the_mean_in_float32_is_what_the_encoded_mean_comes_from(compressor: Com
 @pytest.mark.parametrize("codec", BLOCK_CODECS)
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(1, 7))
 def test_what_a_wire_decodes_to_does_not_depend_on_how_blocks_are_dealt(
-    codec: type[MinMaxUInt8 | Sign1Bit], segments: list[int], num_chunks: int
+    codec: BlockCodecs, segments: list[int], num_chunks: int
 ) -> None:
     compressor = codec(16)
     x = torch.randn(sum(segments), generator=torch.Generator().manual_seed(0))
@@ -200,26 +213,40 @@ def test_zero_length_layout_decodes_nothing() -> None:
 
 @pytest.mark.parametrize("codec", BLOCK_CODECS)
 @pytest.mark.parametrize("block", [0, 7, 4, 12, -8])
-def test_bad_block(codec: type[MinMaxUInt8 | Sign1Bit], block: int) -> None:
+def test_bad_block(codec: BlockCodecs, block: int) -> None:
     with pytest.raises(ValueError, match=rf"{codec.__name__}: block must be None or a multiple of 8.*got {block}"):
         codec(block)
 
 
 @pytest.mark.parametrize("codec", BLOCK_CODECS)
 @pytest.mark.parametrize("block", [8.0, "8", True])
-def test_bad_block_type(codec: type[MinMaxUInt8 | Sign1Bit], block: object) -> None:
+def test_bad_block_type(codec: BlockCodecs, block: object) -> None:
     with pytest.raises(TypeError, match=f"{codec.__name__}: block must be an int or None"):
         codec(block)
 
 
+def test_four_bits_take_4_25_an_element_and_an_odd_one_half_a_byte_more() -> None:
+    layout = layout_of(MinMaxUInt4(), [128 * 1000, 5], 1)
+    assert layout.table[-1].tolist() == [128 * 1000, 5, 4 * 1000, 4 * 1001 + 64 * 1000]
+    assert 4.25 < 8 * layout.num_bytes / (128 * 1000 + 5) < 4.26
+    # 1.0, 4/15 and 0 of the range from 0 to 1, the first in the lower half; 0x3f80 is 1 in bfloat16.
+    layout = layout_of(MinMaxUInt4(), [3], 1)
+    wire = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    MinMaxUInt4().encode(torch.tensor([1.0, 4 / 15, 0.0]), layout, wire)
+    assert wire[:6].tolist() == [0, 0, 0x80, 0x3F, 0x4F, 0x00]
+
+
 def test_names() -> None:
+    assert by_name("MinMaxUInt4") == MinMaxUInt4()
     assert by_name("sign1bit") == Sign1Bit()
     assert by_name("MinMaxUInt8") == MinMaxUInt8()
     assert by_name("MinMaxUInt8") != Sign1Bit()
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(ValueError, match=r"one of \['MinMaxUInt8', 'bfloat16', 'float16', 'sign1bit'\], got 'uint4'"):
+    with pytest.raises(
+        ValueError, match=r"one of \['MinMaxUInt4', 'MinMaxUInt8', 'bfloat16', 'float16', 'sign1bit'\], got 'uint4'"
+    ):
         by_name("uint4")
     with pytest.raises(ValueError, match="Cast: dtype must be one of"):
         Cast("float8")

@@ -169,7 +169,7 @@ native.load()
         assert path == "nvrtc"
         operations = ("decode", "decode_mean", "decode_mean_encode", "encode", "encode_feedback")
         names = [f"low_rank_{operation}" for operation in ("combine", "gram", "product", "solve")]
-        names += [f"minmax_uint8_{operation}" for operation in operations]
+        names += [f"{codec}_{operation}" for codec in ("minmax_uint4", "minmax_uint8") for operation in operations]
         names += ["qadam_form_gradients", "qadam_form_momenta", "qadam_update"]
         assert kernels == f"{names} {{('nvrtc', None, 'compiled by NVRTC at first use')}}"
         assert f"cuda kernels: nvrtc, kept in {tmp_path / 'cache'}" in report

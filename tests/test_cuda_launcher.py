@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 import low_rank
-from host_kernels import CSRC, KERNEL_FILES, HostKernels, QAdamForm, QAdamStep, Rows, Span
-from native_codecs import DTYPES, MINMAX_UINT8, assert_same_values, lay_out, num_elements
+from host_kernels import KERNEL_FILES, HostKernels, QAdamForm, QAdamStep, Rows, Span, source_of
+from native_codecs import DTYPES, MINMAX_UINT4, MINMAX_UINT8, Codec, assert_same_values, lay_out, num_elements
 from torchbagua.native import launcher, nvrtc, tensor_tables
 from torchbagua.native.cuda_driver import Driver
 from torchbagua.native.launcher import CudaKernels
 from torchbagua.native.ops import NATIVE_OPS
 
-SOURCE = "\n".join((CSRC / "kernels" / file).read_text() for file in KERNEL_FILES)
 CODEC_OPERATIONS = ("encode", "decode", "decode_mean", "decode_mean_encode", "encode_feedback")
 STREAM = 77
 TILE = 2048  # elements that a thread block holds
@@ -37,7 +36,7 @@ class CUresult(Enum):
 
 def parameters_of(kernel: str) -> list[str]:
     """The types of a kernel's parameters, as its source declares them."""
-    (declared,) = re.findall(rf"\b{kernel}\(([^)]*)\)", SOURCE)
+    (declared,) = re.findall(rf"\b{kernel}\(([^)]*)\)", "\n".join(map(source_of, KERNEL_FILES)))
     return [re.sub(r"\s*\w+$", "", one.strip()) for one in declared.split(",")]
 
 
@@ -138,13 +137,19 @@ def _first_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "get_device", lambda self: max(self.device.index or 0, 0))
 
 
-def arguments_of(operation: str, table: Tensor, wire_bytes: int, dtype: torch.dtype = torch.float32) -> list[Any]:
+def arguments_of(
+    operation: str,
+    table: Tensor,
+    wire_bytes: int,
+    dtype: torch.dtype = torch.float32,
+    codec: Codec = MINMAX_UINT8,
+) -> list[Any]:
     """Good arguments of an operation, in the order of their method of BlockFormat, the tensors that it writes last."""
     generator = torch.Generator().manual_seed(0)
     x, residual = (torch.randn(num_elements(table), generator=generator).to(dtype) for _ in range(2))
     rows = torch.zeros(3, wire_bytes, dtype=torch.uint8)
     for row in rows:
-        NATIVE_OPS["minmax_uint8_encode"](torch.randn(len(x), generator=generator), table, row)
+        NATIVE_OPS[f"{codec.name}_encode"](torch.randn(len(x), generator=generator), table, row)
     return {
         "encode": [x, table, torch.full((wire_bytes,), 7, dtype=torch.uint8)],
         "decode": [rows[0].clone(), table, torch.full_like(x, 7.0)],
@@ -167,10 +172,10 @@ def check_same(mine: list[Any], theirs: list[Any]) -> None:
             assert torch.equal(own, other)
 
 
-def kernel_of(operation: str, dtype: torch.dtype) -> str:
+def kernel_of(operation: str, dtype: torch.dtype, codec: Codec = MINMAX_UINT8) -> str:
     """The name of the kernel that is launched."""
     suffix = "" if operation == "decode_mean_encode" else f"_{str(dtype).split('.')[1]}"
-    return f"torchbagua_minmax_uint8_{operation}{suffix}"
+    return f"torchbagua_{codec.name}_{operation}{suffix}"
 
 
 CASES = [(operation, torch.float32) for operation in CODEC_OPERATIONS]
@@ -178,22 +183,23 @@ CASES += [(operation, dtype) for operation in ("encode", "decode") for dtype in 
 
 
 @pytest.mark.parametrize(("operation", "dtype"), CASES)
-@pytest.mark.parametrize("lengths", [[130, 1, 16, 7, 64, 2000, 3], [3 * TILE, 5000]])
+@pytest.mark.parametrize("lengths", [[130, 1, 16, 7, 64, 2000, 3, 9, 128], [3 * TILE, 5000]])
+@pytest.mark.parametrize(("codec", "num_teams"), [(MINMAX_UINT8, 1), (MINMAX_UINT4, 8)], ids=["8 bits", "4 bits"])
 def test_launches_give_the_bytes_of_the_reference(
-    host_kernels: HostKernels, operation: str, dtype: torch.dtype, lengths: list[int]
+    host_kernels: HostKernels, codec: Codec, num_teams: int, operation: str, dtype: torch.dtype, lengths: list[int]
 ) -> None:
-    table, wire_bytes = lay_out(MINMAX_UINT8, lengths, seed=1)
-    mine = arguments_of(operation, table, wire_bytes, dtype)
+    table, wire_bytes = lay_out(codec, lengths, seed=1)
+    mine = arguments_of(operation, table, wire_bytes, dtype, codec)
     theirs = copies(mine)
     driver = PretendedDriver(host_kernels)
 
-    kernels_on(driver).call(f"minmax_uint8_{operation}", *mine)
+    kernels_on(driver).call(f"{codec.name}_{operation}", *mine)
 
-    NATIVE_OPS[f"minmax_uint8_{operation}"](*theirs)
+    NATIVE_OPS[f"{codec.name}_{operation}"](*theirs)
     check_same(mine, theirs)
     name, kernel, shape, *rest = driver.calls[-2]
-    assert (name, kernel) == ("cuLaunchKernel", kernel_of(operation, dtype))
-    assert (shape, rest) == ((len(lengths), 1, 1, launcher.THREADS, 1, 1), [0, STREAM, 0])
+    assert (name, kernel) == ("cuLaunchKernel", kernel_of(operation, dtype, codec))
+    assert (shape, rest) == ((-(-len(lengths) // num_teams), 1, 1, launcher.THREADS, 1, 1), [0, STREAM, 0])
 
 
 # The elements of each tensor: more tensors than a table holds, many of them empty, and one of several chunks.

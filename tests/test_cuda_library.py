@@ -26,7 +26,7 @@ LOAD_AND_CALL = """
 import torch
 from torchbagua import native
 native.load()
-here = ("low_rank", "minmax_uint8", "qadam")
+here = ("low_rank", "minmax", "qadam")
 print({row.path for row in native.status() if row.device == "cuda" and row.operation.startswith(here)})
 print({row.path for row in native.status() if row.device == "cuda" and row.operation.startswith("sign_1bit")})
 print(native.loader.loaded_library(native.loader.CUDA))

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ranks import run_ranks
 from training import Branches, OneElement, Run, Tower, build, flat, train
 
 ALGORITHMS = [tb.ByteGradAlgorithm(), tb.GradientAllReduceAlgorithm(hierarchical=True)]
+IN_4_BITS = tb.CompressedAllReduceAlgorithm()
 
 
 def in_numpy(tensor: torch.Tensor) -> oracle.Array:
@@ -31,6 +33,8 @@ def expected_average(
         block = algorithm.block
         assert block is not None
         average = oracle.bytegrad(rows, [rows[0].size], nodes, block)
+    elif isinstance(algorithm, tb.CompressedAllReduceAlgorithm):
+        average = oracle.bytegrad(rows, [rows[0].size], nodes, 128, oracle.quantise_block_4_bits)
     else:
         average = oracle.gradient_allreduce(rows, nodes)
     return torch.from_numpy(average).to(gradients[0].dtype.to_real())
@@ -71,15 +75,24 @@ def test_scenarios(device: torch.device, scenario: str, algorithm: tb.Algorithm)
     check_runs(run_ranks(3, lambda group: train(group, model, algorithm, **options), device=device), algorithm)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 5, 6, 7, 8])
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: type(algorithm).__name__)
+@pytest.mark.parametrize(
+    ("size", "algorithm"),
+    [*product([1, 2, 4, 5, 6, 7, 8], ALGORITHMS), *product([2, 4, 8], [IN_4_BITS])],
+    ids=lambda one: one if isinstance(one, int) else type(one).__name__,
+)
 def test_numbers_of_ranks(size: int, algorithm: tb.Algorithm) -> None:
     model = build(Tower)
     check_runs(run_ranks(size, lambda group: train(group, model, algorithm, bucket_cap_mb=0.01)), algorithm)
 
 
-@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 1], [0, 0, 0, 1, 1], [0, 0, 1, 1, 2, 2, 2, 2]])
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: type(algorithm).__name__)
+NODES = [[0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 1], [0, 0, 0, 1, 1], [0, 0, 1, 1, 2, 2, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "algorithm"),
+    [*product(NODES, ALGORITHMS), *product([NODES[0], NODES[-1]], [IN_4_BITS])],
+    ids=lambda one: str(one) if isinstance(one, list) else type(one).__name__,
+)
 def test_hierarchical(device: torch.device, nodes: list[int], algorithm: tb.Algorithm) -> None:
     model = build(Tower).to(device)
 

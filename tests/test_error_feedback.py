@@ -31,18 +31,22 @@ from q_adam_life import (
 from ranks import run_ranks
 from training import Branches, Tower, build
 
-BLOCKS = {"MinMaxUInt8": oracle.quantise_block, "sign1bit": oracle.sign_block}
+CODECS = {
+    "MinMaxUInt8": (2048, oracle.quantise_block),
+    "MinMaxUInt4": (128, oracle.quantise_block_4_bits),
+    "sign1bit": (2048, oracle.sign_block),
+}
 
 
 def feedback(compression: str) -> Any:
     def make_average(size: int, nodes: Sequence[int] | None) -> Average:
-        return oracle.TwoPhaseResiduals(lambda row: oracle.quantise(row, [size], coded=BLOCKS[compression]), nodes)
+        return oracle.TwoPhaseResiduals(lambda row: oracle.quantise(row, [size], *CODECS[compression]), nodes)
 
     return make_average
 
 
 @pairwise(
-    compression=list(BLOCKS),
+    compression=list(CODECS),
     ranks=[(2, None), (4, None), (8, None), (4, [0, 0, 1, 1]), (8, [0, 0, 0, 0, 1, 1, 1, 1]), (3, [0, 0, 1])],
     bucket_cap_mb=[25, 0.01],
 )

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 import programs
-from host_kernels import CSRC, KERNEL_FILES, find_kernels
+from host_kernels import CSRC, KERNEL_FILES, find_kernels, source_of
 from source_tree import copy_sources
 from torchbagua.native import nvrtc, recipe
 from torchbagua.native.cuda_toolkit import Unavailable
@@ -52,7 +52,7 @@ class Counting(nvrtc.Compiler):
 def test_every_kernel_compiles(target: str) -> None:
     image = compiler_of().compile(target)
     assert image[:4] == b"\x7fELF"
-    names = [name for file in KERNEL_FILES for name in find_kernels((CSRC / "kernels" / file).read_text())]
+    names = [name for file in KERNEL_FILES for name in find_kernels(source_of(file))]
     assert len(names) > len(KERNEL_FILES) > 1
     for name in names:
         assert f".text.{name}\0".encode() in image, "under its plain name, for cuModuleGetFunction"

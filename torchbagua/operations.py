@@ -107,17 +107,22 @@ class BucketOperations:
         group: BaguaProcessGroup | None = None,
         *,
         error_feedback: TwoPhaseResiduals | None = None,
+        intra_compression: str | Compressor | None = None,
     ) -> B:
         """Append the mean (or sum) of the flat tensor over the group. It is bit-identical on all ranks.
 
         Args:
-            hierarchical: with several nodes: add up within nodes in full precision, and use `compression` between them.
+            hierarchical: with several nodes: add up within nodes in `intra_compression`, and use `compression` between
+                them.
             average: divide by the number of ranks.
             scattergather: without effect; it is there because Bagua's method has it.
-            compression: None for full precision; "MinMaxUInt8", "sign1bit", "bfloat16" or "float16"; or a Compressor.
+            compression: None for full precision; "MinMaxUInt8", "MinMaxUInt4", "sign1bit", "bfloat16" or "float16"; or
+                a Compressor.
             group: the group; by default that of the bucket.
             error_feedback: the residuals of a float32 bucket, from `residual_state`. What compression leaves out is
                 kept there. It is added the next time, if it has been committed.
+            intra_compression: what is used within nodes, named as for `compression`; by default full precision. Without
+                `hierarchical`, or on one node, it has no effect.
 
         Raises:
             ValueError: no compression has that name, or it does not encode the bucket's dtype, or the bucket cannot
@@ -127,8 +132,15 @@ class BucketOperations:
             raise ValueError(f"BaguaBucket: error_feedback needs a float32 bucket, got {self.spec.dtype}")
         group = group or self.group
         compressor = _compressor(compression, self.spec.dtype)
+        intra = _compressor(intra_compression, self.spec.dtype)
         mean = centralized_mean(
-            group, compressor, self.spec, hierarchical=hierarchical, average=average, residuals=error_feedback
+            group,
+            compressor,
+            self.spec,
+            hierarchical=hierarchical,
+            average=average,
+            intra_compressor=intra,
+            residuals=error_feedback,
         )
         return self._append(Operation(f"centralized_mean in {compressor!r}", group, lambda bucket: mean(bucket.flat)))
 
@@ -184,7 +196,8 @@ class BucketOperations:
             left_peer_weight: the replica of the rank before this one, of the same kind.
             right_peer_weight: the replica of the rank after this one, of the same kind.
             hierarchical: with several nodes of several ranks: a ring of nodes.
-            compression: how differences are sent: "MinMaxUInt8"; None for full precision; or a Compressor.
+            compression: how differences are sent: "MinMaxUInt8" or "MinMaxUInt4"; None for full precision; or a
+                Compressor.
             group: the group; by default that of the bucket.
             is_bounded: keep each element between its own value and the mean of the three replicas.
 

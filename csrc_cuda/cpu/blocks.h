@@ -45,14 +45,30 @@ TORCHBAGUA_ELEMENT Header read_header(const uint8_t* at) {
   return header;
 }
 
+// Elements that most blocks of codecs with short blocks have, a whole number of cache lines.
+constexpr long long kPart = 128;
+
+// Calls `body` with a length, which is a constant where it is kPart: a loop over it has neither branches nor a
+// remainder then.
+template <typename Body>
+TORCHBAGUA_ELEMENT void with_length(long long length, const Body& body) {
+  if (length == kPart) {
+    body(kPart);
+  } else {
+    body(length);
+  }
+}
+
 // Starts to fetch what will be read soon: the processor's own prefetchers do not see past the end of a block.
 template <typename T>
-TORCHBAGUA_ELEMENT void prefetch(const T* values, long long length) {
+TORCHBAGUA_ELEMENT void prefetch(const T* values, long long all) {
 #if defined(__GNUC__)
-  constexpr long long kCacheLine = 64 / sizeof(T);
-  for (long long i = 0; i < length; i += kCacheLine) {
-    __builtin_prefetch(values + i);
-  }
+  with_length(all, [=](long long length) TORCHBAGUA_INLINED {
+    constexpr long long kCacheLine = 64 / sizeof(T);
+    for (long long i = 0; i < length; i += kCacheLine) {
+      __builtin_prefetch(values + i);
+    }
+  });
 #endif
 }
 
@@ -61,82 +77,131 @@ TORCHBAGUA_ELEMENT Block block_or_none(const Table& table, long long b) {
   return b < table.num_blocks ? table.blocks[b] : Block{0, 0, 0, 0};
 }
 
+// Blocks that are coded together, as what their headers say is worked out for several at once.
+constexpr long long kBatch = 32;
+
+// How many blocks, from `first` on, are coded together: they fit a tile, or it is a single one.
+TORCHBAGUA_ELEMENT long long size_of_batch(const Table& table, long long first) {
+  long long num_elements = table.blocks[first].length;
+  long long num_blocks = 1;
+  for (; num_blocks < kBatch && first + num_blocks < table.num_blocks; ++num_blocks) {
+    num_elements += table.blocks[first + num_blocks].length;
+    if (num_elements > kTile) {
+      break;
+    }
+  }
+  return num_blocks;
+}
+
 // Operations of a codec whose payload of the elements from `first` on begins payload_bytes(first) later, for any
-// multiple `first` of 64. It has Header; decode_payload, of one payload to any type of element; and decode_each, which
-// calls `put(i, value)` with the floats of one payload.
+// multiple `first` of 64. It has Decoders, whose `read` takes up the headers of a batch of blocks in a wire, and
+// `of(i)` gives what its i-th block is decoded by; decode_payload, of one payload to any type of element; and
+// decode_each, which calls `put(i, value)` with the floats of one payload.
 template <typename Codec>
 struct DenseCodec {
   template <typename T>
   static TORCHBAGUA_ELEMENT void decode(const uint8_t* wire, const Table& table, T* x) {
-    for (long long b = 0; b < table.num_blocks; ++b) {
-      const Block block = table.blocks[b];
-      const auto header = read_header<typename Codec::Header>(wire + block.header);
-      Codec::decode_payload(header, wire + block.payload, block.length, x + block.start);
+    typename Codec::Decoders decoders;
+    for (long long b = 0; b < table.num_blocks;) {
+      const long long num_blocks = size_of_batch(table, b);
+      decoders.read(wire, table.blocks + b, num_blocks);
+      for (long long i = 0; i < num_blocks; ++i, ++b) {
+        const Block block = table.blocks[b];
+        Codec::decode_payload(decoders.of(i), wire + block.payload, block.length, x + block.start);
+      }
     }
   }
 
-  // The mean of elements [first, first + length) of a block, summed in row order. `next` is the block that comes after;
-  // `first` is a multiple of kTile.
-  static TORCHBAGUA_ELEMENT void mean_of(const Rows& rows, float divisor, const Block& block, const Block& next,
-                                         long long first, long long length, float* mean) {
+  // The mean of the blocks [b, b + num_blocks), which fit a tile, summed in row order; `place(i)` is where that of the
+  // i-th of them goes. Of a longer block, the mean of the tile that begins at `first`.
+  template <typename Place>
+  static TORCHBAGUA_ELEMENT void mean_of(const Rows& rows, const Table& table, float divisor, long long b,
+                                         long long num_blocks, long long first, const Place& place) {
+    typename Codec::Decoders decoders;
     for (long long row = 0; row < rows.num_rows; ++row) {
       const uint8_t* wire = rows.data + row * rows.row_bytes;
-      const auto header = read_header<typename Codec::Header>(wire + block.header);
-      const uint8_t* payload = wire + block.payload + Codec::payload_bytes(first);
-      prefetch(wire + next.payload, Codec::payload_bytes(std::min(next.length, kTile)));
-      if (row == 0) {
-        Codec::decode_payload(header, payload, length, mean);
-      } else {
-        Codec::decode_each(header, payload, length,
-                           [=](long long i, float value) TORCHBAGUA_INLINED { mean[i] += value; });
+      decoders.read(wire, table.blocks + b, num_blocks);
+      for (long long i = 0; i < num_blocks; ++i) {
+        const Block block = table.blocks[b + i];
+        const Block next = block_or_none(table, b + num_blocks + i);
+        const uint8_t* payload = wire + block.payload + Codec::payload_bytes(first);
+        const long long length = std::min(kTile, block.length - first);
+        float* mean = place(i);
+        prefetch(wire + next.payload, Codec::payload_bytes(std::min(next.length, kTile)));
+        if (row == 0) {
+          Codec::decode_payload(decoders.of(i), payload, length, mean);
+        } else {
+          Codec::decode_each(decoders.of(i), payload, length,
+                             [=](long long k, float value) TORCHBAGUA_INLINED { mean[k] += value; });
+        }
       }
     }
+    for (long long i = 0; i < num_blocks; ++i) {
+      float* mean = place(i);
+      const long long length = std::min(kTile, table.blocks[b + i].length - first);
+      if (has_exact_reciprocal(divisor)) {
+        const float reciprocal = 1.0f / divisor;
 #pragma omp simd
-    for (long long i = 0; i < length; ++i) {
-      mean[i] /= divisor;
+        for (long long k = 0; k < length; ++k) {
+          mean[k] *= reciprocal;
+        }
+      } else {
+#pragma omp simd
+        for (long long k = 0; k < length; ++k) {
+          mean[k] /= divisor;
+        }
+      }
     }
   }
 
   static TORCHBAGUA_ELEMENT void decode_mean(const Rows& rows, const Table& table, float divisor, float* x) {
-    for (long long b = 0; b < table.num_blocks; ++b) {
-      const Block block = table.blocks[b];
-      const Block next = block_or_none(table, b + 1);
-      for (long long first = 0; first < block.length; first += kTile) {
-        const long long length = std::min(kTile, block.length - first);
-        mean_of(rows, divisor, block, next, first, length, x + block.start + first);
+    for (long long b = 0; b < table.num_blocks;) {
+      const long long num_blocks = size_of_batch(table, b);
+      for (long long first = 0; first < table.blocks[b].length; first += kTile) {
+        mean_of(rows, table, divisor, b, num_blocks, first,
+                [&](long long i) TORCHBAGUA_INLINED { return x + table.blocks[b + i].start + first; });
       }
+      b += num_blocks;
     }
   }
 
-  // Encodes x + residual, and writes what the wire leaves out of that, through which the sum has passed, block by
-  // block.
+  // Encodes x + residual, and writes what the wire leaves out of that, through which the sum has passed, batch by
+  // batch.
   static TORCHBAGUA_ELEMENT void encode_feedback(const float* x, const float* residual, const Table& table,
                                                  uint8_t* wire, float* left_out) {
-    for (long long b = 0; b < table.num_blocks; ++b) {
-      const Block block = table.blocks[b];
-      const float* values = x + block.start;
-      const float* left_before = residual + block.start;
-      float* sum = left_out + block.start;
+    typename Codec::Decoders decoders;
+    for (long long b = 0; b < table.num_blocks;) {
+      const long long num_blocks = size_of_batch(table, b);
+      for (long long i = 0; i < num_blocks; ++i) {
+        const Block block = table.blocks[b + i];
+        const float* values = x + block.start;
+        const float* left_before = residual + block.start;
+        float* sum = left_out + block.start;
 #pragma omp simd
-      for (long long i = 0; i < block.length; ++i) {
-        sum[i] = values[i] + left_before[i];
+        for (long long k = 0; k < block.length; ++k) {
+          sum[k] = values[k] + left_before[k];
+        }
       }
-      // The x that is encoded is left_out: there the sum stands, at the places of the block.
-      Codec::encode(left_out, Table{&table.blocks[b], 1, table.num_fields}, wire);
-      const auto header = read_header<typename Codec::Header>(wire + block.header);
-      // Meanwhile the next block is fetched, a little at a time: longer strides than this were slower.
-      constexpr long long kStride = 64;
-      const Block next = block_or_none(table, b + 1);
-      for (long long first = 0; first < block.length; first += kStride) {
-        const long long ahead = std::min(kStride, next.length - first);
-        prefetch(x + next.start + first, ahead);
-        prefetch(residual + next.start + first, ahead);
-        prefetch(left_out + next.start + first, ahead);
-        float* part = sum + first;
-        Codec::decode_each(header, wire + block.payload + Codec::payload_bytes(first),
-                           std::min(kStride, block.length - first),
-                           [=](long long i, float value) TORCHBAGUA_INLINED { part[i] -= value; });
+      // The x that is encoded is left_out: there the sum stands, at the places of the blocks.
+      Codec::encode(left_out, Table{table.blocks + b, num_blocks, table.num_fields}, wire);
+      decoders.read(wire, table.blocks + b, num_blocks);
+      for (long long i = 0; i < num_blocks; ++i) {
+        const Block block = table.blocks[b + i];
+        // Meanwhile the next blocks are fetched, a little at a time.
+        const Block next = block_or_none(table, b + num_blocks + i);
+        const auto decoder = decoders.of(i);
+        for (long long first = 0; first < block.length; first += kPart) {
+          const long long ahead = std::min(kPart, next.length - first);
+          prefetch(x + next.start + first, ahead);
+          prefetch(residual + next.start + first, ahead);
+          prefetch(left_out + next.start + first, ahead);
+          float* part = left_out + block.start + first;
+          Codec::decode_each(decoder, wire + block.payload + Codec::payload_bytes(first),
+                             std::min(kPart, block.length - first),
+                             [=](long long k, float value) TORCHBAGUA_INLINED { part[k] -= value; });
+        }
       }
+      b += num_blocks;
     }
   }
 };

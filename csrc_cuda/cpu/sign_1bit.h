@@ -50,10 +50,23 @@ TORCHBAGUA_ELEMENT float total_of(MagnitudeSums& sums) {
   return lanes[0];
 }
 
+// The scales of a batch of blocks.
+struct Scales {
+  float scales[kBatch];
+
+  TORCHBAGUA_ELEMENT void read(const uint8_t* wire, const Block* blocks, long long num_blocks) {
+    for (long long i = 0; i < num_blocks; ++i) {
+      scales[i] = read_header<float>(wire + blocks[i].header);
+    }
+  }
+
+  TORCHBAGUA_ELEMENT float of(long long i) const { return scales[i]; }
+};
+
 struct Sign1Bit : DenseCodec<Sign1Bit> {
   static constexpr const char* kName = "sign_1bit";
-  using Header = float;
-  static constexpr long long kHeaderBytes = sizeof(Header);
+  using Decoders = Scales;
+  static constexpr long long kHeaderBytes = sizeof(float);
 
   static TORCHBAGUA_ELEMENT long long payload_bytes(long long length) { return length / 8 + (length % 8 != 0); }
 
@@ -122,14 +135,14 @@ struct Sign1Bit : DenseCodec<Sign1Bit> {
   }
 
   template <typename T>
-  static TORCHBAGUA_ELEMENT void decode_payload(Header header, const uint8_t* payload, long long length, T* values) {
-    put_each(make_signed_scale<T>(header), payload, length,
-             [=](long long i, T value) TORCHBAGUA_INLINED { values[i] = value; });
+  static TORCHBAGUA_ELEMENT void decode_payload(float scale, const uint8_t* payload, long long length, T* values) {
+    put_each(make_signed_scale<T>(scale), payload, length,
+             [=](long long k, T value) TORCHBAGUA_INLINED { values[k] = value; });
   }
 
   template <typename Put>
-  static TORCHBAGUA_ELEMENT void decode_each(Header header, const uint8_t* payload, long long length, const Put& put) {
-    put_each(make_signed_scale<float>(header), payload, length, put);
+  static TORCHBAGUA_ELEMENT void decode_each(float scale, const uint8_t* payload, long long length, const Put& put) {
+    put_each(make_signed_scale<float>(scale), payload, length, put);
   }
 
   static TORCHBAGUA_ELEMENT void decode_mean_encode(const Rows& rows, const Table& table, float divisor,
@@ -137,11 +150,10 @@ struct Sign1Bit : DenseCodec<Sign1Bit> {
     alignas(64) float mean[kTile];
     for (long long b = 0; b < table.num_blocks; ++b) {
       const Block block = table.blocks[b];
-      const Block next = block_or_none(table, b + 1);
       MagnitudeSums sums;
       for (long long first = 0; first < block.length; first += kTile) {
         const long long length = std::min(kTile, block.length - first);
-        mean_of(rows, divisor, block, next, first, length, mean);
+        mean_of(rows, table, divisor, b, 1, first, [&](long long) TORCHBAGUA_INLINED { return mean; });
         scan(mean, length, sums, wire + block.payload + first / 8);
       }
       finish(block, sums, wire);

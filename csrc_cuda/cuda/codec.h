@@ -24,7 +24,8 @@ struct KernelOfType {
 #define TORCHBAGUA_KERNEL_OF_TYPE(name) \
   torchbagua::cuda::KernelOfType(&name##_float32, &name##_bfloat16, &name##_float16)
 
-// Of a codec with `Kernels`, which TORCHBAGUA_CUDA_CODEC declares.
+// Of a codec with `Kernels`, which TORCHBAGUA_CUDA_CODEC declares: kNumTeams says how many blocks a thread block takes
+// at once.
 template <typename Kernels>
 struct OnCuda {
   using Call = binding::Call;
@@ -32,27 +33,31 @@ struct OnCuda {
   static constexpr const char* kName = Kernels::kName;
   static constexpr auto kDevice = binding::DeviceType::CUDA;
 
+  static int64_t num_thread_blocks(const Table& table) {
+    return (table.num_blocks + Kernels::kNumTeams - 1) / Kernels::kNumTeams;
+  }
+
   template <typename T>
   static void encode(const Call& call, Span<const T> x, Table table, Span<unsigned char> wire) {
-    launch(call, table.num_blocks, kThreads, Kernels::kEncode(T{}), x, table, wire);
+    launch(call, num_thread_blocks(table), kThreads, Kernels::kEncode(T{}), x, table, wire);
   }
 
   template <typename T>
   static void decode(const Call& call, Span<const unsigned char> wire, Table table, Span<T> x) {
-    launch(call, table.num_blocks, kThreads, Kernels::kDecode(T{}), wire, table, x);
+    launch(call, num_thread_blocks(table), kThreads, Kernels::kDecode(T{}), wire, table, x);
   }
 
   static void decode_mean(const Call& call, Rows rows, Table table, float divisor, Span<float> x) {
-    launch(call, table.num_blocks, kThreads, Kernels::kDecodeMean, rows, table, divisor, x);
+    launch(call, num_thread_blocks(table), kThreads, Kernels::kDecodeMean, rows, table, divisor, x);
   }
 
   static void decode_mean_encode(const Call& call, Rows rows, Table table, float divisor, Span<unsigned char> wire) {
-    launch(call, table.num_blocks, kThreads, Kernels::kDecodeMeanEncode, rows, table, divisor, wire);
+    launch(call, num_thread_blocks(table), kThreads, Kernels::kDecodeMeanEncode, rows, table, divisor, wire);
   }
 
   static void encode_feedback(const Call& call, Span<const float> x, Span<const float> residual, Table table,
                               Span<unsigned char> wire, Span<float> left_out) {
-    launch(call, table.num_blocks, kThreads, Kernels::kEncodeFeedback, x, residual, table, wire, left_out);
+    launch(call, num_thread_blocks(table), kThreads, Kernels::kEncodeFeedback, x, residual, table, wire, left_out);
   }
 };
 
@@ -60,9 +65,10 @@ struct OnCuda {
 
 // Gives torch the operations of a codec: the last line of its file below kernels/, where NVRTC makes nothing of it.
 #undef TORCHBAGUA_CUDA_CODEC
-#define TORCHBAGUA_CUDA_CODEC(codec)                                                        \
+#define TORCHBAGUA_CUDA_CODEC(codec, num_teams)                                             \
   struct codec##_kernels {                                                                  \
     static constexpr const char* kName = #codec;                                            \
+    static constexpr int64_t kNumTeams = num_teams;                                         \
     static constexpr auto kEncode = TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_##codec##_encode); \
     static constexpr auto kDecode = TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_##codec##_decode); \
     static constexpr auto* kDecodeMean = &torchbagua_##codec##_decode_mean_float32;         \

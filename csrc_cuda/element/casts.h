@@ -68,6 +68,12 @@ TORCHBAGUA_ELEMENT float max_number(float a, float b) {
 #endif
 }
 
+// Whether a quotient by a power of two is the product with its reciprocal, to the bit: both round the same number.
+TORCHBAGUA_ELEMENT bool has_exact_reciprocal(float divisor) {
+  const unsigned int exponent = bits_of(divisor) >> 23;
+  return (bits_of(divisor) & 0x007fffffu) == 0 && 0 < exponent && exponent < 254;
+}
+
 // For values that come of a float operation: g++ makes that conditional in `condition ? a : b`, and as it might trap
 // the loop around it is not vectorised.
 TORCHBAGUA_ELEMENT unsigned int select(bool condition, unsigned int a, unsigned int b) {

@@ -2,5 +2,6 @@
 #pragma once
 
 #include "low_rank.cuh"
+#include "minmax_uint4.cuh"
 #include "minmax_uint8.cuh"
 #include "qadam.cuh"

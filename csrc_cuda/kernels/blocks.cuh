@@ -1,8 +1,8 @@
 // What the CUDA kernels of block-wise codecs share: who works on which block, and how threads hold a part of one.
 //
-// A thread block takes one block of the table after the other. It holds a tile of it in registers: a block that is no
-// longer than a tile is read from memory once. Nothing here needs a header but those of csrc_cuda/element: nvcc
-// and NVRTC compile it as it is, with --fmad=false.
+// A team, all threads of a thread block or a few of them, takes one block of the table after the other. It holds a tile
+// of it in registers: a block that is no longer than a tile is read from memory once. Nothing here needs a header but
+// those of csrc_cuda/element: nvcc and NVRTC compile it as it is, with --fmad=false.
 #pragma once
 
 #include "../element/blocks.h"
@@ -10,7 +10,7 @@
 
 // The last line of a codec's file, of which cuda/codec.h makes more.
 #ifndef TORCHBAGUA_CUDA_CODEC
-#define TORCHBAGUA_CUDA_CODEC(codec)
+#define TORCHBAGUA_CUDA_CODEC(codec, num_teams)
 #endif
 
 namespace torchbagua::cuda {
@@ -18,14 +18,6 @@ namespace torchbagua::cuda {
 constexpr int kThreads = 64;
 constexpr int kWarpThreads = 32;
 constexpr int kWarps = kThreads / kWarpThreads;
-
-// Elements of a tile that one thread holds, where it loads kWidth of them at a time. Few where that is one: a register
-// for the address and the bounds of each would leave room for fewer thread blocks, and what is read again is in the L1
-// cache.
-template <int kWidth>
-constexpr int kThreadElements = kWidth == 1 ? 4 : 32;
-template <int kWidth>
-constexpr int kTile = kThreads * kThreadElements<kWidth>;
 
 // The content of a table is known on the device only: a row that leads out of x or of the wire ends the kernel, as an
 // index out of bounds ends torch's own.
@@ -36,60 +28,107 @@ __device__ __forceinline__ void require_inside(const Block& block, int header_by
   }
 }
 
-// Up to kTile<kWidth> elements of a block, as vectors of kWidth: thread t has the vectors t, t + kThreads, and so on.
-template <int kWidth>
+// The number of a thread in its team, and that of the team in its thread block: a team of all threads is the only one.
+template <int kTeam>
+__device__ __forceinline__ int rank_in_team() {
+  return static_cast<int>(kTeam == kThreads ? threadIdx.x : threadIdx.x % kTeam);
+}
+
+template <int kTeam>
+__device__ __forceinline__ int team_of_thread() {
+  return static_cast<int>(kTeam == kThreads ? 0 : threadIdx.x / kTeam);
+}
+
+// Up to kLength elements of a block, as vectors of kVectorWidth that a team of kTeamThreads holds: thread t has the
+// vectors t, t + kTeam, and so on.
+template <int kTeamThreads, int kVectorWidth>
 struct Tile {
+  static constexpr int kTeam = kTeamThreads;
+  static constexpr int kWidth = kVectorWidth;
+
+  // Elements may begin anywhere and are loaded one by one; the last vector may lack some.
+  static constexpr bool kIsNarrow = kWidth < 4;
+
+  // Elements that one thread holds. Few where they are loaded one by one: a register for the address and the bounds of
+  // each would leave room for fewer thread blocks, and what is read again is in the L1 cache. Fewer for a team of a few
+  // threads, whose blocks are short.
+  static constexpr int kElements = kIsNarrow ? 4 : (kTeam == kThreads ? 32 : 16);
+  static constexpr int kLength = kTeam * kElements;
+
   long long first;  // element of the block
   int num_vectors;
+  int length;
 
   // Calls `body(i, v)` for every vector v of this thread, of which the elements stand at i in the thread's registers.
   template <typename Body>
   __device__ __forceinline__ void for_each_vector(const Body& body) const {
 #pragma unroll  // indices known to the compiler keep arrays in registers
-    for (int j = 0; j < kThreadElements<kWidth> / kWidth; ++j) {
-      const int v = j * kThreads + static_cast<int>(threadIdx.x);
+    for (int j = 0; j < kElements / kWidth; ++j) {
+      const int v = j * kTeam + rank_in_team<kTeam>();
       if (v < num_vectors) {
         body(j * kWidth, v);
       }
     }
   }
+
+  // Calls `body(i, e)` for every element e of this thread, which stands at i in its registers.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_element(const Body& body) const {
+    for_each_vector([&](int i, int v) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        if (!kIsNarrow || kWidth == 1 || v * kWidth + k < length) {
+          body(i + k, v * kWidth + k);
+        }
+      }
+    });
+  }
 };
 
-// The tile that begins at element `first` of a block. Its length must be a multiple of kWidth.
-template <int kWidth>
-__device__ __forceinline__ Tile<kWidth> tile_at(long long first, long long length) {
+// The tile that begins at element `first` of a block. Its length must be a multiple of kWidth, unless that is narrow.
+template <typename Tile>
+__device__ __forceinline__ Tile tile_at(long long first, long long length) {
   const long long rest = length - first;
-  return Tile<kWidth>{first, static_cast<int>(rest < kTile<kWidth> ? rest : kTile<kWidth>) / kWidth};
+  const int own = static_cast<int>(rest < Tile::kLength ? rest : Tile::kLength);
+  return Tile{first, (Tile::kIsNarrow ? own + Tile::kWidth - 1 : own) / Tile::kWidth, own};
 }
 
 // A thread's elements of a tile.
-template <int kWidth>
-using Values = float[kThreadElements<kWidth>];
+template <typename Tile>
+using Values = float[Tile::kElements];
 
 // Calls `use(i, value)` for a thread's elements of a tile.
-template <int kWidth, typename Element, typename Use>
-__device__ __forceinline__ void for_each_loaded(const Tile<kWidth>& tile, const Element* block, const Use& use) {
-  const auto* vectors = reinterpret_cast<const Vector<Element, kWidth>*>(block + tile.first);
-  tile.for_each_vector([&](int i, int v) {
-    const Vector<Element, kWidth> vector = vectors[v];
+template <typename Tile, typename Element, typename Use>
+__device__ __forceinline__ void for_each_loaded(const Tile& tile, const Element* block, const Use& use) {
+  if constexpr (Tile::kIsNarrow) {
+    tile.for_each_element([&](int i, int e) { use(i, to_float(block[tile.first + e])); });
+  } else {
+    const auto* vectors = reinterpret_cast<const Vector<Element, Tile::kWidth>*>(block + tile.first);
+    tile.for_each_vector([&](int i, int v) {
+      const Vector<Element, Tile::kWidth> vector = vectors[v];
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      use(i + k, to_float(vector.elements[k]));
-    }
-  });
+      for (int k = 0; k < Tile::kWidth; ++k) {
+        use(i + k, to_float(vector.elements[k]));
+      }
+    });
+  }
 }
 
-template <int kWidth, typename Element>
-__device__ __forceinline__ void store_values(const Tile<kWidth>& tile, const Values<kWidth>& values, Element* block) {
-  auto* vectors = reinterpret_cast<Vector<Element, kWidth>*>(block + tile.first);
-  tile.for_each_vector([&](int i, int v) {
-    Vector<Element, kWidth> vector;
+template <typename Tile, typename Element>
+__device__ __forceinline__ void store_values(const Tile& tile, const Values<Tile>& values, Element* block) {
+  if constexpr (Tile::kIsNarrow) {
+    tile.for_each_element([&](int i, int e) { from_float(values[i], block[tile.first + e]); });
+  } else {
+    auto* vectors = reinterpret_cast<Vector<Element, Tile::kWidth>*>(block + tile.first);
+    tile.for_each_vector([&](int i, int v) {
+      Vector<Element, Tile::kWidth> vector;
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      from_float(values[i + k], vector.elements[k]);
-    }
-    vectors[v] = vector;
-  });
+      for (int k = 0; k < Tile::kWidth; ++k) {
+        from_float(values[i + k], vector.elements[k]);
+      }
+      vectors[v] = vector;
+    });
+  }
 }
 
 template <int kSize, typename Value>
@@ -100,11 +139,9 @@ __device__ __forceinline__ void fill(Value (&array)[kSize], Value value) {
   }
 }
 
-// The quotient by a power of two is the product with its reciprocal, to the bit: both round the same number.
 template <int kSize>
 __device__ __forceinline__ void divide(float (&values)[kSize], float divisor) {
-  const unsigned int exponent = bits_of(divisor) >> 23;
-  if ((bits_of(divisor) & 0x007fffffu) == 0 && 0 < exponent && exponent < 254) {
+  if (has_exact_reciprocal(divisor)) {
     const float reciprocal = 1.0f / divisor;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {

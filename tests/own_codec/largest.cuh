@@ -127,6 +127,6 @@ KERNEL torchbagua_largest_encode_feedback_float32(Span<const float> x, Span<cons
 
 #undef KERNEL
 
-TORCHBAGUA_CUDA_CODEC(largest)
+TORCHBAGUA_CUDA_CODEC(largest, 1)
 
 }  // namespace torchbagua::cuda

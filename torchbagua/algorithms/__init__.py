@@ -3,6 +3,7 @@
 from torchbagua.algorithms.async_model_average import AsyncModelAverageAlgorithm, AsyncModelAverageAlgorithmImpl
 from torchbagua.algorithms.base import Algorithm, available_algorithms, get, register
 from torchbagua.algorithms.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
+from torchbagua.algorithms.compressed_allreduce import CompressedAllReduceAlgorithm, CompressedAllReduceAlgorithmImpl
 from torchbagua.algorithms.decentralized import (
     DecentralizedAlgorithm,
     DecentralizedAlgorithmImpl,
@@ -21,6 +22,8 @@ __all__ = [
     "AsyncModelAverageAlgorithmImpl",
     "ByteGradAlgorithm",
     "ByteGradAlgorithmImpl",
+    "CompressedAllReduceAlgorithm",
+    "CompressedAllReduceAlgorithmImpl",
     "DecentralizedAlgorithm",
     "DecentralizedAlgorithmImpl",
     "GradientAllReduceAlgorithm",

@@ -12,12 +12,14 @@ from torchbagua.algorithms.q_adam_optimizer import QAdamOptimizer
 from torchbagua.algorithms.sub_buckets import append_sub_buckets, sub_bucket_of
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup, require_same_progress
-from torchbagua.compressors import DEFAULT_BLOCK, Compressor, by_name, check_block
+from torchbagua.compressors import Compressor, MinMaxUInt4, MinMaxUInt8, Sign1Bit, by_name, check_block
 from torchbagua.memory_order import flatten_like
 from torchbagua.optimizers import unwrap
 from torchbagua.state import residual_state
 
-_COMPRESSIONS = ("MinMaxUInt8", "sign1bit")
+# How many elements share a header, where `block` does not say.
+_BLOCKS = {"MinMaxUInt4": MinMaxUInt4.block, "MinMaxUInt8": MinMaxUInt8.block, "sign1bit": Sign1Bit.block}
+_BLOCK_OF_CODEC = 0
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 
@@ -46,9 +48,10 @@ class QAdamAlgorithm(Algorithm):
     Args:
         q_adam_optimizer: the optimizer that you attach with it.
         hierarchical: with several nodes of several ranks: full precision within nodes, compressed between them.
-        block: how many elements share a quantisation range or a scale, see `ByteGradAlgorithm`.
-        compression: "MinMaxUInt8", 8 bits; or "sign1bit", a sign for each element and a scale for each block, which
-            needs error feedback.
+        block: how many elements share a quantisation range or a scale, see `ByteGradAlgorithm`. 0, the default, becomes
+            the codec's own: 128 in 4 bits, else 2048.
+        compression: "MinMaxUInt8", 8 bits; "MinMaxUInt4", 4 bits; or "sign1bit", a sign for each element and a scale
+            for each block, which needs error feedback.
         error_feedback: add what compression leaves out to what is sent next.
 
     Raises:
@@ -60,7 +63,7 @@ class QAdamAlgorithm(Algorithm):
     q_adam_optimizer: QAdamOptimizer = field(repr=False)
     hierarchical: bool = True
     _: KW_ONLY
-    block: int | None = DEFAULT_BLOCK
+    block: int | None = _BLOCK_OF_CODEC
     compression: str = "MinMaxUInt8"
     error_feedback: bool = False
 
@@ -71,11 +74,11 @@ class QAdamAlgorithm(Algorithm):
                 f"QAdamAlgorithm: q_adam_optimizer must be a QAdamOptimizer, got {type(self.q_adam_optimizer).__name__}"
             )
         check_flags(self, "hierarchical", "error_feedback")
+        if not isinstance(self.compression, str) or self.compression not in _BLOCKS:
+            raise ValueError(f"QAdamAlgorithm: compression must be one of {sorted(_BLOCKS)}, got {self.compression!r}")
+        if self.block == _BLOCK_OF_CODEC and isinstance(self.block, int) and not isinstance(self.block, bool):
+            object.__setattr__(self, "block", _BLOCKS[self.compression])
         check_block("QAdamAlgorithm", self.block)
-        if not isinstance(self.compression, str) or self.compression not in _COMPRESSIONS:
-            raise ValueError(
-                f"QAdamAlgorithm: compression must be one of {sorted(_COMPRESSIONS)}, got {self.compression!r}"
-            )
         if self.compression == "sign1bit" and not self.error_feedback:
             raise ValueError(
                 "QAdamAlgorithm: compression 'sign1bit' needs error_feedback=True: one bit leaves so much out that "

@@ -28,6 +28,7 @@ def centralized_mean(
     *,
     hierarchical: bool,
     average: bool = True,
+    intra_compressor: Compressor | None = None,
     residuals: TwoPhaseResiduals | None = None,
 ) -> Mean:
     """Return the function that averages a flat tensor over `group`; it leaves the same bits on all ranks.
@@ -40,16 +41,19 @@ def centralized_mean(
         compressor: how what is sent looks; with `hierarchical`, what is sent between nodes. It encodes the tensor's
             dtype.
         spec: the tensor.
-        hierarchical: average within nodes in full precision first, where there are several nodes with several ranks.
+        hierarchical: add up within nodes first, where there are several nodes with several ranks.
         average: divide the sum by the number of ranks.
+        intra_compressor: with `hierarchical`, how what is sent within nodes looks; None for full precision.
         residuals: of the tensor, float32, which is averaged in place.
     """
     divisor = float(group.size) if average else 1.0
     if group.size == 1:
         return _copy
-    if group.has_nccl and spec.device.type == "cuda" and isinstance(compressor, Identity):
-        return AllReduceMean(group.world, spec, divisor)
+    intra_compressor = intra_compressor or Identity()
     is_of_nodes = hierarchical and group.intra_node is not None
+    is_full = isinstance(compressor, Identity) and (isinstance(intra_compressor, Identity) or not is_of_nodes)
+    if group.has_nccl and spec.device.type == "cuda" and is_full:
+        return AllReduceMean(group.world, spec, divisor)
     mean: Mean
     if is_of_nodes:
 
@@ -57,7 +61,7 @@ def centralized_mean(
             over_owners = TwoPhaseMean(owners, compressor, shard_spec, divisor, residuals=residuals, start=shard.start)
             return lambda sum_L, round_index: over_owners(sum_L)
 
-        mean = Hierarchical(group, spec, compressor.block_elements, mean_between_nodes)
+        mean = Hierarchical(group, spec, compressor.block_elements, mean_between_nodes, intra_compressor)
     else:
         mean = TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals)
     if residuals is None:

@@ -1,8 +1,9 @@
-"""The combinator that respects node boundaries: full precision within nodes, any collective between them.
+"""The combinator that respects node boundaries: sums within nodes, any collective between them.
 
 Shape suffixes: N elements, R ranks, L elements of a shard, W wire bytes.
 """
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
-from torchbagua.compressors import Identity, TensorSpec, sum_dtype
+from torchbagua.compressors import Compressor, Identity, TensorSpec, sum_dtype
 from torchbagua.compressors.cast import sum_of_rows, typed
 
 
@@ -33,12 +34,16 @@ class Hierarchical:
     2. The owners of the same shard on all nodes run the collective between nodes on the node sums.
     3. All-gather in the node: the owners send the results, in the tensor's dtype, to all its ranks.
 
+    In 1 and 3 values may be compressed, too. All ranks of all nodes end with the same bits also then, if the collective
+    of 2 gives them to all owners of a shard.
+
     Args:
         group: with several nodes, of which one has several ranks.
         spec: the tensor.
         block_elements: of the blocks that shards are made of.
         make_between_nodes: makes the collective of 2. from the owners' communicator, the shard and its description;
             called on ranks that own a shard.
+        compressor: how what is sent within nodes looks. It encodes the tensor's dtype.
     """
 
     def __init__(
@@ -47,14 +52,16 @@ class Hierarchical:
         spec: TensorSpec,
         block_elements: int,
         make_between_nodes: Callable[[Communicator, slice, TensorSpec], BetweenNodes],
+        compressor: Compressor = Identity(),  # noqa: B008  # it is frozen
     ) -> None:
         assert group.intra_node is not None
         node = group.intra_node
-        cuts = spec.even_cuts(group.num_shards, block_elements)
+        # Between two blocks of both codecs.
+        cuts = spec.even_cuts(group.num_shards, math.lcm(block_elements, compressor.block_elements))
         # Ranks of larger nodes that own no shard still send and receive.
         cuts += (spec.num_elements,) * (node.size - group.num_shards)
         self._dtype = spec.dtype
-        self._chunks = RankChunks(node, Identity(), spec, cuts)
+        self._chunks = RankChunks(node, compressor, spec, cuts)
         self._scatter = ReduceScatter(self._chunks)
         self._gather = AllGather(self._chunks)
         self._between_nodes: BetweenNodes | None = None
@@ -83,8 +90,21 @@ class Hierarchical:
         gathering.post_first_receive()
         if self._between_nodes is not None:
             with self._chunks.span("reduce", "all_to_all", self._chunks.rank):
-                sum_L = sum_of_rows(typed(received_RW, self._dtype))
+                sum_L = self._sum(received_RW)
             self._between_nodes(sum_L, round_index)
-            # This part of `out_N` is the wire that is gathered: full precision is sent as it lies.
-            out_N[self._chunks.own] = sum_L
+            if self._chunks.compressor.wire_is_tensor:
+                # This part of `out_N` is the wire that is gathered: full precision is sent as it lies.
+                out_N[self._chunks.own] = sum_L
+            else:
+                with self._chunks.span("encode", "all_gather", self._chunks.rank):
+                    self._chunks.compressor.encode(sum_L, self._chunks.own_layout, gathering.own_wire)
         gathering.run()
+
+    def _sum(self, received_RW: torch.Tensor) -> torch.Tensor:
+        """Return the sum of own shard's copies, in the dtype that sums are formed in."""
+        compressor, layout = self._chunks.compressor, self._chunks.own_layout
+        if compressor.wire_is_tensor:
+            return sum_of_rows(typed(received_RW, self._dtype))
+        sum_L = torch.empty(layout.elements[0].stop, dtype=sum_dtype(self._dtype), device=received_RW.device)
+        compressor.decode_mean(received_RW, layout, 1.0, sum_L)
+        return sum_L

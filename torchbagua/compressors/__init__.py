@@ -6,6 +6,7 @@ from torchbagua.compressors.base import DEFAULT_BLOCK, REGISTRY, Compressor, reg
 from torchbagua.compressors.block_codec import BlockCodec, NativeBlockCodec, check_block
 from torchbagua.compressors.blocks import TensorSpec, WireLayout
 from torchbagua.compressors.cast import Cast, Identity
+from torchbagua.compressors.minmax_uint4 import MinMaxUInt4
 from torchbagua.compressors.minmax_uint8 import MinMaxUInt8
 from torchbagua.compressors.sign_1bit import Sign1Bit
 
@@ -15,6 +16,7 @@ __all__ = [
     "Cast",
     "Compressor",
     "Identity",
+    "MinMaxUInt4",
     "MinMaxUInt8",
     "NativeBlockCodec",
     "Sign1Bit",
@@ -22,9 +24,18 @@ __all__ = [
     "WireLayout",
     "by_name",
     "check_block",
+    "check_compression",
     "register_compressor",
     "sum_dtype",
 ]
+
+
+def check_compression(argument: str, compression: object) -> None:
+    """Raise ValueError unless `by_name` takes it. `argument` is how the error names it."""
+    if compression is None or isinstance(compression, Compressor):
+        return
+    if not isinstance(compression, str) or compression not in REGISTRY:
+        raise ValueError(f"{argument} must be None, a Compressor or one of {sorted(REGISTRY)}, got {compression!r}")
 
 
 def by_name(compression: str | Compressor | None, **options: Any) -> Compressor:
@@ -41,6 +52,5 @@ def by_name(compression: str | Compressor | None, **options: Any) -> Compressor:
         return Identity()
     if isinstance(compression, Compressor):
         return compression
-    if not isinstance(compression, str) or compression not in REGISTRY:
-        raise ValueError(f"compression must be None, a Compressor or one of {sorted(REGISTRY)}, got {compression!r}")
+    check_compression("compression", compression)
     return REGISTRY[compression](**options)

@@ -20,6 +20,10 @@ from torchbagua.native.tensor_tables import TABLE_THREADS, tables_of
 THREADS = 64
 LARGEST_GRID = 2**31 - 1
 
+# As in the last line of csrc_cuda/kernels/minmax_uint4.cuh: how many rows a thread block takes at once, where it is not
+# one.
+NUM_TEAMS = {"minmax_uint4": 8}
+
 # The parameter for a tensor, by the number of its dimensions.
 _LONGS = tuple(ctypes.c_longlong * (1 + num_dims) for num_dims in range(3))
 
@@ -66,7 +70,8 @@ class CudaKernels:
         names = _names_of_arguments(name)
         table = arguments[names.index("table")]
         kernel = f"{name}_{names_of(arguments[names.index('x')].dtype)}" if "x" in names else name
-        self._launch(kernel, table, table.shape[0], THREADS, [_parameter(argument) for argument in arguments])
+        num_blocks = -(-table.shape[0] // NUM_TEAMS.get(NATIVE_OPS[name].family, 1))
+        self._launch(kernel, table, num_blocks, THREADS, [_parameter(argument) for argument in arguments])
 
     def _launch_over_lists(self, name: str, lists: Sequence[list[Tensor]], numbers: dict[str, float]) -> None:
         """Launches over the tensors of `lists`, by kernels for the element types of the momenta."""

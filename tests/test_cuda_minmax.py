@@ -1,4 +1,4 @@
-"""The CUDA kernels of MinMaxUInt8, on the host: the bytes of the reference for any values, addresses and lengths."""
+"""The CUDA kernels of the min-max codecs, on the host: the reference's bytes for any values, addresses and lengths."""
 
 from itertools import product
 
@@ -7,14 +7,23 @@ import torch
 from torch import Tensor
 
 from host_kernels import HostKernels, Span
-from native_codecs import DTYPES, KINDS, MINMAX_UINT8, assert_same_values, hostile_values, lay_out, num_elements
+from native_codecs import (
+    DTYPES,
+    KINDS,
+    MINMAX_UINT4,
+    MINMAX_UINT8,
+    Codec,
+    assert_same_values,
+    hostile_values,
+    lay_out,
+    num_elements,
+)
 from torchbagua.native.ops import NATIVE_OPS
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 NUM_THREADS = 64
-TILE = 2048  # elements that a thread block holds
-GRID = 3  # fewer than the blocks of most tables: a thread block takes several
-LENGTHS = [1, 7, 16, 130, TILE - 8, TILE, TILE, TILE + 1, 2 * TILE + 24]
+GRID = 3  # fewer than the blocks of most tables: a thread block, or a team of its threads, takes several
+TILES = {MINMAX_UINT8: 2048, MINMAX_UINT4: 128}  # elements that a team holds
 GUARD = 64  # bytes before and after what a kernel may touch
 
 
@@ -36,16 +45,26 @@ class Guarded:
         return bool((outside == 7).all())
 
 
-def run(host_kernels: HostKernels, name: str, *arguments: object) -> str:
+@pytest.fixture(params=TILES, ids=lambda codec: codec.name)
+def codec(request: pytest.FixtureRequest) -> Codec:
+    return request.param
+
+
+def run(host_kernels: HostKernels, codec: Codec, name: str, *arguments: object) -> str:
     return host_kernels.run(
-        f"torchbagua_minmax_uint8_{name}", *arguments, blocks=range(GRID), num_blocks=GRID, num_threads=NUM_THREADS
+        f"torchbagua_{codec.name}_{name}", *arguments, blocks=range(GRID), num_blocks=GRID, num_threads=NUM_THREADS
     )
 
 
-def tables() -> list[tuple[Tensor, int]]:
+def tables(codec: Codec) -> list[tuple[Tensor, int]]:
     """Of blocks in any order with gaps, and of aligned ones as most layouts have them; with their wires' bytes."""
-    dense = torch.tensor([[i * TILE, TILE, 8 * i, 32 + i * TILE] for i in range(4)])
-    return [lay_out(MINMAX_UINT8, LENGTHS, seed=3), (dense, 32 + 4 * TILE)]
+    tile = TILES[codec]
+    lengths = [1, 7, 16, 130, tile - 8, tile, tile, tile + 1, 2 * tile + 24]
+    if codec is MINMAX_UINT4:  # for more than the teams that there are
+        lengths *= 4
+    payload = codec.payload_bytes(tile)
+    dense = torch.tensor([[i * tile, tile, codec.header_bytes * i, 32 + i * payload] for i in range(4)])
+    return [lay_out(codec, lengths, seed=3), (dense, 32 + 4 * payload)]
 
 
 def values_of(kind: str, table: Tensor) -> Tensor:
@@ -56,11 +75,11 @@ def values_of(kind: str, table: Tensor) -> Tensor:
     return x
 
 
-def wires(kinds: tuple[str, ...], table: Tensor, wire_bytes: int) -> Tensor:
+def wires(codec: Codec, kinds: tuple[str, ...], table: Tensor, wire_bytes: int) -> Tensor:
     """One for each kind of values, and one of any bytes."""
     rows = torch.randint(0, 256, (len(kinds) + 1, wire_bytes), dtype=torch.uint8)
     for kind, row in zip(kinds, rows, strict=False):
-        NATIVE_OPS["minmax_uint8_encode"](values_of(kind, table), table, row)
+        NATIVE_OPS[f"{codec.name}_encode"](values_of(kind, table), table, row)
     return rows
 
 
@@ -69,29 +88,29 @@ SHIFTS = [(0, 0), (1, 0), (0, 1), (0, 4), (3, 8)]  # elements of x, bytes of the
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_encode(host_kernels: HostKernels, dtype: torch.dtype, kind: str) -> None:
-    for (table, wire_bytes), (x_shift, wire_shift) in product(tables(), SHIFTS):
+def test_encode(host_kernels: HostKernels, codec: Codec, dtype: torch.dtype, kind: str) -> None:
+    for (table, wire_bytes), (x_shift, wire_shift) in product(tables(codec), SHIFTS):
         x = Guarded(values_of(kind, table).to(dtype), x_shift)
         wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), wire_shift)
         expected = torch.full_like(wire.tensor, 9)
-        NATIVE_OPS["minmax_uint8_encode"](x.tensor, table, expected)
+        NATIVE_OPS[f"{codec.name}_encode"](x.tensor, table, expected)
         name = f"encode_{NAMES[dtype]}"
-        assert run(host_kernels, name, x.tensor, table, wire.tensor) == "done"
+        assert run(host_kernels, codec, name, x.tensor, table, wire.tensor) == "done"
         assert torch.equal(wire.tensor, expected)
         assert wire.is_intact()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*KINDS, "any wire"])
-def test_decode(host_kernels: HostKernels, dtype: torch.dtype, kind: str) -> None:
-    for (table, wire_bytes), (x_shift, wire_shift) in product(tables(), SHIFTS):
-        row = wires((kind,), table, wire_bytes)[0] if kind in KINDS else wires((), table, wire_bytes)[0]
+def test_decode(host_kernels: HostKernels, codec: Codec, dtype: torch.dtype, kind: str) -> None:
+    for (table, wire_bytes), (x_shift, wire_shift) in product(tables(codec), SHIFTS):
+        row = wires(codec, (kind,), table, wire_bytes)[0] if kind in KINDS else wires(codec, (), table, wire_bytes)[0]
         wire = Guarded(row, wire_shift)
         x = Guarded(torch.full((num_elements(table),), 9.0, dtype=dtype), x_shift)
         expected = torch.full_like(x.tensor, 9.0)
-        NATIVE_OPS["minmax_uint8_decode"](wire.tensor, table, expected)
+        NATIVE_OPS[f"{codec.name}_decode"](wire.tensor, table, expected)
         name = f"decode_{NAMES[dtype]}"
-        assert run(host_kernels, name, wire.tensor, table, x.tensor) == "done"
+        assert run(host_kernels, codec, name, wire.tensor, table, x.tensor) == "done"
         assert_same_values(x.tensor, expected)
         assert x.is_intact()
 
@@ -108,37 +127,37 @@ DIVISORS = [1.0, 8.0, 3.0, 2.0**-126, 1e38]
 @pytest.mark.parametrize(
     ("senders", "divisor"), [*(("eight", divisor) for divisor in DIVISORS), *((name, 40.0) for name in SENDERS)]
 )
-def test_means(host_kernels: HostKernels, senders: str, divisor: float) -> None:
-    for (table, wire_bytes), shift in product(tables(), (0, 1)):
-        rows = Guarded(wires(SENDERS[senders], table, wire_bytes)[:-1], shift)
+def test_means(host_kernels: HostKernels, codec: Codec, senders: str, divisor: float) -> None:
+    for (table, wire_bytes), shift in product(tables(codec), (0, 1)):
+        rows = Guarded(wires(codec, SENDERS[senders], table, wire_bytes)[:-1], shift)
         arguments = (rows.tensor, table, divisor)
 
         wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), shift)
         expected = torch.full_like(wire.tensor, 9)
-        NATIVE_OPS["minmax_uint8_decode_mean_encode"](rows.tensor, table, divisor, expected)
-        assert run(host_kernels, "decode_mean_encode", *arguments, wire.tensor) == "done"
+        NATIVE_OPS[f"{codec.name}_decode_mean_encode"](rows.tensor, table, divisor, expected)
+        assert run(host_kernels, codec, "decode_mean_encode", *arguments, wire.tensor) == "done"
         assert torch.equal(wire.tensor, expected)
         assert wire.is_intact()
 
         x = Guarded(torch.full((num_elements(table),), 9.0), shift)
         expected = torch.full_like(x.tensor, 9.0)
-        NATIVE_OPS["minmax_uint8_decode_mean"](rows.tensor, table, divisor, expected)
-        assert run(host_kernels, "decode_mean_float32", *arguments, x.tensor) == "done"
+        NATIVE_OPS[f"{codec.name}_decode_mean"](rows.tensor, table, divisor, expected)
+        assert run(host_kernels, codec, "decode_mean_float32", *arguments, x.tensor) == "done"
         assert_same_values(x.tensor, expected)
         assert x.is_intact()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_encode_feedback(host_kernels: HostKernels, kind: str) -> None:
-    for (table, wire_bytes), shifts in product(tables(), [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 4)]):
+def test_encode_feedback(host_kernels: HostKernels, codec: Codec, kind: str) -> None:
+    for (table, wire_bytes), shifts in product(tables(codec), [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 4)]):
         values = values_of(kind, table)
         x, residual = Guarded(values, shifts[0]), Guarded(values.flip(0) / 256, shifts[1])
         left_out = Guarded(torch.full_like(values, 9.0), shifts[2])
         wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), shifts[3])
         expected = torch.full_like(wire.tensor, 9), torch.full_like(values, 9.0)
-        NATIVE_OPS["minmax_uint8_encode_feedback"](x.tensor, residual.tensor, table, *expected)
+        NATIVE_OPS[f"{codec.name}_encode_feedback"](x.tensor, residual.tensor, table, *expected)
         arguments = (x.tensor, residual.tensor, table, wire.tensor, left_out.tensor)
-        assert run(host_kernels, "encode_feedback_float32", *arguments) == "done"
+        assert run(host_kernels, codec, "encode_feedback_float32", *arguments) == "done"
         assert torch.equal(wire.tensor, expected[0])
         assert_same_values(left_out.tensor, expected[1])
         assert wire.is_intact()
@@ -151,32 +170,34 @@ NO_LENGTH = [(0, 0, 0, 8), (0, -1, 0, 8), (0, 2**62, 0, 8)]
 
 
 @pytest.mark.parametrize("row", [*OUTSIDE_X, *OUTSIDE_WIRE, *NO_LENGTH])
-def test_a_block_outside_its_tensors_traps(host_kernels: HostKernels, row: tuple[int, ...]) -> None:
-    x, wire = torch.zeros(100), torch.zeros(108, dtype=torch.uint8)
+def test_a_block_outside_its_tensors_traps(host_kernels: HostKernels, codec: Codec, row: tuple[int, ...]) -> None:
+    x, wire = torch.zeros(100), torch.zeros(8 + codec.payload_bytes(100), dtype=torch.uint8)
     for table, outcome in ((torch.tensor([[0, 100, 0, 8]]), "done"), (torch.tensor([row]), "trapped")):
-        assert run(host_kernels, "encode_float32", x, table, wire) == outcome
-        assert run(host_kernels, "decode_float32", wire, table, x) == outcome
+        assert run(host_kernels, codec, "encode_float32", x, table, wire) == outcome
+        assert run(host_kernels, codec, "decode_float32", wire, table, x) == outcome
         if row not in OUTSIDE_X:
-            assert run(host_kernels, "decode_mean_encode", wire[None], table, 1.0, wire.clone()) == outcome
+            assert run(host_kernels, codec, "decode_mean_encode", wire[None], table, 1.0, wire.clone()) == outcome
 
 
-def test_an_empty_table_does_nothing(host_kernels: HostKernels) -> None:
+def test_an_empty_table_does_nothing(host_kernels: HostKernels, codec: Codec) -> None:
     table = torch.zeros(0, 4, dtype=torch.int64)
-    assert run(host_kernels, "encode_float32", torch.zeros(1), table, torch.zeros(1, dtype=torch.uint8)) == "done"
+    assert (
+        run(host_kernels, codec, "encode_float32", torch.zeros(1), table, torch.zeros(1, dtype=torch.uint8)) == "done"
+    )
 
 
-def test_blocks_beyond_32_bits(host_kernels: HostKernels) -> None:
+def test_blocks_beyond_32_bits(host_kernels: HostKernels, codec: Codec) -> None:
     """The last block of 2^33 elements, of which only that block is in memory."""
-    before = 2**33
-    x, wire = torch.randn(TILE), torch.zeros(8 + TILE, dtype=torch.uint8)
-    table = torch.tensor([[before, TILE, before, before + 8]])
-    whole_x = Span(x.data_ptr() - 4 * before, before + TILE)
-    whole_wire = Span(wire.data_ptr() - before, before + 8 + TILE)
+    before, tile, payload = 2**33, TILES[codec], codec.payload_bytes(TILES[codec])
+    x, wire = torch.randn(tile), torch.zeros(8 + payload, dtype=torch.uint8)
+    table = torch.tensor([[before, tile, before, before + 8]])
+    whole_x = Span(x.data_ptr() - 4 * before, before + tile)
+    whole_wire = Span(wire.data_ptr() - before, before + 8 + payload)
     expected = torch.zeros_like(wire)
-    NATIVE_OPS["minmax_uint8_encode"](x, torch.tensor([[0, TILE, 0, 8]]), expected)
-    assert run(host_kernels, "encode_float32", whole_x, table, whole_wire) == "done"
+    NATIVE_OPS[f"{codec.name}_encode"](x, torch.tensor([[0, tile, 0, 8]]), expected)
+    assert run(host_kernels, codec, "encode_float32", whole_x, table, whole_wire) == "done"
     assert torch.equal(wire, expected)
-    assert run(host_kernels, "decode_float32", whole_wire, table, whole_x) == "done"
-    decoded = torch.zeros(TILE)
-    NATIVE_OPS["minmax_uint8_decode"](expected, torch.tensor([[0, TILE, 0, 8]]), decoded)
+    assert run(host_kernels, codec, "decode_float32", whole_wire, table, whole_x) == "done"
+    decoded = torch.zeros(tile)
+    NATIVE_OPS[f"{codec.name}_decode"](expected, torch.tensor([[0, tile, 0, 8]]), decoded)
     assert torch.equal(x, decoded)

@@ -1,4 +1,4 @@
-"""The kernels of MinMaxUInt8 keep what its formula promises."""
+"""The kernels of the min-max codecs keep what their formula promises."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from native_codecs import (
     DTYPES,
+    MINMAX_UINT4,
     MINMAX_UINT8,
     Codec,
     L,
@@ -27,6 +28,57 @@ from native_codecs import (
 @pytest.fixture(scope="module")
 def codec(device: torch.device) -> Codec:
     return MINMAX_UINT8.on(device)
+
+
+@pytest.fixture(scope="module")
+def four_bits(device: torch.device) -> Codec:
+    return MINMAX_UINT4.on(device)
+
+
+def bounds_of(wire: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Minimum and maximum of MinMaxUInt4's headers, [B, 2] float64."""
+    headers = wire[table[:, 2:3] + torch.arange(4)]
+    return headers.view(torch.bfloat16).double()
+
+
+@several
+@given(
+    lengths_of_blocks, st.sampled_from(("scaled", "finite bits", "offset", "one sign", "subnormal", "constant")), seeds
+)
+def test_error_bound_of_four_bits(four_bits: Codec, lengths: list[int], kind: str, seed: int) -> None:
+    table, wire_bytes = lay_out(four_bits, lengths, seed)
+    x = hostile_values(kind, num_elements(table), seed)
+    x = torch.where(x.abs() < 2.0**125, x, 1.0)
+    wire = encoded_by_both(four_bits, x, table, wire_bytes)
+    decoded = decoded_by_both(four_bits, wire, table, torch.float32)
+
+    for (start, length, *_), (low, high) in zip(table.tolist(), bounds_of(wire, table), strict=True):
+        exact, got = (tensor[start : start + length].double() for tensor in (x, decoded))
+        for bound, extreme in ((low, exact.min()), (high, exact.max())):
+            assert (bound - extreme).abs() <= torch.maximum(2.0**-7 * extreme.abs(), torch.tensor(2.0**-133))
+        assert low <= exact.min()
+        assert high >= exact.max()
+        largest = torch.maximum((high - low) / 30 + 2.0**-23 * exact.abs().max(), torch.tensor(2.0**-118))
+        assert (got - exact).abs().max() <= largest
+        assert (got[exact == 0] == 0).all(), "a zero is exact"
+
+
+def test_what_a_header_of_four_bits_holds(four_bits: Codec) -> None:
+    """Blocks of one bfloat16 value are exact; a magnitude of which no bfloat16 below 2^126 is as large is not coded."""
+    most = 2.0**126 - 2.0**118
+    values = torch.tensor(
+        [0.0, -0.0, 1.0, -3.0, 2.0**-133, most, -most, torch.nextafter(torch.tensor(most), torch.tensor(torch.inf))]
+    )
+    table, wire_bytes = lay_out(four_bits, [3] * len(values))
+    x = torch.zeros(num_elements(table))
+    for (start, length, *_), value in zip(table.tolist(), values, strict=True):
+        x[start : start + length] = value
+
+    decoded = decoded_by_both(four_bits, encoded_by_both(four_bits, x, table, wire_bytes), table, torch.float32)
+
+    expected = torch.where(values.abs() <= most, values, torch.nan)
+    for (start, length, *_), value in zip(table.tolist(), expected, strict=True):
+        assert_same_values(decoded[start : start + length] + 0.0, value.repeat(length) + 0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,0 +1,264 @@
+// The loops of the min-max codecs over blocks, which a format of element/ makes a codec of.
+#pragma once
+
+#include <limits>
+
+#include "codec.h"
+#include "element/minmax.h"
+
+namespace torchbagua::cpu {
+
+// The extremes of a set of floats, by their bits: of integers they can be formed in any order, which needs the fewest
+// instructions. Of positive floats the order is that of their bits, of negative ones the reverse, and NaN lies beyond
+// Inf on both sides. Empty to begin with.
+struct Extremes {
+  int smallest = std::numeric_limits<int>::max();
+  int largest = std::numeric_limits<int>::min();
+  unsigned int largest_unsigned = 0;
+
+  TORCHBAGUA_ELEMENT float min() const {
+    return float_of(largest_unsigned >> 31 ? largest_unsigned : static_cast<unsigned int>(smallest));
+  }
+  TORCHBAGUA_ELEMENT float max() const { return float_of(static_cast<unsigned int>(largest < 0 ? smallest : largest)); }
+};
+
+TORCHBAGUA_ELEMENT void join(Extremes& extremes, const Extremes& other) {
+  extremes.smallest = std::min(extremes.smallest, other.smallest);
+  extremes.largest = std::max(extremes.largest, other.largest);
+  extremes.largest_unsigned = std::max(extremes.largest_unsigned, other.largest_unsigned);
+}
+
+template <typename T>
+TORCHBAGUA_ELEMENT Extremes extremes_of(const T* values, long long all) {
+  Extremes extremes;
+  with_length(all, [&](long long length) TORCHBAGUA_INLINED {
+    int smallest = extremes.smallest;
+    int largest = extremes.largest;
+    unsigned int largest_unsigned = extremes.largest_unsigned;
+#pragma omp simd reduction(min : smallest) reduction(max : largest, largest_unsigned)
+    for (long long i = 0; i < length; ++i) {
+      const unsigned int bits = bits_of(to_float(values[i]));
+      const int as_signed = static_cast<int>(bits);
+      smallest = as_signed < smallest ? as_signed : smallest;
+      largest = as_signed > largest ? as_signed : largest;
+      largest_unsigned = bits > largest_unsigned ? bits : largest_unsigned;
+    }
+    extremes = Extremes{smallest, largest, largest_unsigned};
+  });
+  return extremes;
+}
+
+template <typename T, typename Format>
+TORCHBAGUA_ELEMENT void quantize_each(const T* values, long long length, const Coder& coder, uint8_t* codes) {
+#pragma omp simd
+  for (long long i = 0; i < length; ++i) {
+    codes[i] = static_cast<uint8_t>(quantize<Format>(to_float(values[i]), coder));
+  }
+}
+
+// The payload of values. With codes of 4 bits the first of two elements is in the lower half of their byte, and the
+// upper half of the last one is 0 where the number of elements is odd.
+template <typename Format, typename T>
+TORCHBAGUA_ELEMENT void quantize_all(const T* values, long long all, const Coder& coder, uint8_t* payload) {
+  if constexpr (Format::kCodeBits == 8) {
+    with_length(all,
+                [&](long long length) TORCHBAGUA_INLINED { quantize_each<T, Format>(values, length, coder, payload); });
+    return;
+  }
+  alignas(64) uint8_t codes[kPart];
+  for (long long first = 0; first < all; first += kPart) {
+    with_length(std::min(kPart, all - first), [&](long long length) TORCHBAGUA_INLINED {
+      quantize_each<T, Format>(values + first, length, coder, codes);
+      if (length % 2 != 0) {
+        codes[length] = 0;
+      }
+      uint8_t* pairs = payload + first / 2;
+#pragma omp simd
+      for (long long i = 0; i < (length + 1) / 2; ++i) {
+        pairs[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
+      }
+    });
+  }
+}
+
+// Calls `use(first, length, codes)` with the codes of a payload, a byte each: all at once, or kPart and less.
+template <typename Format, typename Use>
+TORCHBAGUA_ELEMENT void with_codes(const uint8_t* payload, long long all, const Use& use) {
+  if constexpr (Format::kCodeBits == 8) {
+    use(0, all, payload);
+    return;
+  }
+  alignas(64) uint8_t codes[kPart];
+  for (long long first = 0; first < all; first += kPart) {
+    with_length(std::min(kPart, all - first), [&](long long length) TORCHBAGUA_INLINED {
+      const uint8_t* pairs = payload + first / 2;
+#pragma omp simd
+      for (long long i = 0; i < (length + 1) / 2; ++i) {
+        codes[2 * i] = pairs[i] & 15;
+        codes[2 * i + 1] = pairs[i] >> 4;
+      }
+      use(first, length, codes);
+    });
+  }
+}
+
+// The coders of a batch of blocks, formed by vector instructions.
+template <typename Format>
+struct Coders {
+  float min[kBatch] = {};
+  float max[kBatch] = {};
+  float pivot[kBatch];
+  float inverse[kBatch];
+  float step[kBatch];
+  float lowest[kBatch];
+
+  TORCHBAGUA_ELEMENT void form() {
+#pragma omp simd
+    for (long long i = 0; i < kBatch; ++i) {
+      const Coder coder = make_coder<Format>(Range{min[i], max[i]});
+      min[i] = coder.min;
+      max[i] = coder.max;
+      pivot[i] = coder.pivot;
+      inverse[i] = coder.inverse;
+      step[i] = coder.step;
+      lowest[i] = coder.lowest;
+    }
+  }
+
+  TORCHBAGUA_ELEMENT void read(const uint8_t* wire, const Block* blocks, long long num_blocks) {
+    for (long long i = 0; i < num_blocks; ++i) {
+      const Range range = Format::unpack(read_header<typename Format::Header>(wire + blocks[i].header));
+      min[i] = range.min;
+      max[i] = range.max;
+    }
+    form();
+  }
+
+  // Forms those of blocks with these extremes, and writes their headers.
+  TORCHBAGUA_ELEMENT void write(const Extremes* extremes, uint8_t* wire, const Block* blocks, long long num_blocks) {
+    for (long long i = 0; i < num_blocks; ++i) {
+      min[i] = extremes[i].min();
+      max[i] = extremes[i].max();
+    }
+#pragma omp simd
+    for (long long i = 0; i < kBatch; ++i) {
+      const int of_min = magnitude_of(min[i]);
+      const int of_max = magnitude_of(max[i]);
+      const Range range = make_range<Format>(min[i], max[i], of_min > of_max ? of_min : of_max);
+      min[i] = range.min;
+      max[i] = range.max;
+    }
+    for (long long i = 0; i < num_blocks; ++i) {
+      write_header(wire + blocks[i].header, Format::pack(Range{min[i], max[i]}));
+    }
+    form();
+  }
+
+  TORCHBAGUA_ELEMENT Coder of(long long i) const {
+    return Coder{min[i], max[i], pivot[i], inverse[i], step[i], lowest[i]};
+  }
+};
+
+template <typename Format>
+struct MinMax : DenseCodec<MinMax<Format>> {
+  using Header = typename Format::Header;
+  using Decoders = Coders<Format>;
+  static constexpr const char* kName = Format::kName;
+  static constexpr long long kHeaderBytes = sizeof(Header);
+
+  static TORCHBAGUA_ELEMENT long long payload_bytes(long long length) {
+    return Format::kCodeBits == 8 ? length : length / 2 + length % 2;
+  }
+
+  template <typename T>
+  static TORCHBAGUA_ELEMENT void encode(const T* x, const Table& table, uint8_t* wire) {
+    Extremes extremes[kBatch];
+    Coders<Format> coders;
+    for (long long b = 0; b < table.num_blocks;) {
+      const long long num_blocks = size_of_batch(table, b);
+      for (long long i = 0; i < num_blocks; ++i) {
+        extremes[i] = extremes_of(x + table.blocks[b + i].start, table.blocks[b + i].length);
+      }
+      coders.write(extremes, wire, table.blocks + b, num_blocks);
+      for (long long i = 0; i < num_blocks; ++i) {
+        // While the codes are formed from the L1 cache the memory is idle. A fetch now and then keeps it busy, where
+        // all of them at once would wait for each other.
+        const Block block = table.blocks[b + i];
+        const Block ahead = block_or_none(table, b + num_blocks + i);
+        const T* values = x + block.start;
+        const Coder coder = coders.of(i);
+        for (long long first = 0; first < block.length; first += kPart) {
+          prefetch(x + ahead.start + first, std::min(kPart, ahead.length - first));
+          put_codes(values + first, std::min(kPart, block.length - first), coder,
+                    wire + block.payload + payload_bytes(first));
+        }
+      }
+      b += num_blocks;
+    }
+  }
+
+  template <typename T>
+  static TORCHBAGUA_ELEMENT void put_codes(const T* values, long long length, const Coder& coder, uint8_t* payload) {
+    if (is_usable(coder)) {
+      quantize_all<Format>(values, length, coder, payload);
+    } else {
+      std::memset(payload, 0, payload_bytes(length));
+    }
+  }
+
+  template <typename T>
+  static TORCHBAGUA_ELEMENT void decode_payload(const Coder& coder, const uint8_t* payload, long long length,
+                                                T* values) {
+    decode_each(coder, payload, length,
+                [=](long long k, float value) TORCHBAGUA_INLINED { from_float(value, values[k]); });
+  }
+
+  template <typename Put>
+  static TORCHBAGUA_ELEMENT void decode_each(const Coder& coder, const uint8_t* payload, long long length,
+                                             const Put& put) {
+    with_codes<Format>(payload, length, [&](long long first, long long num, const uint8_t* codes) TORCHBAGUA_INLINED {
+#pragma omp simd
+      for (long long k = 0; k < num; ++k) {
+        put(first + k, dequantize(codes[k], coder));
+      }
+    });
+  }
+
+  static TORCHBAGUA_ELEMENT void decode_mean_encode(const Rows& rows, const Table& table, float divisor,
+                                                    uint8_t* wire) {
+    alignas(64) float mean[kTile];
+    long long offsets[kBatch];
+    Extremes extremes[kBatch];
+    Coders<Format> coders;
+    for (long long b = 0; b < table.num_blocks;) {
+      const long long num_blocks = size_of_batch(table, b);
+      const Block* blocks = table.blocks + b;
+      const auto place = [&](long long i) TORCHBAGUA_INLINED { return mean + offsets[i]; };
+      long long offset = 0;
+      for (long long i = 0; i < num_blocks; ++i) {
+        extremes[i] = Extremes{};
+        offsets[i] = offset;
+        offset += blocks[i].length;
+      }
+      for (long long first = 0; first < blocks[0].length; first += kTile) {
+        MinMax::mean_of(rows, table, divisor, b, num_blocks, first, place);
+        for (long long i = 0; i < num_blocks; ++i) {
+          join(extremes[i], extremes_of(place(i), std::min(kTile, blocks[i].length - first)));
+        }
+      }
+      coders.write(extremes, wire, blocks, num_blocks);
+      for (long long first = 0; first < blocks[0].length; first += kTile) {
+        if (blocks[0].length > kTile) {  // a long block has passed through the tile: form its means again
+          MinMax::mean_of(rows, table, divisor, b, num_blocks, first, place);
+        }
+        for (long long i = 0; i < num_blocks; ++i) {
+          put_codes(place(i), std::min(kTile, blocks[i].length - first), coders.of(i),
+                    wire + blocks[i].payload + payload_bytes(first));
+        }
+      }
+      b += num_blocks;
+    }
+  }
+};
+
+}  // namespace torchbagua::cpu

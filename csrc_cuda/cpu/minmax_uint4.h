@@ -1,0 +1,11 @@
+// MinMaxUInt4 on the CPU.
+#pragma once
+
+#include "element/minmax_uint4.h"
+#include "minmax.h"
+
+namespace torchbagua::cpu {
+
+TORCHBAGUA_CPU_CODEC(MinMax<MinMaxUInt4Format>)
+
+}  // namespace torchbagua::cpu

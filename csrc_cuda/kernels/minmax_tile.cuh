@@ -1,0 +1,189 @@
+// The min-max codecs on a tile: its range, its header and its codes; element/minmax.h has the arithmetic.
+#pragma once
+
+#include "../element/minmax.h"
+#include "blocks.cuh"
+
+namespace torchbagua::cuda {
+
+// What make_range needs of a set of elements; empty to begin with.
+struct Extremes {
+  float min = float_of(0x7f800000u);
+  float max = float_of(0xff800000u);
+  int magnitude = 0;
+};
+
+__device__ __forceinline__ void join(Extremes& extremes, float min, float max, int magnitude) {
+  extremes.min = min_number(extremes.min, min);
+  extremes.max = max_number(extremes.max, max);
+  extremes.magnitude = magnitude > extremes.magnitude ? magnitude : extremes.magnitude;
+}
+
+template <typename Tile>
+__device__ __forceinline__ void join_tile(Extremes& extremes, const Tile& tile, const Values<Tile>& values) {
+  tile.for_each_element([&](int i, int) { join(extremes, values[i], values[i], magnitude_of(values[i])); });
+}
+
+// Of a team of threads, of which each has found some: those of all, on all threads.
+template <int kTeam>
+__device__ __forceinline__ void join_team(Extremes& extremes) {
+  constexpr int kLanes = kTeam < kWarpThreads ? kTeam : kWarpThreads;
+  // Of the warp, the lanes of the team alone: the others may be elsewhere.
+  const unsigned int all = 0xffffffffu >> (kWarpThreads - kLanes);
+  const unsigned int lanes = all << (threadIdx.x % kWarpThreads / kLanes * kLanes);
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    const float min = __shfl_xor_sync(lanes, extremes.min, distance);
+    const float max = __shfl_xor_sync(lanes, extremes.max, distance);
+    join(extremes, min, max, __shfl_xor_sync(lanes, extremes.magnitude, distance));
+  }
+  if constexpr (kTeam > kWarpThreads) {
+    static_assert(kTeam == kThreads, "a team is a part of a warp, or all threads");
+    __shared__ float min[kWarps];
+    __shared__ float max[kWarps];
+    __shared__ int magnitude[kWarps];
+    __syncthreads();  // all have read what stands there of the block before
+    if (threadIdx.x % kWarpThreads == 0) {
+      const int warp = static_cast<int>(threadIdx.x) / kWarpThreads;
+      min[warp] = extremes.min;
+      max[warp] = extremes.max;
+      magnitude[warp] = extremes.magnitude;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      join(extremes, min[warp], max[warp], magnitude[warp]);
+    }
+  }
+}
+
+// Byte by byte: a wire may begin anywhere.
+template <typename Format>
+__device__ __forceinline__ Range read_range(const unsigned char* at) {
+  typename Format::Header header;
+#pragma unroll
+  for (unsigned int& word : header.words) {
+    word = at[0] | at[1] << 8 | at[2] << 16 | static_cast<unsigned int>(at[3]) << 24;
+    at += 4;
+  }
+  return Format::unpack(header);
+}
+
+// By the first threads of a team, a byte each.
+template <typename Format, int kTeam>
+__device__ __forceinline__ void write_range(const Range& range, unsigned char* at) {
+  const typename Format::Header header = Format::pack(range);
+  static_assert(sizeof(header) <= kTeam, "a thread for each byte");
+  const unsigned int byte = rank_in_team<kTeam>();
+  if (byte < sizeof(header)) {
+    const unsigned int word = sizeof(header) == 4 || byte < 4 ? header.words[0] : header.words[sizeof(header) / 4 - 1];
+    at[byte] = static_cast<unsigned char>(word >> (8 * (byte % 4)));
+  }
+}
+
+// A thread's codes of a tile: that of element i begins at bit i * kCodeBits.
+template <typename Format, typename Tile>
+using Codes = unsigned int[(Tile::kElements * Format::kCodeBits + 31) / 32];
+
+// Where the code of element i stands among those of a thread.
+template <typename Format>
+struct CodePlace {
+  int word;
+  int bit;
+
+  __device__ __forceinline__ explicit CodePlace(int i)
+      : word(i * Format::kCodeBits / 32), bit(i * Format::kCodeBits % 32) {}
+};
+
+// The bytes of a vector of codes: whole words, half a word, or one byte where vectors are narrow.
+template <typename Format, typename Tile>
+struct CodeBytes {
+  static constexpr int kBytes = Tile::kWidth * Format::kCodeBits / 8;
+  static_assert(Tile::kIsNarrow ? kBytes == 1 : kBytes == 2 || kBytes % 4 == 0, "what a payload is read by");
+};
+
+// Whether vectors of codes can be loaded from an address.
+template <typename Format, int kWidth>
+__device__ __forceinline__ bool codes_fit(const unsigned char* payload) {
+  return is_aligned<kWidth * Format::kCodeBits / 8>(payload);
+}
+
+template <typename Format, typename Tile>
+__device__ __forceinline__ void load_codes(const Tile& tile, const unsigned char* payload, Codes<Format, Tile>& codes) {
+  constexpr int kBytes = CodeBytes<Format, Tile>::kBytes;
+  const unsigned char* at = payload + tile.first * Format::kCodeBits / 8;
+  fill(codes, 0u);  // else what a short tile leaves out would hold its registers from the kernel's begin on
+  tile.for_each_vector([&](int i, int v) {
+    const CodePlace<Format> place(i);
+    if constexpr (kBytes == 1) {
+      codes[place.word] |= static_cast<unsigned int>(at[v]) << place.bit;
+    } else if constexpr (kBytes == 2) {
+      codes[place.word] |= static_cast<unsigned int>(reinterpret_cast<const unsigned short*>(at)[v]) << place.bit;
+    } else {
+      using Words = Vector<unsigned int, kBytes / 4>;
+      const Words words = reinterpret_cast<const Words*>(at)[v];
+#pragma unroll
+      for (int k = 0; k < kBytes / 4; ++k) {
+        codes[place.word + k] = words.elements[k];
+      }
+    }
+  });
+}
+
+template <typename Format, typename Tile>
+__device__ __forceinline__ void store_codes(const Tile& tile, const Codes<Format, Tile>& codes,
+                                            unsigned char* payload) {
+  constexpr int kBytes = CodeBytes<Format, Tile>::kBytes;
+  unsigned char* at = payload + tile.first * Format::kCodeBits / 8;
+  tile.for_each_vector([&](int i, int v) {
+    const CodePlace<Format> place(i);
+    if constexpr (kBytes == 1) {
+      at[v] = static_cast<unsigned char>(codes[place.word] >> place.bit);
+    } else if constexpr (kBytes == 2) {
+      reinterpret_cast<unsigned short*>(at)[v] = static_cast<unsigned short>(codes[place.word] >> place.bit);
+    } else {
+      using Words = Vector<unsigned int, kBytes / 4>;
+      Words words;
+#pragma unroll
+      for (int k = 0; k < kBytes / 4; ++k) {
+        words.elements[k] = codes[place.word + k];
+      }
+      reinterpret_cast<Words*>(at)[v] = words;
+    }
+  });
+}
+
+// The range must be usable. Bits of elements that are not there stay 0.
+template <typename Format, typename Tile>
+__device__ __forceinline__ void quantize_tile(const Tile& tile, const Values<Tile>& values, const Coder& coder,
+                                              Codes<Format, Tile>& codes) {
+  fill(codes, 0u);
+  tile.for_each_element([&](int i, int) {
+    const CodePlace<Format> place(i);
+    codes[place.word] |= quantize<Format>(values[i], coder) << place.bit;
+  });
+}
+
+// 2^23 plus a code: a float from there to 2^24 has its integer in its low bits.
+template <typename Format>
+__device__ __forceinline__ float shifted_code(unsigned int word, int bit) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (Format::kCodeBits == 8) {
+    return float_of(__byte_perm(word, 0x4b000000u, 0x7440u + bit / 8));
+  }
+#endif
+  return float_of(0x4b000000u | (word >> bit & ((1u << Format::kCodeBits) - 1u)));
+}
+
+// Calls `use(i, value)` with the values of a tile's codes; NaN of some bits where the range is not usable.
+template <typename Format, typename Tile, typename Use>
+__device__ __forceinline__ void for_each_decoded(const Tile& tile, const Codes<Format, Tile>& codes, const Coder& coder,
+                                                 const Use& use) {
+  const float shift = 8388608.0f - coder.lowest;
+  tile.for_each_element([&](int i, int) {
+    const CodePlace<Format> place(i);
+    use(i, dequantize_steps(shifted_code<Format>(codes[place.word], place.bit) - shift, coder));
+  });
+}
+
+}  // namespace torchbagua::cuda

@@ -1,0 +1,73 @@
+"""CompressedAllReduceAlgorithm: any codec, two levels of them, and what is refused. Others have it in 4 bits."""
+
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import oracle
+import torchbagua as tb
+from ranks import run_ranks
+from torchbagua.compressors import MinMaxUInt4, MinMaxUInt8, Sign1Bit
+from training import Run, Tower, build, flat, train
+
+
+def test_two_levels_are_the_oracles() -> None:
+    nodes = [0, 0, 1, 1]
+    algorithm = tb.CompressedAllReduceAlgorithm(MinMaxUInt4(block=8), intra_compression="MinMaxUInt8")
+    model = build(Tower)
+    runs = run_ranks(4, lambda group: train(group, model, algorithm, nodes=nodes, bucket_cap_mb=0.01))
+    for step, averaged in enumerate(runs[0].averaged):
+        for name, gradient in averaged.items():
+            assert all(torch.equal(run.averaged[step][name], gradient) for run in runs), f"replicas differ in {name}"
+            rows = [flat(run.local[step][name]) for run in runs]
+            within = partial(oracle.quantise, segments=[rows[0].size])
+            expected = oracle.bytegrad(rows, [rows[0].size], nodes, 8, oracle.quantise_block_4_bits, within)
+            assert torch.equal(gradient.flatten(), torch.from_numpy(expected)), name
+
+
+@pytest.mark.parametrize("compression", ["MinMaxUInt8", MinMaxUInt8(2048)], ids=str)
+def test_in_8_bits_it_is_bytegrad(compression: Any) -> None:
+    def run(algorithm: tb.Algorithm) -> list[Run]:
+        model = build(Tower)
+        return run_ranks(2, lambda group: train(group, model, algorithm))
+
+    for own, of_bytegrad in zip(
+        run(tb.Algorithm.init("compressed_allreduce", compression=compression)),
+        run(tb.ByteGradAlgorithm()),
+        strict=True,
+    ):
+        for name, weight in own.weights.items():
+            assert torch.equal(weight, of_bytegrad.weights[name]), name
+
+
+def test_it_is_printed_and_pickled() -> None:
+    algorithm = tb.CompressedAllReduceAlgorithm(MinMaxUInt4(64), error_feedback=True)
+    assert pickle.loads(pickle.dumps(algorithm)) == algorithm
+    assert repr(algorithm) == (
+        "CompressedAllReduceAlgorithm(compression=MinMaxUInt4(block=64), hierarchical=True, average=True, "
+        "intra_compression=None, error_feedback=True)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"compression": "uint4"}, r"compression must be None, a Compressor or one of \['MinMaxUInt4', .*got 'uint4'"),
+        ({"compression": 4}, "compression must be None, a Compressor or one of .*got 4"),
+        ({"intra_compression": "uint4"}, "intra_compression must be None, a Compressor or one of .*got 'uint4'"),
+        (
+            {"intra_compression": "MinMaxUInt8", "hierarchical": False},
+            "intra_compression must be None with hierarchical=False, .*got 'MinMaxUInt8'",
+        ),
+        ({"compression": "sign1bit"}, "compression 'sign1bit' needs error_feedback=True"),
+        ({"compression": Sign1Bit(8)}, r"compression Sign1Bit\(block=8\) needs error_feedback=True"),
+        ({"intra_compression": "sign1bit"}, "intra_compression must not be one bit, which needs error feedback"),
+        ({"average": 1}, "average must be True or False, got 1"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^CompressedAllReduceAlgorithm: {message}"):
+        tb.CompressedAllReduceAlgorithm(**arguments)
