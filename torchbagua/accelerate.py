@@ -1,6 +1,7 @@
 """attach for programs that use accelerate: after `prepare`, and with `save_state` and `load_state` of every rank."""
 
 import copy
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from torchbagua.frameworks import framework
+from torchbagua.frameworks import check_uses_ddp, framework, without_compiler
 from torchbagua.rank_states import load_rank_state, save_rank_state
 
 with framework("accelerate", tested="1.15.0", adapter="torchbagua.accelerate") as _tested:
@@ -25,9 +26,10 @@ def attach(
 ) -> tb.Attachment:
     """Put an algorithm in charge of what a prepared model communicates, until you detach it. Collective.
 
-    The GradScaler of `accelerator` is handed over. Until you detach, `accelerator.save_state` writes the mean of the
-    ranks' weights where you expect the model, and beside it `torchbagua_<rank>.pt` for each rank, with all that this
-    rank needs to go on bit for bit. `accelerator.load_state` gives each rank its own again. Call both on all ranks.
+    The GradScaler of `accelerator` is handed over, unless `options` has another. Until you detach,
+    `accelerator.save_state` writes the mean of the ranks' weights where you expect the model, and beside it
+    `torchbagua_<rank>.pt` for each rank, with all that this rank needs to go on bit for bit. `accelerator.load_state`
+    gives each rank its own again. Call both on all ranks.
 
     Args:
         accelerator: which has prepared the model.
@@ -60,23 +62,9 @@ def attach(
             raise ValueError(
                 f"attach: optimizer must be what prepare returned, got another {type(one).__name__}; {order}"
             )
-    attachment = tb.attach(ddp, optimizer, algorithm, grad_scaler=accelerator.scaler, **options)
-    _RankStates.of(accelerator, ddp.module).attachment = attachment
+    attachment = tb.attach(ddp, optimizer, algorithm, **{"grad_scaler": accelerator.scaler, **options})
+    _RankStates.of(accelerator, ddp.module).keep(attachment)
     return attachment
-
-
-def check_uses_ddp(accelerator: accelerate.Accelerator) -> None:
-    """Raise ValueError where accelerate makes no DistributedDataParallel: of one process, or FSDP's."""
-    if not str(accelerator.distributed_type.value).startswith("MULTI_"):
-        raise ValueError(
-            "attach: accelerate must run DistributedDataParallel, of several processes, got DistributedType."
-            f"{accelerator.distributed_type.value}; start with torchrun or accelerate launch, without FSDP or DeepSpeed"
-        )
-
-
-def without_compiler(model: torch.nn.Module) -> Any:
-    """Return the module that torch.compile has wrapped, or `model`."""
-    return getattr(model, "_orig_mod", model)
 
 
 class _RankStates:
@@ -87,36 +75,56 @@ class _RankStates:
     """
 
     def __init__(self, accelerator: accelerate.Accelerator, module: torch.nn.Module) -> None:
-        self._module = module
-        self.attachment: tb.Attachment | None = None
-        self._rank = accelerator.process_index
+        self._accelerator = accelerator
+        self._module = weakref.ref(module)  # which accelerator.free_memory is to free
+        self._attachment: tb.Attachment | None = None
         self._files = Path()
-        accelerator.register_save_state_pre_hook(self._before_save)
-        accelerator.register_load_state_pre_hook(self._before_load)
+        self._hooks = [
+            accelerator.register_save_state_pre_hook(self._before_save),
+            accelerator.register_load_state_pre_hook(self._before_load),
+        ]
         accelerator.register_for_checkpointing(self)
 
     @classmethod
     def of(cls, accelerator: accelerate.Accelerator, module: torch.nn.Module) -> "_RankStates":
-        """Return that of an earlier attachment, or a new one: accelerate counts them."""
-        found = [one for one in accelerator._custom_objects if isinstance(one, cls) and one._module is module]
+        """Return that of an earlier attachment, or a new one: accelerate counts them. Those of no model are removed."""
+        for one in [one for one in accelerator._custom_objects if isinstance(one, cls) and not one._is_prepared]:
+            one._remove()
+        found = [one for one in accelerator._custom_objects if isinstance(one, cls) and one._module() is module]
         return found[0] if found else cls(accelerator, module)
+
+    def keep(self, attachment: tb.Attachment) -> None:
+        """Save and load for `attachment` until it is detached."""
+        self._attachment = attachment
+        attachment._undo.callback(setattr, self, "_attachment", None)
+
+    def _remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._accelerator._custom_objects = [one for one in self._accelerator._custom_objects if one is not self]
+
+    @property
+    def _is_prepared(self) -> bool:
+        """Whether the accelerator still has the model: `free_memory` drops all."""
+        return any(one is self._module() for one in self._accelerator._models)
 
     @property
     def _running(self) -> tb.Attachment | None:
-        return None if self.attachment is None or self.attachment.is_detached else self.attachment
+        return self._attachment if self._is_prepared else None
 
     def _before_save(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         if (attachment := self._running) is not None:
             index = self._note_folder(models, folder)
-            save_rank_state(attachment, self._files, self._rank)
+            save_rank_state(attachment, self._files, self._accelerator.process_index)
             if attachment.impl.averages_weights:
                 with attachment.averaged_weights():
                     weights[index] = copy.deepcopy(weights[index])  # they are no copies, and are written later
 
     def _before_load(self, models: list[torch.nn.Module], folder: str) -> None:
-        self._note_folder(models, folder)
-        if self._running is not None and not any(Path(folder).glob("torchbagua*_*.pt")):
-            self._refuse()  # before accelerate loads half of it, and then misses what was registered
+        if self._running is not None:
+            self._note_folder(models, folder)
+            if not any(Path(folder).glob("torchbagua*_*.pt")):
+                self._refuse()  # before accelerate loads half of it, and then misses what was registered
 
     def _refuse(self) -> None:
         raise ValueError(
@@ -125,7 +133,7 @@ class _RankStates:
         )
 
     def _note_folder(self, models: list[torch.nn.Module], folder: str) -> int:
-        index = [model is self._module for model in models].index(True)
+        index = [model is self._module() for model in models].index(True)
         self._files = Path(folder) / ("torchbagua" if index == 0 else f"torchbagua_model{index}")
         return index
 
@@ -138,4 +146,4 @@ class _RankStates:
         if (attachment := self._running) is not None:
             if not state["is_attached"]:
                 self._refuse()
-            load_rank_state(attachment, self._files, self._rank)
+            load_rank_state(attachment, self._files, self._accelerator.process_index)

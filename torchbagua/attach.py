@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchbagua.algorithms.base import Algorithm, init_for
 from torchbagua.attachment import Attachment
 from torchbagua.checks import (
+    check_algorithm,
     check_ddp_arguments,
     check_detached,
     check_kind,
@@ -100,9 +101,7 @@ def attach(
     check_module(module)
     check_optimizers(optimizers, module)
     algorithm = init_for(algorithm, optimizers)
-    if not isinstance(algorithm, Algorithm):
-        hint = f"; construct it: {algorithm.__name__}()" if isinstance(algorithm, type) else ""
-        raise TypeError(f"attach: algorithm must be an Algorithm or a registered name, got {algorithm!r}{hint}")
+    check_algorithm("attach", algorithm)
     if process_group is not None and not isinstance(process_group, BaguaProcessGroup):
         raise TypeError(f"attach: process_group must be a BaguaProcessGroup, got {type(process_group).__name__}")
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from torchbagua.algorithms.base import Algorithm
+from torchbagua.algorithms.base import Algorithm, get
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import check_elements
 from torchbagua.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, ddps_around, named_tensors
@@ -45,6 +45,15 @@ def check_detached(module: torch.nn.Module) -> None:
             raise ValueError(f"attach: {attached} is attached to {what} already; detach it first")
     if isinstance(module, DistributedDataParallel):
         check_no_foreign_hook(module)
+
+
+def check_algorithm(caller: str, algorithm: object) -> None:
+    """Raise TypeError unless it is an algorithm or a name, and KeyError if no algorithm has that name."""
+    if isinstance(algorithm, str):
+        get(algorithm)
+    elif not isinstance(algorithm, Algorithm):
+        hint = f"; construct it: {algorithm.__name__}()" if isinstance(algorithm, type) else ""
+        raise TypeError(f"{caller}: algorithm must be an Algorithm or a registered name, got {algorithm!r}{hint}")
 
 
 def check_module(module: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What adapters share: how a framework is imported, and an algorithm that is given by its name and arguments."""
+"""What adapters share: how a framework is imported, and what is checked before there is a model."""
 
 import inspect
 from collections.abc import Collection, Iterator
@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+import torch
 from torch.torch_version import TorchVersion
 
 from torchbagua.algorithms import Algorithm, get
+from torchbagua.attach import attach
+from torchbagua.checks import check_algorithm
 from torchbagua.user_warning import warn_user
 
 
@@ -78,9 +81,10 @@ def take_arguments(
 
     Raises:
         KeyError: no algorithm has that name.
-        TypeError: an argument is neither the algorithm's nor the framework's.
+        TypeError: it is neither a name nor an algorithm, or an argument is neither the algorithm's nor the framework's.
         ValueError: a value does not fit. Those of an algorithm that needs the optimizer are not looked at here.
     """
+    check_algorithm(adapter, algorithm)
     named = {} if isinstance(algorithm, Algorithm) else inspect.signature(get(algorithm)).parameters
     needed = {name for name, parameter in named.items() if parameter.default is parameter.empty}
     own = {name: arguments.pop(name) for name in named.keys() - needed if name in arguments}
@@ -92,3 +96,25 @@ def take_arguments(
     if isinstance(algorithm, str) and not needed:
         Algorithm.init(algorithm, **own)
     return own
+
+
+def check_options(options: Collection[str]) -> None:
+    """Raise TypeError unless all are keyword arguments of `torchbagua.attach`, for one that is called later."""
+    parameters = inspect.signature(attach).parameters.values()
+    allowed = sorted(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
+    if unknown := sorted(set(options) - set(allowed)):
+        raise TypeError(f"attach: {unknown[0]} is no option of torchbagua.attach, which has {allowed}")
+
+
+def check_uses_ddp(accelerator: Any) -> None:
+    """Raise ValueError where accelerate makes no DistributedDataParallel: of one process, or FSDP's."""
+    if not str(accelerator.distributed_type.value).startswith("MULTI_"):
+        raise ValueError(
+            "attach: accelerate must run DistributedDataParallel, of several processes, got DistributedType."
+            f"{accelerator.distributed_type.value}; start with torchrun or accelerate launch, without FSDP or DeepSpeed"
+        )
+
+
+def without_compiler(model: torch.nn.Module) -> Any:
+    """Return the module that torch.compile has wrapped, or `model`."""
+    return getattr(model, "_orig_mod", model)

@@ -55,3 +55,34 @@ def load_rank_state(attachment: Attachment, files: Path, rank: int) -> None:
     own = Path(f"{files}_{rank}.pt")
     file = own if own.exists() else Path(f"{files}_0.pt")
     attachment.load_rank_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+
+
+def load_noted_rank_state(attachment: Attachment, files: Path, num_ranks: int) -> None:
+    """Load as `load_rank_state`, where the checkpoint says that `num_ranks` ranks have saved: on all ranks or on none.
+
+    Collective over the default group. With 0, files that are there are of another run and are left alone, with a
+    RuntimeWarning. Ranks beyond `num_ranks` read rank 0's.
+
+    Raises:
+        FileNotFoundError, on all ranks: a rank lacks its file.
+        ValueError: ranks disagree in `num_ranks`; or as `load_rank_state`.
+    """
+    rank = dist.get_rank()
+    file = Path(f"{files}_{rank if rank < num_ranks else 0}.pt")
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (num_ranks, "" if file.exists() else str(file)))  # noqa: TID251
+    if len({noted for noted, _ in found}) > 1:
+        raise ValueError(
+            f"torchbagua: {files.parent} is not the same checkpoint on all ranks: it says that an algorithm's state "
+            f"was saved by so many ranks: {[noted for noted, _ in found]}"
+        )
+    if num_ranks == 0:
+        warn_user(f"torchbagua: {files.parent} has no state of an algorithm; it starts anew from these weights")
+        return
+    for other, (_, missing) in enumerate(found):
+        if missing:
+            raise FileNotFoundError(
+                f"torchbagua: {missing}, which rank {other} has to read, does not exist; the checkpoint was saved by "
+                f"{num_ranks} ranks, and each needs its own file where it reads the checkpoint"
+            )
+    load_rank_state(attachment, files, rank)

@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torchbagua as tb
-from torchbagua.accelerate import check_uses_ddp, without_compiler
-from torchbagua.events import CommEvent
-from torchbagua.frameworks import framework
-from torchbagua.rank_states import load_rank_state, save_rank_state
-from torchbagua.traces.charts import scalars
-from torchbagua.traces.figures import Figures
-from torchbagua.user_warning import warn_user
+from torchbagua.algorithms.base import init_for
+from torchbagua.checks import check_algorithm
+from torchbagua.frameworks import check_options, check_uses_ddp, framework, without_compiler
+from torchbagua.optimizers import unwrap
+from torchbagua.rank_states import load_noted_rank_state, save_rank_state
+from torchbagua.traces.step_cost import StepCost
 
 with framework("transformers", tested="5.23.0", adapter="torchbagua.transformers") as _tested:
+    import accelerate  # noqa: F401 - without it transformers can be imported, and makes no Trainer
     import transformers
 
 _MARK = "_torchbagua_attached"
+_NOTE = "torchbagua"  # in trainer_state.json: which step's state of an algorithm is beside it, and of how many ranks
 
 
 def attach(trainer: transformers.Trainer, algorithm: tb.Algorithm | str, **options: Any) -> "TrainerAttachment":
@@ -40,7 +41,9 @@ def attach(trainer: transformers.Trainer, algorithm: tb.Algorithm | str, **optio
         options: of [`torchbagua.attach`][torchbagua.attach], `observers` for instance.
 
     Raises:
-        TypeError, ValueError: `trainer` is no Trainer, is training or attached already, or does not use DDP.
+        TypeError, ValueError: `trainer` is no Trainer, is training or attached already, or does not use DDP; or an
+            argument does not fit.
+        KeyError: no algorithm has that name.
     """
     if not isinstance(trainer, transformers.Trainer):
         raise TypeError(f"attach: trainer must be a transformers.Trainer, got {type(trainer).__name__}")
@@ -49,6 +52,14 @@ def attach(trainer: transformers.Trainer, algorithm: tb.Algorithm | str, **optio
     if hasattr(trainer, _MARK):
         raise ValueError("attach: an algorithm is attached to the trainer already; detach it first")
     check_uses_ddp(trainer.accelerator)
+    check_algorithm("attach", algorithm)
+    check_options(options)
+    if trainer.optimizer is not None:
+        init_for(algorithm, [unwrap(trainer.optimizer)])
+    elif algorithm == "qadam" and type(trainer).create_optimizer is transformers.Trainer.create_optimizer:
+        raise ValueError(
+            "attach: qadam needs a QAdamOptimizer, make the trainer with optimizers=(qadam_optimizer, None)"
+        )
     return TrainerAttachment(trainer, algorithm, options)
 
 
@@ -63,7 +74,7 @@ class TrainerAttachment:
 
     def __init__(self, trainer: transformers.Trainer, algorithm: tb.Algorithm | str, options: dict[str, Any]) -> None:
         self._trainer, self._algorithm, self._options = trainer, algorithm, options
-        self._cost = _Cost()
+        self._cost = StepCost()
         self._run, self._undo = ExitStack(), ExitStack()
         around: dict[str, Callable[..., Any]] = {
             "_inner_training_loop": self._train,
@@ -82,7 +93,13 @@ class TrainerAttachment:
         self._undo.callback(delattr, trainer, _MARK)
 
     def detach(self) -> None:
-        """Give the trainer back as it was. A second call does nothing."""
+        """Give the trainer back as it was. A second call does nothing.
+
+        Raises:
+            RuntimeError: the trainer is training: what it still saves and evaluates would be one rank's.
+        """
+        if self._running is not None:
+            raise RuntimeError("TrainerAttachment.detach: the trainer is training; call it when trainer.train is done")
         self._undo.close()
 
     def _train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -91,16 +108,15 @@ class TrainerAttachment:
 
     def _prepare(self, prepare: Callable[..., Any], max_steps: Any, loader: Any, checkpoint: str | None) -> Any:
         prepared = prepare(max_steps, loader, checkpoint)
-        trainer, self._cost = self._trainer, _Cost()
+        trainer, self._cost = self._trainer, StepCost()
         observers = [*self._options.get("observers", []), self._cost]
         options = {"grad_scaler": trainer.accelerator.scaler, **self._options, "observers": observers}
         model = without_compiler(trainer.model_wrapped)
         self.attachment = self._run.enter_context(tb.attach(model, trainer.optimizer, self._algorithm, **options))
         if checkpoint is not None:
-            if any(Path(checkpoint).glob("torchbagua_*.pt")):
-                load_rank_state(self.attachment, Path(checkpoint) / "torchbagua", trainer.args.process_index)
-            else:
-                warn_user(f"torchbagua: {checkpoint} has no state of an algorithm; it starts anew from these weights")
+            note = trainer.state.stateful_callbacks.get(_NOTE, {})  # of an earlier step, if a run without us kept it
+            num_ranks = note["num_ranks"] if note.get("global_step") == trainer.state.global_step else 0
+            load_noted_rank_state(self.attachment, Path(checkpoint) / "torchbagua", num_ranks)
         return prepared
 
     def _finalize(self, finalize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -108,11 +124,15 @@ class TrainerAttachment:
         return finalize(*args, **kwargs)
 
     def _save(self, save: Callable[..., None], model: Any, trial: Any) -> None:
+        args, state = self._trainer.args, self._trainer.state
+        attachment = None if args.save_only_model else self._running
+        if attachment is not None:
+            state.stateful_callbacks[_NOTE] = {"global_step": state.global_step, "num_ranks": args.world_size}
         self._with_mean(save, model, trial)
-        trainer = self._trainer
-        if self._running is not None and not trainer.args.save_only_model:
-            folder = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{trainer.state.global_step}"
-            save_rank_state(self._running, folder / "torchbagua", trainer.args.process_index)
+        state.stateful_callbacks.pop(_NOTE, None)
+        if attachment is not None:
+            folder = Path(self._trainer._get_output_dir(trial=trial)) / f"checkpoint-{state.global_step}"
+            save_rank_state(attachment, folder / "torchbagua", args.process_index)
 
     def _with_mean(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self._running is None else self._running.averaged_weights():
@@ -124,25 +144,3 @@ class TrainerAttachment:
     @property
     def _running(self) -> tb.Attachment | None:
         return None if self.attachment is None or self.attachment.is_detached else self.attachment
-
-
-class _Cost:
-    """An observer that adds up what steps cost since it was asked last."""
-
-    def __init__(self) -> None:
-        self._events: list[CommEvent] = []
-        self._figures = Figures()
-
-    def on_comm(self, event: CommEvent) -> None:
-        """Add the events of a step when it ends."""
-        self._events.append(event)
-        if event.phase == "step":
-            self._figures.add(self._events)
-            self._figures.bucket_ns.clear()  # which would grow for ever where nothing is logged
-            self._events.clear()
-
-    def take(self) -> dict[str, float]:
-        """Return what TensorBoardTrace shows in its overview, and begin again; nothing where there was no step."""
-        figures, self._figures = self._figures, Figures()
-        shown = scalars(figures, sent_bytes=0).items() if figures.num_steps else ()
-        return {tag.replace("communication", "torchbagua"): v for tag, v in shown if tag.startswith("communication/")}
