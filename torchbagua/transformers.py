@@ -57,9 +57,7 @@ def attach(trainer: transformers.Trainer, algorithm: tb.Algorithm | str, **optio
     if trainer.optimizer is not None:
         init_for(algorithm, [unwrap(trainer.optimizer)])
     elif algorithm == "qadam" and type(trainer).create_optimizer is transformers.Trainer.create_optimizer:
-        raise ValueError(
-            "attach: qadam needs a QAdamOptimizer, make the trainer with optimizers=(qadam_optimizer, None)"
-        )
+        raise ValueError("attach: qadam needs a QAdamOptimizer; make the trainer with optimizers=(q_adam, None)")
     return TrainerAttachment(trainer, algorithm, options)
 
 

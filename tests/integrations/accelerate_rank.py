@@ -3,9 +3,11 @@
 Argument: a folder, for checkpoints and for `<rank>.json`.
 """
 
+import gc
 import json
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,7 @@ def runs() -> dict[str, Any]:
                 during = weights_of(model)
             found[name][f"accumulation {accumulation}"] = {
                 "steps": sum(event.phase == "step" for event in recorder.events),
+                "buckets": sum(event.phase == "bucket" for event in recorder.events),
                 "during": during,
                 "weights": weights_of(model),
                 "threads": [thread.name for thread in threading.enumerate() if thread not in threads],
@@ -186,6 +189,34 @@ def switched() -> dict[str, Any]:
     return {"saved": saved, "loaded": loaded, "files": files}
 
 
+def freed() -> dict[str, Any]:
+    """Another model after free_memory, as find_executable_batch_size has it; with a GradScaler of its own."""
+    accelerator, model, optimizer, raw = accelerated("decentralized")
+    module = weakref.ref(model.module)
+    with attach(accelerator, model, optimizer, "decentralized"):
+        train(accelerator, model, optimizer, range(1))
+    del model, optimizer, raw
+    accelerator.free_memory()
+    gc.collect()
+    found: dict[str, Any] = {"is freed": module() is None}
+    model, optimizer = accelerator.prepare(*model_and_optimizer("decentralized"))
+    accelerator.save_state(str(FOLDER / "freed"))
+    accelerator.wait_for_everyone()
+    accelerator.load_state(str(FOLDER / "freed"))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with attach(accelerator, model, optimizer, "decentralized", grad_scaler=scaler) as attachment:
+        found["scaler is taken"] = attachment.impl.grad_scaler is scaler
+        train(accelerator, model, optimizer, range(1))
+        accelerator.save_state(str(FOLDER / "freed"))
+        found["saved"] = weights_of(model)
+        accelerator.wait_for_everyone()
+    accelerator, model, optimizer, _ = accelerated("decentralized")
+    with attach(accelerator, model, optimizer, "decentralized"):
+        accelerator.load_state(str(FOLDER / "freed"))
+        found["loaded"] = weights_of(model)
+    return found
+
+
 def error_of(call: Callable[[], Any]) -> str:
     """What it raises."""
     try:
@@ -238,7 +269,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     RANK = Accelerator(cpu=True).process_index
     found = {}
-    for scenario in (runs, resumed, overflow, forced_sync, switched, refusals, exception):
+    for scenario in (runs, resumed, overflow, forced_sync, switched, freed, refusals, exception):
         print(f"rank {RANK}: {scenario.__name__}", flush=True)
         found[scenario.__name__] = scenario()
     (FOLDER / f"{RANK}.json").write_text(json.dumps(found))

@@ -47,8 +47,11 @@ def parameters(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", GRADIENTS + WEIGHTS)
 def test_every_step_is_heard_of(found: Found, name: str) -> None:
     for one in found:
-        assert one["runs"][name]["accumulation 1"]["steps"] == STEPS
-        assert one["runs"][name]["accumulation 2"]["steps"] == STEPS / 2
+        for accumulation in (1, 2):
+            run = one["runs"][name][f"accumulation {accumulation}"]
+            assert run["steps"] == STEPS / accumulation
+            if name in GRADIENTS:
+                assert run["buckets"] == STEPS / accumulation  # the hook's calls: DDP makes one bucket of it
 
 
 @pytest.mark.parametrize(
@@ -109,6 +112,14 @@ def test_two_models_and_a_second_algorithm(found: Found) -> None:
     for one in found:
         assert one["switched"]["loaded"] == one["switched"]["saved"]
     assert {"torchbagua_1.pt", "torchbagua_model1_1.pt"} <= set(found[0]["switched"]["files"])
+
+
+def test_memory_is_freed_and_another_model_saved_and_loaded(found: Found) -> None:
+    for one in found:
+        assert one["freed"]["is freed"]
+        assert one["freed"]["scaler is taken"]
+        assert one["freed"]["loaded"] == one["freed"]["saved"]
+    assert found[0]["freed"]["saved"] != found[1]["freed"]["saved"]
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ def test_every_step_is_heard_of(found: Found, name: str, accumulation: int) -> N
     for one in found:
         run = one["runs"][name][f"accumulation {accumulation}"]
         assert run["steps"] == run["global_step"] == STEPS
+        if name in GRADIENTS:
+            assert run["buckets"] == STEPS  # the hook's calls: DDP makes one bucket of it
 
 
 @pytest.mark.parametrize("name", [name for name in GRADIENTS + WEIGHTS if name != "async"])  # whose rounds are timed
@@ -138,7 +140,13 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(found: Found) -> None:
         ("no trainer", "TypeError: attach: trainer must be a transformers.Trainer, got Regression"),
         ("twice", "ValueError: attach: an algorithm is attached to the trainer already; detach it first"),
         ("too late", "ValueError: .* call attach before trainer.train"),
-        ("name", "ValueError: .*QAdamOptimizer, got"),
+        ("name", "KeyError: .*no algorithm is named 'bytegrd'; there are "),
+        ("class", r"TypeError: attach: algorithm must be .* construct it: ByteGradAlgorithm\(\)"),
+        ("option", "TypeError: attach: observer is no option of torchbagua.attach, which has .*'observers'"),
+        ("no QAdamOptimizer", r"ValueError: attach: qadam needs .* with optimizers=\(q_adam, None\)"),
+        ("another optimizer", r"ValueError: .* one QAdamOptimizer, got \['SGD'\]"),
+        ("too early", "RuntimeError: .*detach: the trainer is training; call it when trainer.train is done"),
+        ("missing file", r"FileNotFoundError: torchbagua: .*own 1/checkpoint-3/torchbagua_1.pt, which rank 1 has to"),
         ("plain checkpoint", "has no state of an algorithm; it starts anew from these weights"),
     ],
 )
@@ -157,6 +165,17 @@ def test_one_process_is_refused(tmp_path: Path) -> None:
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"needs transformers.*; pip install 'torchbagua\[transformers\]'"):
+        runpy.run_path(str(ADAPTER))
+
+
+@pytest.mark.parametrize("missing", [["accelerate"], ["accelerate", "transformers"]])
+def test_without_accelerate_the_extra_is_that_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, missing: list[str]
+) -> None:
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "torchbagua.accelerate", raising=False)
+    with pytest.raises(ImportError, match=r"transformers needs .*; pip install 'torchbagua\[transformers\]'"):
         runpy.run_path(str(ADAPTER))
 
 

@@ -4,6 +4,7 @@ Argument: a folder, for checkpoints, logs and `<rank>.json`.
 """
 
 import json
+import shutil
 import sys
 import threading
 import warnings
@@ -120,6 +121,7 @@ def runs() -> dict[str, Any]:
             trainer.train()
             found[name][f"accumulation {accumulation}"] = {
                 "steps": sum(event.phase == "step" for event in recorder.events),
+                "buckets": sum(event.phase == "bucket" for event in recorder.events),
                 "global_step": trainer.state.global_step,
                 "during": spy.weights[-1],
                 "weights": weights_of(trainer.model),
@@ -277,16 +279,19 @@ def error_of(call: Callable[[], Any]) -> str:
         warnings.simplefilter("always", RuntimeWarning)
         try:
             call()
-        except (TypeError, ValueError) as error:
+        except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
     return "; ".join(str(one.message) for one in caught if "torchbagua" in str(one.message)) or "nothing"
 
 
-class AttachTooLate(TrainerCallback):
-    """Attaches when training has begun."""
+class Call(TrainerCallback):
+    """Calls something when training has begun."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call = call
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.error = error_of(lambda: attach(self.trainer, "bytegrad"))
+        self.error = error_of(self.call)
 
 
 def refusals() -> dict[str, str]:
@@ -297,20 +302,40 @@ def refusals() -> dict[str, str]:
     found["twice"] = error_of(lambda: attach(trainer, "bytegrad"))
     attached.detach()
     attached.detach()
-    late = AttachTooLate()
+    found["name"] = error_of(lambda: attach(trainer, "bytegrd"))
+    found["class"] = error_of(lambda: attach(trainer, tb.ByteGradAlgorithm))
+    found["option"] = error_of(lambda: attach(trainer, "bytegrad", observer=[]))
+    found["no QAdamOptimizer"] = error_of(lambda: attach(trainer, "qadam"))
+    found["another optimizer"] = error_of(lambda: attach(with_sgd(), "qadam"))
+
+    # In the folder of an earlier run, with an algorithm, which had saved the same steps.
+    earlier, later = FOLDER / "low_precision_decentralized" / f"checkpoint-{STOP}", FOLDER / "no" / f"checkpoint-{STOP}"
+    later.mkdir(parents=True, exist_ok=True)
+    shutil.copy(earlier / f"torchbagua_{RANK}.pt", later)
+    late = Call(lambda: attach(trainer, "bytegrad"))
     trainer = make("bytegrad", callbacks=[late], save_strategy="steps", save_steps=STOP, output_dir=str(FOLDER / "no"))
-    late.trainer = trainer
     trainer.train()
     found["too late"] = late.error
-    found["name"] = error_of(lambda: _train(make("bytegrad"), "qadam"))
-    checkpoint = str(FOLDER / "no" / f"checkpoint-{STOP}")
-    found["plain checkpoint"] = error_of(lambda: _train(make("bytegrad"), "decentralized", checkpoint))
+    early = Call(lambda: attached.detach())
+    trainer = make("bytegrad", callbacks=[early])
+    attached = attach(trainer, "low_precision_decentralized")
+    found["plain checkpoint"] = error_of(lambda: trainer.train(resume_from_checkpoint=str(later)))
+    found["too early"] = early.error
+
+    shutil.copytree(earlier, own := FOLDER / f"own {RANK}" / earlier.name)
+    if RANK == 1:
+        (own / "torchbagua_1.pt").unlink()
+    trainer = make("bytegrad")
+    attach(trainer, "low_precision_decentralized")
+    found["missing file"] = error_of(lambda: trainer.train(resume_from_checkpoint=str(own)))
     return found
 
 
-def _train(trainer: Trainer, algorithm: str, checkpoint: str | None = None) -> None:
-    attach(trainer, algorithm)
-    trainer.train(resume_from_checkpoint=checkpoint)
+def with_sgd() -> Trainer:
+    """A trainer that was given an optimizer."""
+    model = Regression()
+    arguments = TrainingArguments(output_dir=str(FOLDER), use_cpu=True, ddp_backend="gloo", report_to=[])
+    return Trainer(model, arguments, optimizers=(torch.optim.SGD(model.parameters()), None))
 
 
 if __name__ == "__main__":
