@@ -58,14 +58,14 @@ def load_rank_state(attachment: Attachment, files: Path, rank: int) -> None:
 
 
 def load_noted_rank_state(attachment: Attachment, files: Path, num_ranks: int) -> None:
-    """Load as `load_rank_state`, where the checkpoint says that `num_ranks` ranks have saved: on all ranks or on none.
+    """Read what `save_rank_state` wrote on `num_ranks` ranks, as the checkpoint says: on all ranks, or on none.
 
     Collective over the default group. With 0, files that are there are of another run and are left alone, with a
     RuntimeWarning. Ranks beyond `num_ranks` read rank 0's.
 
     Raises:
         FileNotFoundError, on all ranks: a rank lacks its file.
-        ValueError: ranks disagree in `num_ranks`; or as `load_rank_state`.
+        ValueError: ranks disagree in `num_ranks`; or as `Attachment.load_rank_state_dict`.
     """
     rank = dist.get_rank()
     file = Path(f"{files}_{rank if rank < num_ranks else 0}.pt")
@@ -85,4 +85,4 @@ def load_noted_rank_state(attachment: Attachment, files: Path, num_ranks: int) -
                 f"torchbagua: {missing}, which rank {other} has to read, does not exist; the checkpoint was saved by "
                 f"{num_ranks} ranks, and each needs its own file where it reads the checkpoint"
             )
-    load_rank_state(attachment, files, rank)
+    attachment.load_rank_state_dict(torch.load(file, map_location="cpu", weights_only=True))
