@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchbagua.compressors import MinMaxUInt4, MinMaxUInt8, Sign1Bit, TensorSpec
+from torchbagua.compressors import MinMaxUInt4, MinMaxUInt8, Sign1Bit, TensorSpec, TopK
 
 OPS = torch.ops.torchbagua
 BLOCK = 2048
@@ -26,8 +26,8 @@ FEED_FORWARD = [4 * WIDTH * WIDTH, 4 * WIDTH, 4 * WIDTH * WIDTH, WIDTH]
 LAYER = [*NORM, *ATTENTION, *NORM, *FEED_FORWARD]
 OF_ALL = " of all"
 
-Codec = type[MinMaxUInt8 | MinMaxUInt4 | Sign1Bit]
-CODECS: tuple[Codec, ...] = (MinMaxUInt8, MinMaxUInt4, Sign1Bit)
+Codec = type[MinMaxUInt8 | MinMaxUInt4 | Sign1Bit | TopK]
+CODECS: tuple[Codec, ...] = (MinMaxUInt8, MinMaxUInt4, Sign1Bit, TopK)
 Arguments = tuple[Any, ...]
 
 

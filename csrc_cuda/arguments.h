@@ -169,8 +169,8 @@ inline float divisor_of(const Call& call, double divisor) {
   return rounded;
 }
 
-inline Table table_of(const Call& call, const Tensor& table) {
-  check(call, {"table", table}, table.scalar_type() == ScalarType::Long, "int64", {{"B"}, {nullptr, 4}});
+inline Table table_of(const Call& call, const Tensor& table, int64_t num_fields) {
+  check(call, {"table", table}, table.scalar_type() == ScalarType::Long, "int64", {{"B"}, {nullptr, num_fields}});
   return {static_cast<const Block*>(table.const_data_ptr()), table.size(0), table.size(1)};
 }
 

@@ -10,8 +10,8 @@
 
 namespace torchbagua::binding {
 
-// `Kernels` has kName, how the operations' names begin; kDevice, the device that they are for; and a function for each
-// operation, which is given the call and the arguments, the tables' content unseen.
+// `Kernels` has kName, how the operations' names begin; kDevice, the device that they are for; kFields, of a row of a
+// table; and a function for each operation, which is given the call and the arguments, the tables' content unseen.
 template <typename Kernels>
 struct CodecOps {
   static Call call(const char* name, const Tensor& first) { return {{Kernels::kName, name}, Kernels::kDevice, first}; }
@@ -21,7 +21,7 @@ struct CodecOps {
     const Call called = call("encode", x);
     with_element_of(called, {"x", x}, [&](auto element) {
       const auto values = span_of<const decltype(element)>(called, {"x", x});
-      const Table blocks = table_of(called, table);
+      const Table blocks = table_of(called, table, Kernels::kFields);
       Kernels::encode(called, values, blocks, span_of<unsigned char>(called, {"wire", wire}));
     });
   }
@@ -29,7 +29,7 @@ struct CodecOps {
   static void decode(const Tensor& wire, const Tensor& table, const Tensor& x) {
     const Call called = call("decode", wire);
     const auto bytes = span_of<const unsigned char>(called, {"wire", wire});
-    const Table blocks = table_of(called, table);
+    const Table blocks = table_of(called, table, Kernels::kFields);
     with_element_of(called, {"x", x}, [&](auto element) {
       Kernels::decode(called, bytes, blocks, span_of<decltype(element)>(called, {"x", x}));
     });
@@ -38,7 +38,7 @@ struct CodecOps {
   static void decode_mean(const Tensor& rows, const Tensor& table, double divisor, const Tensor& x) {
     const Call called = call("decode_mean", rows);
     const Rows wires = rows_of(called, rows);
-    const Table blocks = table_of(called, table);
+    const Table blocks = table_of(called, table, Kernels::kFields);
     const float by = divisor_of(called, divisor);
     Kernels::decode_mean(called, wires, blocks, by, span_of<float>(called, {"x", x}));
   }
@@ -46,7 +46,7 @@ struct CodecOps {
   static void decode_mean_encode(const Tensor& rows, const Tensor& table, double divisor, const Tensor& wire) {
     const Call called = call("decode_mean_encode", rows);
     const Rows wires = rows_of(called, rows);
-    const Table blocks = table_of(called, table);
+    const Table blocks = table_of(called, table, Kernels::kFields);
     const float by = divisor_of(called, divisor);
     Kernels::decode_mean_encode(called, wires, blocks, by,
                                 span_of<unsigned char>(called, {"wire", wire, wires.row_bytes}));
@@ -57,7 +57,7 @@ struct CodecOps {
     const Call called = call("encode_feedback", x);
     const auto values = span_of<const float>(called, {"x", x});
     const auto left_before = span_of<const float>(called, {"residual", residual, values.size});
-    const Table blocks = table_of(called, table);
+    const Table blocks = table_of(called, table, Kernels::kFields);
     const auto bytes = span_of<unsigned char>(called, {"wire", wire});
     Kernels::encode_feedback(called, values, left_before, blocks, bytes,
                              span_of<float>(called, {"left_out", left_out, values.size}));

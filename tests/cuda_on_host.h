@@ -147,6 +147,19 @@ Value __shfl_xor_sync(unsigned int lanes, Value value, int mask) {
   return value;
 }
 
+inline unsigned int __ballot_sync(unsigned int lanes, int is_set) {
+  cuda_on_host::own().exchanged = is_set != 0;
+  cuda_on_host::wait_for_lanes(lanes);
+  unsigned int result = 0;
+  for (unsigned int lane = 0; lane < 32; ++lane) {
+    result |= (lanes >> lane & 1) * cuda_on_host::threads[threadIdx.x / 32 * 32 + lane].exchanged << lane;
+  }
+  cuda_on_host::wait_for_lanes(lanes);
+  return result;
+}
+
+inline int __popc(unsigned int bits) { return __builtin_popcount(bits); }
+
 [[noreturn]] inline void __trap() {
   cuda_on_host::has_trapped = true;
   while (true) {

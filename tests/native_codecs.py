@@ -12,6 +12,7 @@ from torch import Tensor
 from devices import CPU, on_device
 from torchbagua import native
 from torchbagua.native.ops import NATIVE_OPS
+from torchbagua.native.topk import index_bits
 
 OPS = torch.ops.torchbagua
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,7 +24,8 @@ TILE = 4096  # elements: the kernels take longer blocks in several steps
 class Codec:
     """The bytes of a block, the beginning of the operations' names, and where the native kernels run.
 
-    The reference runs on the CPU, and all tensors that the tests hold are there.
+    The reference runs on the CPU, and all tensors that the tests hold are there. Of a sparse codec, `kept_of_64` is how
+    many of 64 elements the tests keep, and `longest` is the longest block.
     """
 
     name: str
@@ -31,6 +33,8 @@ class Codec:
     elements_per_byte: int
     has_cuda_kernels: bool  # without them the reference runs on a GPU, too
     device: torch.device = CPU
+    kept_of_64: int | None = None
+    longest: int = 2**63 - 1
 
     def on(self, device: torch.device) -> "Codec":
         """The same with its kernels on `device`, which are loaded."""
@@ -43,7 +47,17 @@ class Codec:
 
     def payload_bytes(self, length: int) -> int:
         """Of a block of `length` elements."""
-        return -(-length // self.elements_per_byte)
+        kept = self.num_kept(length)
+        return -(-length // self.elements_per_byte) if kept is None else -(-kept * index_bits(length) // 8) + kept
+
+    def num_kept(self, length: int) -> int | None:
+        """Of a block of `length` elements; None where it is all of them."""
+        return None if self.kept_of_64 is None else -(-length * self.kept_of_64 // 64)
+
+    def row(self, start: int, length: int, header: int, payload: int) -> tuple[int, ...]:
+        """Of a table; of any numbers."""
+        kept = self.num_kept(max(1, min(length, 2**31)))
+        return (start, length, header, payload, *([] if kept is None else [kept]))
 
     def native(self, operation: str) -> torch._ops.OpOverload:
         """The operation itself, for tensors of any device."""
@@ -62,7 +76,8 @@ class Codec:
 MINMAX_UINT8 = Codec("minmax_uint8", header_bytes=8, elements_per_byte=1, has_cuda_kernels=True)
 MINMAX_UINT4 = Codec("minmax_uint4", header_bytes=4, elements_per_byte=2, has_cuda_kernels=True)
 SIGN_1BIT = Codec("sign_1bit", header_bytes=4, elements_per_byte=8, has_cuda_kernels=False)
-CODECS = (MINMAX_UINT8, MINMAX_UINT4, SIGN_1BIT)
+TOPK = Codec("topk", header_bytes=4, elements_per_byte=0, has_cuda_kernels=True, kept_of_64=8, longest=4096)
+CODECS = (MINMAX_UINT8, MINMAX_UINT4, SIGN_1BIT, TOPK)
 
 
 def lay_out(codec: Codec, lengths: list[int], seed: int = 0) -> tuple[Tensor, int]:
@@ -83,7 +98,8 @@ def lay_out(codec: Codec, lengths: list[int], seed: int = 0) -> tuple[Tensor, in
     first_payload = max(header, default=0) + codec.header_bytes
     sizes = [codec.payload_bytes(length) for length in lengths]
     payload = [first_payload + offset for offset in place(sizes, 1)]
-    table = torch.tensor([start, lengths, header, payload], dtype=torch.int64).T.contiguous()
+    rows = [codec.row(*fields) for fields in zip(start, lengths, header, payload, strict=True)]
+    table = torch.tensor(rows, dtype=torch.int64).view(len(rows), len(codec.row(0, 1, 0, 0)))
     return table, max((p + n for p, n in zip(payload, sizes, strict=True)), default=0) + 5
 
 
@@ -168,7 +184,7 @@ def mean_by_both(codec: Codec, rows: Tensor, table: Tensor, divisor: float) -> T
 def assert_header_decodes_to_nan(codec: Codec, values: list[float], dtype: torch.dtype) -> None:
     """A block with these floats for a header decodes to NaN, and a mean with it has a NaN header and a zero payload."""
     table, wire_bytes = lay_out(codec, [L])
-    start, _, header, payload = table[0].tolist()
+    start, _, header, payload, *_ = table[0].tolist()
     wire = torch.arange(wire_bytes).to(torch.uint8)
     wire[header : header + codec.header_bytes] = torch.tensor(values).view(torch.uint8)
 

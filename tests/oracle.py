@@ -313,3 +313,22 @@ def to_ranks(results: Sequence[Array], nodes: Sequence[int] | None) -> list[Arra
         return list(results)
     order = list(dict.fromkeys(nodes))
     return [results[order.index(node)] for node in nodes]
+
+
+def largest_of(block: int, kept: int) -> Coded:
+    """Return what codes a block with TopK, of which `kept` of `block` elements are kept."""
+    return lambda x: largest_of_block(x, -(-x.size * kept // block))
+
+
+def largest_of_block(x: Array, kept: int) -> Array:
+    """Return what a block is after TopK's encode and decode."""
+    magnitudes = np.abs(x)
+    if not np.all(magnitudes < F32(2.0**126)):  # NaN compares false
+        return np.full_like(x, np.nan)
+    largest = magnitudes.max()
+    narrow = largest < F32(2.0**-118)
+    inverse, step = (F32(0), F32(0)) if narrow else (F32(127) / largest, largest / F32(127))
+    result = np.zeros_like(x)
+    places = np.argsort(-magnitudes, kind="stable")[:kept]
+    result[places] = rne(x[places] * inverse) * step + F32(0)
+    return result

@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
-from torchbagua.compressors import Cast, Compressor, Identity, MinMaxUInt4, MinMaxUInt8, Sign1Bit, TensorSpec, by_name
+from torchbagua.compressors import (
+    Cast,
+    Compressor,
+    Identity,
+    MinMaxUInt4,
+    MinMaxUInt8,
+    Sign1Bit,
+    TensorSpec,
+    TopK,
+    by_name,
+)
 
 COMPRESSORS: list[Compressor] = [
     MinMaxUInt8(),
@@ -22,6 +32,9 @@ COMPRESSORS: list[Compressor] = [
     Sign1Bit(),
     Sign1Bit(block=None),
     Sign1Bit(8),
+    TopK(),
+    TopK(64, 0.07),
+    TopK(8, 1.0),
     Cast(),
     Cast("float16"),
     Identity(),
@@ -38,6 +51,8 @@ ELEMENTS_PER_BYTE = {MinMaxUInt4: 2, Sign1Bit: 8}
 
 def after_coding(compressor: Compressor) -> oracle.Coded:
     """What a block of a block-wise compressor is after encode and decode."""
+    if isinstance(compressor, TopK):
+        return oracle.largest_of(compressor.block, compressor.block_format.kept)
     return CODED[type(compressor)]
 
 
@@ -88,8 +103,11 @@ def test_wire_bytes_is_what_layout_uses(
         assert row.stop - row.start == promised
         if not compressor.wire_is_tensor:
             assert row.start % 32 == 0
-        start, length_, header, payload = layout.table[slice(*layout.chunk_blocks[chunk : chunk + 2])].T
-        payload_bytes = -(-length_ // ELEMENTS_PER_BYTE.get(type(compressor), 1))
+        start, length_, header, payload, *_ = layout.table[slice(*layout.chunk_blocks[chunk : chunk + 2])].T
+        if isinstance(compressor, TopK):
+            payload_bytes = compressor.block_format.payload_bytes(length_)
+        else:
+            payload_bytes = -(-length_ // ELEMENTS_PER_BYTE.get(type(compressor), 1))
         assert torch.all((header >= row.start) & (payload + payload_bytes <= row.stop))
         assert torch.all(payload[1:] == (payload + payload_bytes)[:-1])
         assert torch.all((start >= layout.elements[chunk].start) & (start + length_ <= layout.elements[chunk].stop))
@@ -236,6 +254,49 @@ def test_four_bits_take_4_25_an_element_and_an_odd_one_half_a_byte_more() -> Non
     assert wire[:6].tolist() == [0, 0, 0x80, 0x3F, 0x4F, 0x00]
 
 
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(1, 64), st.integers(1, 7))
+def test_topk_keeps_the_same_share_of_every_block(segments: list[int], kept: int, num_chunks: int) -> None:
+    compressor = TopK(64, kept / 64)
+    layout = layout_of(compressor, segments, num_chunks)
+    lengths, num_kept = layout.table[:, 1].tolist(), layout.table[:, 4].tolist()
+    assert num_kept == [-(-length * kept // 64) for length in lengths]
+    needed = sum(4 + -(-k * (n - 1).bit_length() // 8) + k for n, k in zip(lengths, num_kept, strict=True))
+    assert needed <= layout.num_bytes
+    if set(lengths) == {64}:
+        assert layout.num_bytes < needed + 32 * num_chunks
+    x = torch.randn(sum(segments), generator=torch.Generator().manual_seed(0))
+    wire, decoded = torch.zeros(layout.num_bytes, dtype=torch.uint8), torch.empty_like(x)
+    compressor.encode(x, layout, wire)
+    for chunk, elements in enumerate(layout.elements):
+        compressor.decode(wire[layout.byte_slices[chunk]], layout.chunk(chunk), decoded[elements])
+    expected = oracle.quantise(x.numpy(), segments, 64, after_coding(compressor))
+    assert torch.equal(decoded, torch.from_numpy(expected))
+
+
+def test_topk_takes_the_ratio_as_it_is_written() -> None:
+    assert TopK(ratio=0.01).block_format.kept == 21
+    assert TopK(200, 0.07).block_format.kept == 14  # 0.07 * 200 is 14.000000000000002
+    assert TopK(ratio=1).block_format.kept == 2048
+    assert TopK(ratio=1e-9).block_format.kept == 1
+    assert 8 * TopK().wire_bytes(2048 * 1000, 1000, torch.float32) / 2048 / 1000 < 0.214
+
+
+@pytest.mark.parametrize("ratio", [0.0, -0.5, 1.01, float("nan"), float("inf")])
+def test_topk_bad_ratio(ratio: float) -> None:
+    with pytest.raises(ValueError, match=f"^TopK: ratio must be above 0 and at most 1, got {ratio}"):
+        TopK(ratio=ratio)
+
+
+def test_topk_bad_arguments() -> None:
+    for block in (0, 12, 4104):
+        with pytest.raises(ValueError, match=f"^TopK: block must be a multiple of 8 from 8 to 4096, got {block}"):
+            TopK(block)
+    with pytest.raises(TypeError, match=r"^TopK: block must be an int, got None"):
+        TopK(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^TopK: ratio must be a number, got"):
+        TopK(ratio="0.01")  # type: ignore[arg-type]
+
+
 def test_names() -> None:
     assert by_name("MinMaxUInt4") == MinMaxUInt4()
     assert by_name("sign1bit") == Sign1Bit()
@@ -245,7 +306,8 @@ def test_names() -> None:
 
 def test_unknown_names() -> None:
     with pytest.raises(
-        ValueError, match=r"one of \['MinMaxUInt4', 'MinMaxUInt8', 'bfloat16', 'float16', 'sign1bit'\], got 'uint4'"
+        ValueError,
+        match=r"one of \['MinMaxUInt4', 'MinMaxUInt8', 'bfloat16', 'float16', 'sign1bit', 'topk'\], got 'uint4'",
     ):
         by_name("uint4")
     with pytest.raises(ValueError, match="Cast: dtype must be one of"):

@@ -47,6 +47,11 @@ def test_status_tells_native_from_reference() -> None:
         "sign_1bit_decode_mean_encode",
         "sign_1bit_encode",
         "sign_1bit_encode_feedback",
+        "topk_decode",
+        "topk_decode_mean",
+        "topk_decode_mean_encode",
+        "topk_encode",
+        "topk_encode_feedback",
     }
     for row in rows:
         native = row.path in ("aot", "jit")

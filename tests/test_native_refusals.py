@@ -18,7 +18,7 @@ ALLOWED = {
     "left_out": r"contiguous float32 \[16\]",
     "wire": r"contiguous uint8 \[(W|\d+)\]",
     "rows": r"contiguous uint8 \[R, W\]",
-    "table": r"contiguous int64 \[B, 4\]",
+    "table": r"contiguous int64 \[B, [45]\]",
 }
 
 
@@ -30,7 +30,8 @@ def codec(request: pytest.FixtureRequest, device: torch.device) -> Codec:
 def good_arguments(codec: Codec, operation: str) -> dict[str, Any]:
     """Two blocks of 8 elements that fill x and the wire to the last byte."""
     header, payload = codec.header_bytes, codec.payload_bytes(8)
-    table = torch.tensor([[0, 8, 0, 2 * header], [8, 8, header, 2 * header + payload]])
+    rows = codec.row(0, 8, 0, 2 * header), codec.row(8, 8, header, 2 * header + payload)
+    table = torch.tensor(rows)
     wire = torch.full((2 * (header + payload),), 7, dtype=torch.uint8)
     x = torch.linspace(-1, 1, 16)
     every = {"x": x, "table": table, "wire": wire, "rows": wire.repeat(2, 1), "divisor": 2.0}
@@ -44,7 +45,7 @@ def spoiled(name: str, good: Tensor, *, is_first: bool) -> list[Tensor]:
     if not is_first:
         bad.append(good.to("meta"))
     if name == "table":
-        bad.append(good[:, :3].contiguous())
+        bad += [good[:, :3].contiguous(), torch.cat((good, good), dim=1)]
     if name in ("residual", "left_out"):
         bad.append(good[:-1])
     return bad
@@ -59,7 +60,9 @@ def bad_rows(codec: Codec) -> list[tuple[int, ...]]:
     rows += [(0, 8, -4, payload), (0, 8, 2, payload), (0, 8, late_header, payload)]
     rows += [(0, 8, 0, -1), (0, 8, 0, late_payload), (0, 9, 0, late_payload - 1)]
     rows += [(0, -(2**63), 0, payload), (2**63 - 1, 8, 0, payload), (0, 2**63 - 1, 0, 2**63 - 1)]
-    return [*rows, (0, 8, 2**63 - 4, payload), (0, 8, 0, 2**63 - 1)]
+    rows += [(0, 8, 2**63 - 4, payload), (0, 8, 0, 2**63 - 1)]
+    kept = [] if codec.kept_of_64 is None else [(0, 8, 0, payload, number) for number in (0, 8, 9, -1, 2**63 - 1)]
+    return [*(codec.row(*row) for row in rows), *kept]
 
 
 def assert_refused(codec: Codec, operation: str, message: str, arguments: Mapping[str, Any]) -> None:

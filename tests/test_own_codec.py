@@ -14,9 +14,9 @@ from ranks import run_ranks
 from torchbagua.compressors import Compressor, TensorSpec, by_name, register_compressor
 from torchbagua.compressors.base import REGISTRY
 
-NAMES = names_in("extend/codec.md", "class TopK", module=__name__)
-TopK = NAMES["TopK"]
-REGISTERED = REGISTRY.pop("topk")  # other tests list the names that there are
+NAMES = names_in("extend/codec.md", "class FewLargest", module=__name__)
+FewLargest = NAMES["FewLargest"]
+REGISTERED = REGISTRY.pop("few_largest")  # other tests list the names that there are
 
 
 def sparse(x: np.ndarray, segments: tuple[int, ...], block: int, num_kept: int) -> np.ndarray:
@@ -36,7 +36,7 @@ SEGMENTS = (1000, 1, 333)
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_mean_is_that_of_what_is_left_and_is_thinned_out_again(size: int) -> None:
-    codec = TopK(64, num_kept=5)
+    codec = FewLargest(64, num_kept=5)
     values = torch.randn(size, sum(SEGMENTS), generator=torch.Generator().manual_seed(0))
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
@@ -55,7 +55,7 @@ def test_the_mean_is_that_of_what_is_left_and_is_thinned_out_again(size: int) ->
 
 
 def test_forms_that_it_does_not_implement_follow_from_those_that_it_does() -> None:
-    codec = TopK(64, num_kept=5)
+    codec = FewLargest(64, num_kept=5)
     spec = TensorSpec(SEGMENTS, torch.float32, torch.device("cpu"), "x")
     layout = codec.layout(spec, spec.even_cuts(1, codec.block_elements))
     x, residual = torch.randn(2, spec.num_elements, generator=torch.Generator().manual_seed(0))
@@ -67,7 +67,7 @@ def test_forms_that_it_does_not_implement_follow_from_those_that_it_does() -> No
 
 
 def test_its_rows_are_as_long_as_it_says() -> None:
-    codec = TopK(64, num_kept=5)
+    codec = FewLargest(64, num_kept=5)
     spec = TensorSpec(SEGMENTS, torch.float32, torch.device("cpu"), "x")
     layout = codec.layout(spec, spec.even_cuts(3, codec.block_elements))
     bounds = spec.block_bounds(64).tolist()
@@ -79,12 +79,12 @@ def test_its_rows_are_as_long_as_it_says() -> None:
 
 
 def test_it_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert REGISTERED is TopK
-    monkeypatch.setitem(REGISTRY, "topk", TopK)
-    assert by_name("topk") == TopK()
-    assert by_name("topk", block=64, num_kept=5) == TopK(64, num_kept=5)
-    with pytest.raises(ValueError, match="a compressor named 'topk' is registered already"):
-        register_compressor("topk", TopK)
+    assert REGISTERED is FewLargest
+    monkeypatch.setitem(REGISTRY, "few_largest", FewLargest)
+    assert by_name("few_largest") == FewLargest()
+    assert by_name("few_largest", block=64, num_kept=5) == FewLargest(64, num_kept=5)
+    with pytest.raises(ValueError, match="a compressor named 'few_largest' is registered already"):
+        register_compressor("few_largest", FewLargest)
 
 
 def test_half_a_codec_is_none() -> None:

@@ -5,11 +5,31 @@
 // would be taken from it. QAdam's update runs while nothing else does, and takes several.
 #pragma once
 
+#include <string>
+#include <type_traits>
+
 #include "blocks.h"
 #include "codec_ops.h"
 #include "instruction_set.h"
 
 namespace torchbagua::cpu {
+
+// The rows of a codec's tables: those of codecs that code all elements of a block.
+template <typename Codec, typename = void>
+struct RowsOf {
+  static constexpr int64_t kFields = 4;
+
+  static bool is_inside_of(const Table& table, long long b, long long num_elements, long long wire_bytes) {
+    const Block& block = table.blocks[b];
+    return is_inside(block, Codec::kHeaderBytes, Codec::payload_bytes(block.length), num_elements, wire_bytes);
+  }
+
+  static std::string allowed_rows() { return "rows (start, length >= 1, header at a multiple of 4, payload)"; }
+};
+
+// A codec with rows of its own says this itself.
+template <typename Codec>
+struct RowsOf<Codec, std::void_t<decltype(Codec::kFields)>> : Codec {};
 
 template <typename Codec>
 struct OnCpu {
@@ -17,6 +37,7 @@ struct OnCpu {
 
   static constexpr const char* kName = Codec::kName;
   static constexpr auto kDevice = binding::DeviceType::CPU;
+  static constexpr int64_t kFields = RowsOf<Codec>::kFields;
 
   template <typename T>
   static void encode(const Call& call, Span<const T> x, Table table, Span<uint8_t> wire) {
@@ -52,14 +73,17 @@ struct OnCpu {
   static void check_blocks(const Call& call, const Table& table, long long num_elements, long long wire_bytes) {
 #ifndef TORCHBAGUA_UNCHECKED_TABLES  // defined by the sanitizer test alone, to show that it would see an overrun
     for (long long b = 0; b < table.num_blocks; ++b) {
-      const Block& block = table.blocks[b];
-      if (!is_inside(block, Codec::kHeaderBytes, Codec::payload_bytes(block.length), num_elements, wire_bytes)) {
+      if (!RowsOf<Codec>::is_inside_of(table, b, num_elements, wire_bytes)) {
         const auto elements = num_elements == kAnyStart ? "" : binding::text_of(num_elements, " elements of x and ");
+        const auto* fields = reinterpret_cast<const long long*>(table.blocks) + b * kFields;
+        std::string row;
+        for (int64_t field = 0; field < kFields; ++field) {
+          row += binding::text_of(field == 0 ? "" : ", ", fields[field]);
+        }
         refuse(call, "table",
-               binding::text_of("rows (start, length >= 1, header at a multiple of 4, payload) of blocks within ",
-                                elements, wire_bytes, " bytes of wire"),
-               binding::text_of("row ", b, " = (", block.start, ", ", block.length, ", ", block.header, ", ",
-                                block.payload, ")"));
+               binding::text_of(RowsOf<Codec>::allowed_rows(), " of blocks within ", elements, wire_bytes,
+                                " bytes of wire"),
+               binding::text_of("row ", b, " = (", row, ")"));
       }
     }
 #endif

@@ -32,6 +32,7 @@ struct OnCuda {
 
   static constexpr const char* kName = Kernels::kName;
   static constexpr auto kDevice = binding::DeviceType::CUDA;
+  static constexpr int64_t kFields = Kernels::kFields;
 
   static int64_t num_thread_blocks(const Table& table) {
     return (table.num_blocks + Kernels::kNumTeams - 1) / Kernels::kNumTeams;
@@ -65,10 +66,13 @@ struct OnCuda {
 
 // Gives torch the operations of a codec: the last line of its file below kernels/, where NVRTC makes nothing of it.
 #undef TORCHBAGUA_CUDA_CODEC
-#define TORCHBAGUA_CUDA_CODEC(codec, num_teams)                                             \
+#undef TORCHBAGUA_CUDA_CODEC_OF_FIELDS
+#define TORCHBAGUA_CUDA_CODEC(codec, num_teams) TORCHBAGUA_CUDA_CODEC_OF_FIELDS(codec, num_teams, 4)
+#define TORCHBAGUA_CUDA_CODEC_OF_FIELDS(codec, num_teams, num_fields)                       \
   struct codec##_kernels {                                                                  \
     static constexpr const char* kName = #codec;                                            \
     static constexpr int64_t kNumTeams = num_teams;                                         \
+    static constexpr int64_t kFields = num_fields;                                          \
     static constexpr auto kEncode = TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_##codec##_encode); \
     static constexpr auto kDecode = TORCHBAGUA_KERNEL_OF_TYPE(torchbagua_##codec##_decode); \
     static constexpr auto* kDecodeMean = &torchbagua_##codec##_decode_mean_float32;         \

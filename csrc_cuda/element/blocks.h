@@ -30,7 +30,7 @@ struct Block {
 struct Table {
   const Block* blocks;
   long long num_blocks;
-  long long num_fields;  // 4, read by nothing: here because a tensor of two dimensions comes with both its sizes
+  long long num_fields;  // read by nothing: here because a tensor of two dimensions comes with both its sizes
 };
 
 // Pass kAnyStart for the number of elements where no x is indexed.

@@ -5,3 +5,4 @@
 #include "minmax_uint4.cuh"
 #include "minmax_uint8.cuh"
 #include "qadam.cuh"
+#include "topk.cuh"

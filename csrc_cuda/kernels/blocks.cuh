@@ -11,6 +11,7 @@
 // The last line of a codec's file, of which cuda/codec.h makes more.
 #ifndef TORCHBAGUA_CUDA_CODEC
 #define TORCHBAGUA_CUDA_CODEC(codec, num_teams)
+#define TORCHBAGUA_CUDA_CODEC_OF_FIELDS(codec, num_teams, num_fields)
 #endif
 
 namespace torchbagua::cuda {

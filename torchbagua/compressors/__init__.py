@@ -9,6 +9,7 @@ from torchbagua.compressors.cast import Cast, Identity
 from torchbagua.compressors.minmax_uint4 import MinMaxUInt4
 from torchbagua.compressors.minmax_uint8 import MinMaxUInt8
 from torchbagua.compressors.sign_1bit import Sign1Bit
+from torchbagua.compressors.topk import TopK
 
 __all__ = [
     "DEFAULT_BLOCK",
@@ -21,6 +22,7 @@ __all__ = [
     "NativeBlockCodec",
     "Sign1Bit",
     "TensorSpec",
+    "TopK",
     "WireLayout",
     "by_name",
     "check_block",

@@ -90,7 +90,8 @@ class WireLayout:
         elements: for each chunk, its slice of the tensor.
         byte_slices: for each chunk, its slice of the wire.
         table: an int64 tensor with a row for each block: its start and length in the tensor, and the offsets of header
-            and payload in the wire. Without rows for a codec that has no blocks.
+            and payload in the wire; of a sparse codec also how many elements are kept. Without rows for a codec that
+            has no blocks.
         chunk_blocks: C + 1 indices of rows in `table`, for C chunks: those of chunk c begin at number c.
     """
 
@@ -109,7 +110,8 @@ class WireLayout:
         """Return the layout of one chunk, as a tensor and a wire of its own."""
         elements, own_bytes = self.elements[index], self.byte_slices[index]
         first, last = self.chunk_blocks[index], self.chunk_blocks[index + 1]
-        shift = torch.tensor([elements.start, 0, own_bytes.start, own_bytes.start], device=self.table.device)
+        shift = self.table.new_zeros(self.table.shape[1])
+        shift[:4] = torch.tensor([elements.start, 0, own_bytes.start, own_bytes.start])
         return WireLayout(
             dtype=self.dtype,
             elements=(slice(0, elements.stop - elements.start),),

@@ -2,8 +2,9 @@
 
 A *block table* is an int64 tensor [B, 4] on the device of the data, one row for each block: `start`, the offset of the
 block in x in elements; `length`, its elements, at least 1; `header`, the offset in the wire of its header bytes, a
-multiple of 4; `payload`, the offset in the wire of its payload bytes. What the blocks of one table write must not
-overlap, nor may a tensor that is written overlap one that is read: the result would depend on the kernel.
+multiple of 4; `payload`, the offset in the wire of its payload bytes. A sparse codec's is [B, 5], with `kept`, how many
+elements of the block travel. What the blocks of one table write must not overlap, nor may a tensor that is written
+overlap one that is read: the result would depend on the kernel.
 
 Blocks of equal length are coded together as the rows of one matrix. Shapes: K blocks, L elements, H header bytes,
 P payload bytes; x: [N] float32, bfloat16 or float16; wire: [W] uint8; rows: [R, W], one wire of each sender.
@@ -32,27 +33,125 @@ from torchbagua.native.ops import (
     refusal,
 )
 
+_DENSE_FIELDS = 4
+
 UNUSABLE_MAGNITUDE = 0x7E800000  # bits of 2^126: no codec takes a magnitude from there on
 
 
-class _Group(NamedTuple):
-    """Blocks of one length: where they lie in x [K, L], and in the wire their headers [K, H] and payloads [K, P]."""
+class Group(NamedTuple):
+    """Blocks that are alike: where they lie in x [K, L], and in the wire their headers [K, H] and payloads [K, P].
+
+    `kept` is how many elements of each travel; all of them where the codec is not sparse.
+    """
 
     elements: Tensor
     header: Tensor
     payload: Tensor
+    kept: int
 
 
-class BlockFormat(ABC):
-    """The bytes of a codec's blocks, and its operations. A subclass says how rows of blocks are coded.
+class TableFormat(ABC):
+    """The operations of a codec over block tables. A subclass says how alike blocks are read and written.
 
     Attributes:
         name: how the names of its operations begin.
         header_bytes: of a block, a multiple of 4.
+        table: what its tables are.
     """
 
     name: ClassVar[str]
     header_bytes: ClassVar[int]
+    table: ClassVar[TensorKind] = TABLE
+
+    @abstractmethod
+    def payload_sizes(self, table: Tensor) -> Tensor:
+        """The payload bytes of the blocks of a table."""
+
+    @abstractmethod
+    def read(self, wire: Tensor, group: Group) -> Tensor:
+        """The blocks [K, L] float32 of a wire."""
+
+    @abstractmethod
+    def write(self, wire: Tensor, group: Group, values_kl: Tensor) -> None:
+        """Write the headers and payloads of blocks [K, L] float32."""
+
+    def allowed_rows(self) -> str:
+        """What a row of a table must be, for a message."""
+        return "rows (start, length >= 1, header at a multiple of 4, payload)"
+
+    def are_allowed(self, table: Tensor) -> Tensor:
+        """Which rows of a table are such, before it is looked at where they lie."""
+        return (table[:, 1] >= 1) & (table[:, 2] % 4 == 0)
+
+    def encode(self, x: Tensor, table: Tensor, wire: Tensor) -> None:
+        """Read x, write header and payload of every block; other bytes of the wire stay as they are."""
+        for group in self._groups("encode", table, x.numel(), wire.numel()):
+            self.write(wire, group, x[group.elements].to(torch.float32))
+
+    def decode(self, wire: Tensor, table: Tensor, x: Tensor) -> None:
+        """Read the wire, write x: float32 arithmetic, rounded to the type of x at the end."""
+        for group in self._groups("decode", table, x.numel(), wire.numel()):
+            x[group.elements] = self.read(wire, group).to(x.dtype)
+
+    def decode_mean(self, rows: Tensor, table: Tensor, divisor: float, x: Tensor) -> None:
+        """Decode all rows, add in float32 in row order, divide by `divisor` in float32, write x, float32."""
+        for group in self._groups("decode_mean", table, x.numel(), rows.shape[1]):
+            x[group.elements] = self._mean(rows, group, divisor)
+
+    def decode_mean_encode(self, rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
+        """Encode that mean, as long as one of the rows; a block's `start` is not used."""
+        for group in self._groups("decode_mean_encode", table, None, wire.numel()):
+            self.write(wire, group, self._mean(rows, group, divisor))
+
+    def encode_feedback(self, x: Tensor, residual: Tensor, table: Tensor, wire: Tensor, left_out: Tensor) -> None:
+        """Encode x + residual, float32, and write what the wire leaves out of that to left_out, where blocks are."""
+        for group in self._groups("encode_feedback", table, x.numel(), wire.numel()):
+            total_kl = x[group.elements] + residual[group.elements]
+            self.write(wire, group, total_kl)
+            left_out[group.elements] = total_kl - self.read(wire, group)
+
+    def _groups(self, operation: str, table: Tensor, num_elements: int | None, wire_bytes: int) -> Iterator[Group]:
+        """The blocks that are alike; ValueError for one outside the wire, or x where its elements are counted."""
+        self._check_blocks(operation, table, num_elements, wire_bytes)
+        header_offsets = torch.arange(self.header_bytes, device=table.device)
+        alike = table[:, [1, *range(_DENSE_FIELDS, table.shape[1])]]
+        for kind in alike.unique(dim=0):
+            blocks = table[(alike == kind).all(dim=1)]
+            length, *kept = kind.tolist()
+            offsets = torch.arange(length, device=table.device)
+            payload_offsets = torch.arange(int(self.payload_sizes(blocks[:1])), device=table.device)
+            yield Group(
+                blocks[:, :1] + offsets,
+                blocks[:, 2:3] + header_offsets,
+                blocks[:, 3:4] + payload_offsets,
+                kept[0] if kept else length,
+            )
+
+    def _check_blocks(self, operation: str, table: Tensor, num_elements: int | None, wire_bytes: int) -> None:
+        start, length, header, payload = table.unbind(1)[:_DENSE_FIELDS]
+        good = self.are_allowed(table)
+        payload_bytes = self.payload_sizes(torch.where(good[:, None], table, 1))
+        good &= (header >= 0) & (header <= wire_bytes - self.header_bytes)
+        good &= (payload_bytes <= wire_bytes) & (payload >= 0) & (payload <= wire_bytes - payload_bytes)
+        if num_elements is not None:
+            good &= (length <= num_elements) & (start >= 0) & (start <= num_elements - length)
+        if not bool(good.all()):
+            row = int((~good).nonzero()[0])
+            elements = "" if num_elements is None else f"{num_elements} elements of x and "
+            allowed = f"{self.allowed_rows()} of blocks within {elements}{wire_bytes} bytes of wire"
+            got = f"row {row} = {tuple(table[row].tolist())}"
+            raise refusal(f"{self.name}_{operation}", "table", allowed, got)
+
+    def _mean(self, rows: Tensor, group: Group, divisor: float) -> Tensor:
+        """The mean [K, L] float32 of the blocks of all rows."""
+        total_kl = self.read(rows[0], group)
+        for row in rows[1:]:
+            total_kl = total_kl + self.read(row, group)
+        return torch.div(total_kl, torch.full_like(total_kl, divisor))
+
+
+class BlockFormat(TableFormat):
+    """The bytes of a codec whose blocks are laid out by their lengths. A subclass says how rows of blocks are coded."""
 
     @abstractmethod
     def payload_bytes(self, lengths: Tensor) -> Tensor:
@@ -70,74 +169,17 @@ class BlockFormat(ABC):
     def decode_rows(self, headers_kh: Tensor, payloads_kp: Tensor, length: int) -> Tensor:
         """The K blocks [K, length] float32; NaN where a header is one that no encoder writes."""
 
-    def encode(self, x: Tensor, table: Tensor, wire: Tensor) -> None:
-        """Read x, write header and payload of every block; other bytes of the wire stay as they are."""
-        for group in self._groups("encode", table, x.numel(), wire.numel()):
-            self._write(wire, group, x[group.elements].to(torch.float32))
+    def payload_sizes(self, table: Tensor) -> Tensor:
+        return self.payload_bytes(table[:, 1])
 
-    def decode(self, wire: Tensor, table: Tensor, x: Tensor) -> None:
-        """Read the wire, write x: float32 arithmetic, rounded to the type of x at the end."""
-        for group in self._groups("decode", table, x.numel(), wire.numel()):
-            x[group.elements] = self._read(wire, group).to(x.dtype)
-
-    def decode_mean(self, rows: Tensor, table: Tensor, divisor: float, x: Tensor) -> None:
-        """Decode all rows, add in float32 in row order, divide by `divisor` in float32, write x, float32."""
-        for group in self._groups("decode_mean", table, x.numel(), rows.shape[1]):
-            x[group.elements] = self._mean(rows, group, divisor)
-
-    def decode_mean_encode(self, rows: Tensor, table: Tensor, divisor: float, wire: Tensor) -> None:
-        """Encode that mean, as long as one of the rows; a block's `start` is not used."""
-        for group in self._groups("decode_mean_encode", table, None, wire.numel()):
-            self._write(wire, group, self._mean(rows, group, divisor))
-
-    def encode_feedback(self, x: Tensor, residual: Tensor, table: Tensor, wire: Tensor, left_out: Tensor) -> None:
-        """Encode x + residual, float32, and write what the wire leaves out of that to left_out, where blocks are."""
-        for group in self._groups("encode_feedback", table, x.numel(), wire.numel()):
-            total_kl = x[group.elements] + residual[group.elements]
-            self._write(wire, group, total_kl)
-            left_out[group.elements] = total_kl - self._read(wire, group)
-
-    def _groups(self, operation: str, table: Tensor, num_elements: int | None, wire_bytes: int) -> Iterator[_Group]:
-        """The blocks of each length; ValueError for one outside the wire, or x where its elements are counted."""
-        self._check_blocks(operation, table, num_elements, wire_bytes)
-        header_offsets = torch.arange(self.header_bytes, device=table.device)
-        for length in table[:, 1].unique():
-            blocks = table[table[:, 1] == length]
-            offsets = torch.arange(int(length), device=table.device)
-            payload_offsets = torch.arange(int(self.payload_bytes(length)), device=table.device)
-            yield _Group(blocks[:, :1] + offsets, blocks[:, 2:3] + header_offsets, blocks[:, 3:] + payload_offsets)
-
-    def _check_blocks(self, operation: str, table: Tensor, num_elements: int | None, wire_bytes: int) -> None:
-        start, length, header, payload = table.unbind(1)
-        payload_bytes = self.payload_bytes(length)
-        good = (length >= 1) & (header >= 0) & (header % 4 == 0) & (header <= wire_bytes - self.header_bytes)
-        good &= (payload_bytes <= wire_bytes) & (payload >= 0) & (payload <= wire_bytes - payload_bytes)
-        if num_elements is not None:
-            good &= (length <= num_elements) & (start >= 0) & (start <= num_elements - length)
-        if not bool(good.all()):
-            row = int((~good).nonzero()[0])
-            elements = "" if num_elements is None else f"{num_elements} elements of x and "
-            allowed = "rows (start, length >= 1, header at a multiple of 4, payload) of blocks within "
-            allowed += f"{elements}{wire_bytes} bytes of wire"
-            got = f"row {row} = {tuple(table[row].tolist())}"
-            raise refusal(f"{self.name}_{operation}", "table", allowed, got)
-
-    def _read(self, wire: Tensor, group: _Group) -> Tensor:
-        """The blocks [K, L] float32 of a wire."""
+    def read(self, wire: Tensor, group: Group) -> Tensor:
         return self.decode_rows(wire[group.header], wire[group.payload], group.elements.shape[1])
 
-    def _mean(self, rows: Tensor, group: _Group, divisor: float) -> Tensor:
-        """The mean [K, L] float32 of the blocks of all rows."""
-        total_kl = self._read(rows[0], group)
-        for row in rows[1:]:
-            total_kl = total_kl + self._read(row, group)
-        return torch.div(total_kl, torch.full_like(total_kl, divisor))
-
-    def _write(self, wire: Tensor, group: _Group, values_kl: Tensor) -> None:
+    def write(self, wire: Tensor, group: Group, values_kl: Tensor) -> None:
         wire[group.header], wire[group.payload] = self.encode_rows(values_kl)
 
 
-# The operations, methods of BlockFormat: what their arguments are, in their order, and which of these they write.
+# The operations, methods of TableFormat: what their arguments are, in their order, and which of these they write.
 _OPERATIONS: dict[str, tuple[dict[str, TensorKind | None], tuple[str, ...]]] = {
     "encode": ({"x": ELEMENTS, "table": TABLE, "wire": WIRE}, ("wire",)),
     "decode": ({"wire": WIRE, "table": TABLE, "x": ELEMENTS}, ("x",)),
@@ -156,6 +198,12 @@ CODECS: dict[str, BlockFormat] = {}
 def register_codec(codec: BlockFormat) -> None:
     """Make a codec's operations `torchbagua::<name>_encode` and so on: the last line of its file."""
     CODECS[codec.name] = codec
-    for suffix, (kinds, writes) in _OPERATIONS.items():
+    define_operations(codec)
+
+
+def define_operations(codec: TableFormat) -> None:
+    """Define the operations of a codec."""
+    for suffix, (dense_kinds, writes) in _OPERATIONS.items():
+        kinds = {**dense_kinds, "table": codec.table}
         check = functools.partial(check_arguments, f"{codec.name}_{suffix}", kinds)
         define_op(codec.name, suffix, check, getattr(codec, suffix), writes)
