@@ -22,6 +22,7 @@ from training import Branches, OneElement, Run, Tower, Wide, build, flat, train
 
 WITH = tb.ByteGradAlgorithm(error_feedback=True)
 IN_4_BITS = tb.CompressedAllReduceAlgorithm(error_feedback=True)
+TOPK = tb.TopKAlgorithm(0.01)
 
 
 train_told = partial(train, tells_optimizer=True)
@@ -29,6 +30,8 @@ train_told = partial(train, tells_optimizer=True)
 
 def feedback_of(size: int, nodes: Sequence[int] | None, algorithm: tb.Algorithm = WITH) -> oracle.TwoPhaseResiduals:
     block, coded = (128, oracle.quantise_block_4_bits) if algorithm is IN_4_BITS else (2048, oracle.quantise_block)
+    if algorithm is TOPK:
+        coded = oracle.largest_of(2048, 21)
     return oracle.TwoPhaseResiduals(lambda row: oracle.quantise(row, [size], block, coded), nodes)
 
 
@@ -54,7 +57,7 @@ def check_runs(runs: Sequence[Run], nodes: Sequence[int] | None = None, algorith
     ranks=[(2, None), (4, None), (8, None), (4, [0, 0, 1, 1]), (3, [0, 0, 1]), (1, None)],
     bucket_cap_mb=[25, 0.01],
     options=[{}, {"num_micro_batches": 3}, {"gradient_as_bucket_view": True}, {"static_graph": True}],
-    algorithm=[WITH, IN_4_BITS],
+    algorithm=[WITH, IN_4_BITS, TOPK],
 )
 def test_the_oracle(
     ranks: tuple[int, list[int] | None], bucket_cap_mb: float, options: dict[str, Any], algorithm: tb.Algorithm
@@ -101,6 +104,7 @@ class Loop:
         group: dist.ProcessGroup,
         model: nn.Module,
         *,
+        algorithm: tb.Algorithm = WITH,
         nodes: Sequence[int] | None = None,
         scale: float | None = None,
         num_optimizers: int = 1,
@@ -115,7 +119,7 @@ class Loop:
         self.attachment = tb.attach(
             self.ddp,
             self.optimizers,
-            WITH,
+            algorithm,
             process_group=None if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes),
             grad_scaler=self.scaler,
         )
@@ -151,13 +155,15 @@ def tensors(residuals: dict[str, dict[str, torch.Tensor]]) -> list[torch.Tensor]
     return [by_name[name] for by_name in residuals.values() for name in sorted(by_name)]
 
 
-@pairwise(ranks=[(2, None), (4, [0, 0, 1, 1]), (3, None)], stop=[1, 3], later_cap_mb=[0.01, 25])
-def test_resume_bit_for_bit(ranks: tuple[int, list[int] | None], stop: int, later_cap_mb: float) -> None:
+@pairwise(ranks=[(2, None), (4, [0, 0, 1, 1]), (3, None)], stop=[1, 3], later_cap_mb=[0.01, 25], algorithm=[WITH, TOPK])
+def test_resume_bit_for_bit(
+    ranks: tuple[int, list[int] | None], stop: int, later_cap_mb: float, algorithm: tb.Algorithm
+) -> None:
     """Chunks have other owners then: DDP makes other buckets in its first step, and for another bucket_cap_mb."""
     model, (size, nodes) = build(Tower), ranks
 
     def body(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        first = Loop(group, model, nodes=nodes, bucket_cap_mb=0.01)
+        first = Loop(group, model, algorithm=algorithm, nodes=nodes, bucket_cap_mb=0.01)
         with first.attachment:
             for step in range(5):
                 if step == stop:
@@ -165,7 +171,7 @@ def test_resume_bit_for_bit(ranks: tuple[int, list[int] | None], stop: int, late
                     state = {"model": first.ddp.module.state_dict(), "attachment": first.attachment.state_dict()}
                     torch.save(state | {"data": first.data.get_state()}, file)
                 first.step()
-        second = Loop(group, model, nodes=nodes, bucket_cap_mb=later_cap_mb)
+        second = Loop(group, model, algorithm=algorithm, nodes=nodes, bucket_cap_mb=later_cap_mb)
         with second.attachment:
             state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
             assert any(tensor.any() for tensor in state["attachment"]["impl"]["sent"].values()) or size == 3

@@ -13,6 +13,7 @@ from torchbagua.algorithms import (
     PowerSGDAlgorithm,
     QAdamAlgorithm,
     QAdamOptimizer,
+    TopKAlgorithm,
     available_algorithms,
     register,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "PowerSGDAlgorithm",
     "QAdamAlgorithm",
     "QAdamOptimizer",
+    "TopKAlgorithm",
     "Topology",
     "WeightBuckets",
     "__version__",

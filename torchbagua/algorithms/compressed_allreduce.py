@@ -11,7 +11,7 @@ from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.sub_buckets import append_sub_buckets, sub_bucket_of
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup, TwoPhaseResiduals
-from torchbagua.compressors import Compressor, Sign1Bit, by_name, check_compression
+from torchbagua.compressors import Compressor, Sign1Bit, TopK, by_name, check_compression
 from torchbagua.state import ParameterState, residual_state
 
 
@@ -66,8 +66,8 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
       each step, and set `impl.grad_scaler = scaler`.
 
     Args:
-        compression: "MinMaxUInt4", "MinMaxUInt8", "sign1bit", "bfloat16" or "float16"; None for full precision; or a
-            Compressor, which may be one of yours. "sign1bit" needs error feedback.
+        compression: "MinMaxUInt4", "MinMaxUInt8", "sign1bit", "topk", "bfloat16" or "float16"; None for full
+            precision; or a Compressor, which may be one of yours. "sign1bit" and "topk" need error feedback.
         hierarchical: with several nodes of several ranks: `intra_compression` within nodes, `compression` between them.
         average: divide by the number of ranks; False gives the sum.
         intra_compression: how values are sent within a node, named as for `compression`; None for full precision. It
@@ -96,23 +96,23 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
                 f"{name}: intra_compression must be None with hierarchical=False, which does not look at nodes, got "
                 f"{self.intra_compression!r}"
             )
-        if _is_one_bit(self.intra_compression):
+        if _needs_feedback(self.intra_compression):
             raise ValueError(
-                f"{name}: intra_compression must not be one bit, which needs error feedback, and what is left out "
-                f"within nodes is not added; got {self.intra_compression!r}"
+                f"{name}: intra_compression must not be sign1bit or topk, which need error feedback, and what is "
+                f"left out within nodes is not added; got {self.intra_compression!r}"
             )
-        if not self.error_feedback and _is_one_bit(self.compression):
+        if not self.error_feedback and _needs_feedback(self.compression):
             raise ValueError(
-                f"{name}: compression {self.compression!r} needs error_feedback=True: one bit leaves so much out that "
-                "training fails where it is lost"
+                f"{name}: compression {self.compression!r} needs error_feedback=True: it leaves so much out that "
+                "training fails where that is lost"
             )
 
     def make_compressors(self) -> tuple[Compressor, Compressor]:
         return by_name(self.compression), by_name(self.intra_compression)
 
 
-def _is_one_bit(compression: str | Compressor | None) -> bool:
-    return compression == "sign1bit" or isinstance(compression, Sign1Bit)
+def _needs_feedback(compression: str | Compressor | None) -> bool:
+    return isinstance(compression, (Sign1Bit, TopK)) or compression in ("sign1bit", "topk")
 
 
 class CompressedAllReduceAlgorithmImpl(AlgorithmImpl):

@@ -1,0 +1,127 @@
+"""TopKAlgorithm: nothing of a gradient is lost, few bytes are sent, and what it refuses.
+
+Its oracle, and resuming, are in test_bytegrad_feedback.py.
+"""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchbagua as tb
+from ranks import run_ranks
+from test_bytegrad_feedback import TOPK, Loop, equal, tensors, train_told
+from torchbagua.compressors import TopK
+from training import Branches, Tower, build
+
+
+@pytest.mark.parametrize(("size", "nodes"), [(2, None), (4, None), (4, [0, 0, 1, 1]), (3, [0, 0, 1])])
+@pytest.mark.parametrize("make_model", [Tower, Branches])
+def test_what_was_sent_and_the_residuals_are_the_gradients(
+    size: int, nodes: list[int] | None, make_model: type[torch.nn.Module]
+) -> None:
+    """To float32 rounding: the sums of ten steps over all ranks, parameter by parameter."""
+    model = build(make_model)
+
+    def body(group: dist.ProcessGroup) -> tuple[dict[str, torch.Tensor], ...]:
+        loop = Loop(group, model, algorithm=TOPK, nodes=nodes, find_unused_parameters=True, bucket_cap_mb=0.01)
+        named = {name: p for name, p in loop.ddp.module.named_parameters() if p.requires_grad}
+        given = {name: torch.zeros_like(p) for name, p in named.items()}
+        got = {name: torch.zeros_like(p) for name, p in named.items()}
+
+        def note(gradient: torch.Tensor, name: str) -> None:
+            given[name] += gradient
+
+        for name, parameter in named.items():
+            parameter.register_hook(partial(note, name=name))
+        with loop.attachment:
+            for step in range(10):
+                loop.step(step)
+                for name, parameter in named.items():
+                    got[name] += 0 if parameter.grad is None else parameter.grad
+            held = loop.residuals()
+        return given, got, held["sent"], held["mean"]
+
+    runs = run_ranks(size, body)
+    for name, received in runs[0][1].items():
+        assert all(torch.equal(run[1][name], received) for run in runs), "replicas differ"
+        gradients = sum(run[0][name] for run in runs) / size
+        left_out = sum(run[2][name] / size + run[3][name] for run in runs)
+        largest = max(run[0][name].abs().max() for run in runs)
+        assert torch.allclose(received + left_out, gradients, rtol=0, atol=1e-5 * float(largest)), name
+        if received.numel() > 400:
+            assert (received == 0).float().mean() > 0.5, "most of it is in the residuals"
+            assert left_out.any()
+
+
+def test_a_step_that_amp_skips_leaves_no_trace() -> None:
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model, algorithm=TOPK, scale=1024.0)
+        with loop.attachment:
+            for _ in range(3):
+                loop.step()
+            before = loop.weights(), tensors(loop.residuals())
+            loop.step(factor=torch.inf if group.rank() == 1 else 1.0)
+            assert equal(loop.weights(), before[0])
+            assert equal(tensors(loop.residuals()), before[1])
+            loop.step()
+            assert not equal(loop.weights(), before[0])
+            assert all(value.isfinite().all() for value in tensors(loop.residuals()))
+
+    run_ranks(2, body)
+
+
+def test_a_hundredth_of_a_gradient_is_sent_in_a_hundred_and_fiftieth_of_its_bytes() -> None:
+    # One parameter of 64 blocks, which DDP sends in a bucket of its own.
+    model = build(lambda: torch.nn.Linear(256, 512, bias=False))
+
+    def body(group: dist.ProcessGroup) -> int:
+        ddp = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        recorder = tb.traces.Recorder()
+        with tb.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), tb.TopKAlgorithm(), observers=[recorder]):
+            ddp(torch.randn(3, 256, generator=torch.Generator().manual_seed(group.rank()))).sum().backward()
+        return recorder.bytes_sent
+
+    full_bytes = 4 * 256 * 512  # of a two-phase mean of 2 ranks in float32
+    for sent in run_ranks(2, body):
+        assert 1 / 155 < sent / full_bytes < 1 / 150
+
+
+def test_of_all_elements_8_bits_are_sent() -> None:
+    model = build(Tower)
+    runs = run_ranks(2, lambda group: train_told(group, model, tb.TopKAlgorithm(1.0), num_steps=1))
+    for name, averaged in runs[0].averaged[0].items():
+        mean = (runs[0].local[0][name] + runs[1].local[0][name]) / 2
+        assert (averaged - mean).abs().max() <= 3 * mean.abs().max() / 254 + 1e-6
+
+
+def test_ranks_must_agree_on_the_ratio() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        tb.TopKAlgorithm(0.01 + group.rank() / 100).reify(group)
+
+    with pytest.raises(ValueError, match=r"TopKAlgorithm's argument ratio.*0\.01.*0\.02"):
+        run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ratio": 0.0}, "TopKAlgorithm: ratio must be above 0 and at most 1, got 0.0"),
+        ({"ratio": 1.5}, "TopKAlgorithm: ratio must be above 0 and at most 1, got 1.5"),
+        ({"block": 100}, "TopKAlgorithm: block must be a multiple of 8 from 8 to 4096, got 100"),
+        ({"block": 8192}, "TopKAlgorithm: block must be a multiple of 8 from 8 to 4096, got 8192"),
+    ],
+)
+def test_arguments_that_are_refused(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        tb.TopKAlgorithm(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("compression", ["topk", TopK(ratio=0.1)])
+def test_topk_without_feedback_is_refused(compression: str | TopK) -> None:
+    with pytest.raises(ValueError, match=r"^CompressedAllReduceAlgorithm: compression .* needs error_feedback=True"):
+        tb.CompressedAllReduceAlgorithm(compression)
