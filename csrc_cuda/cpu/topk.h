@@ -1,10 +1,7 @@
-// The loops of TopK over blocks. The largest of each of many groups of elements give a lower bound of what is kept: of
-// so many groups as there are elements to keep, each has one that is no smaller than the smallest of these. What is no
-// smaller is little more than what is kept, and only that is ordered.
+// The loops of TopK over blocks.
 #pragma once
 
 #include <algorithm>
-#include <functional>
 
 #include "codec.h"
 #include "element/topk.h"
@@ -27,83 +24,70 @@ struct TopK {
                             ", header at a multiple of 4, payload, kept from 1 to length)");
   }
 
-  // The kept elements of a block, in ascending order.
+  // What is worked out of a block.
   struct Kept {
-    alignas(64) int indices[kLongestSparseBlock];
-    alignas(64) int magnitudes[kLongestSparseBlock];  // of the candidates
-    alignas(64) int ordered[kLongestSparseBlock];
+    alignas(64) int magnitudes[kLongestSparseBlock];
+    alignas(64) int indices[kLongestSparseBlock];  // of what is kept, ascending
   };
 
-  // Groups, as many as a power of two that is some times `kept` says; one for each element where that is more.
-  static TORCHBAGUA_ELEMENT long long num_groups(long long length, long long kept) {
-    long long groups = kLanes;
-    while (groups < 3 * kept) {
-      groups *= 2;
+  static TORCHBAGUA_ELEMENT int num_not_below(const int* magnitudes, long long length, int least) {
+    int count = 0;
+#pragma omp simd reduction(+ : count)
+    for (long long i = 0; i < length; ++i) {
+      count += magnitudes[i] >= least;
     }
-    return std::min(groups, length);
+    return count;
   }
 
-  // What the `kept`th largest magnitude is not below.
-  template <typename T>
-  static TORCHBAGUA_ELEMENT int lower_bound(const T* x, long long length, long long kept, int* largest) {
-    const long long groups = num_groups(length, kept);
-    if (groups == length) {
-      return 0;
-    }
-    std::memset(largest, 0, groups * sizeof(int));
-    for (long long first = 0; first < length; first += groups) {
-      const long long size = std::min(groups, length - first);
-#pragma omp simd
-      for (long long i = 0; i < size; ++i) {
-        const int magnitude = magnitude_of(to_float(x[first + i]));
-        largest[i] = largest[i] < magnitude ? magnitude : largest[i];
-      }
-    }
-    std::nth_element(largest, largest + kept - 1, largest + groups, std::greater<int>());
-    return largest[kept - 1];
-  }
-
-  // Finds what is kept, and returns its largest magnitude.
+  // Finds what is kept, and returns the largest magnitude. The smallest one that is kept is found bit by bit, from the
+  // highest: a bit is set where enough magnitudes are no smaller. To count them all again is faster than to sort some.
   template <typename T>
   static TORCHBAGUA_ELEMENT float select(const T* x, long long length, long long kept, Kept& found) {
-    const int bound = lower_bound(x, length, kept, found.ordered);
-    long long count = 0;
+    int* const magnitudes = found.magnitudes;
+    int largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (long long i = 0; i < length; ++i) {
+      magnitudes[i] = magnitude_of(to_float(x[i]));
+      largest = largest < magnitudes[i] ? magnitudes[i] : largest;
+    }
+    if (largest >= kUnusableMagnitude) {
+      return float_of(static_cast<unsigned int>(largest));  // nothing is kept of it
+    }
+    int smallest = 0;
+    for (int bit = 30; bit >= 0; --bit) {
+      const int candidate = smallest | 1 << bit;
+      const int count = candidate <= largest ? num_not_below(magnitudes, length, candidate) : 0;
+      if (count >= kept) {
+        smallest = candidate;
+      }
+      if (count == kept) {
+        break;
+      }
+    }
+    // Of equal magnitudes as many are kept, the first of them, as the larger ones leave room for.
+    long long room = kept - num_not_below(magnitudes, length, smallest + 1);
+    long long written = 0;
     const auto add = [&](long long i) TORCHBAGUA_INLINED {
-      found.indices[count] = static_cast<int>(i);
-      found.magnitudes[count] = magnitude_of(to_float(x[i]));
-      ++count;
+      const bool is_larger = magnitudes[i] > smallest;
+      if (is_larger || room > 0) {
+        found.indices[written++] = static_cast<int>(i);
+        room -= !is_larger;
+      }
     };
     long long first = 0;
     for (; first + kLanes <= length; first += kLanes) {
       unsigned int any = 0;
 #pragma omp simd reduction(| : any)
       for (long long lane = 0; lane < kLanes; ++lane) {
-        any |= static_cast<unsigned int>(magnitude_of(to_float(x[first + lane])) >= bound) << lane;
+        any |= static_cast<unsigned int>(magnitudes[first + lane] >= smallest) << lane;
       }
       for (; any != 0; any &= any - 1) {
         add(first + lowest_bit(any));
       }
     }
     for (; first < length; ++first) {
-      if (magnitude_of(to_float(x[first])) >= bound) {
+      if (magnitudes[first] >= smallest) {
         add(first);
-      }
-    }
-    std::copy(found.magnitudes, found.magnitudes + count, found.ordered);
-    std::nth_element(found.ordered, found.ordered + kept - 1, found.ordered + count, std::greater<int>());
-    const int threshold = found.ordered[kept - 1];
-    long long ties = kept;  // that are kept, the first of them
-    int largest = 0;
-    for (long long i = 0; i < count; ++i) {
-      ties -= found.magnitudes[i] > threshold;
-      largest = std::max(largest, found.magnitudes[i]);
-    }
-    long long written = 0;
-    for (long long i = 0; i < count; ++i) {
-      const bool is_tie = found.magnitudes[i] == threshold && ties > 0;
-      ties -= is_tie;
-      if (is_tie || found.magnitudes[i] > threshold) {
-        found.indices[written++] = found.indices[i];
       }
     }
     return float_of(static_cast<unsigned int>(largest));
