@@ -99,6 +99,7 @@ PRIMITIVES = """
 import torch.distributed as dist
 rank, size = bagua.get_rank(), bagua.get_world_size()
 comm = bagua.communication._get_default_group().get_global_communicator()
+assert bagua.get_backend("a name").global_communicator.nranks() == comm.nranks()
 assert comm.rank() == rank and comm.nranks() == size
 
 sent, theirs, ours = torch.rand(4), torch.zeros(4), torch.zeros(4)

@@ -200,3 +200,21 @@ def _get_default_group() -> BaguaProcessGroup:
         raise RuntimeError("torchbagua.torch_api: there is no default process group: call init_process_group first")
     assert dist.group.WORLD is not None
     return from_torch_group(dist.group.WORLD)
+
+
+class BaguaBackend:
+    """What `get_backend` returns, which Bagua's example of its primitives takes the communicator from.
+
+    Attributes:
+        model_name: the name that was given.
+        global_communicator: that of all ranks.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+        self.global_communicator = _get_default_group().get_global_communicator()
+
+
+def get_backend(model_name: str) -> BaguaBackend:
+    """Return the communicator of all ranks, in an object that has a name."""
+    return BaguaBackend(model_name)
