@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import programs
-from host_kernels import COMPILER
+from source_tree import COMPILER
 
 # Python runs a file of this name when it starts.
 _SITECUSTOMIZE = """

@@ -9,9 +9,9 @@ import pytest
 from torch.utils.cpp_extension import include_paths, library_paths
 
 import programs
-from host_kernels import COMPILER, CSRC, HostKernels
+from host_kernels import CSRC, HostKernels
 from pretended_cuda import pretend_cuda
-from source_tree import REPOSITORY, copy_sources, run_python
+from source_tree import COMPILER, REPOSITORY, copy_sources, run_python
 from torchbagua.native import cuda_toolkit, recipe
 from torchbagua.native.cuda_toolkit import Unavailable
 

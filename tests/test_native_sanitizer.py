@@ -15,10 +15,10 @@ import pytest
 from torch.utils.cpp_extension import include_paths, library_paths
 
 import programs
+from source_tree import COMPILER
 from torchbagua.native import loader, recipe
 
 FUZZER = Path(__file__).with_name("fuzz_native.py")
-COMPILER = os.environ.get("CXX", "c++").split()
 
 
 def runtime_library(name: str) -> Path | None:

@@ -10,6 +10,8 @@ import programs
 from documentation import ROOT
 
 RANKS = (0, 1)
+GRADIENTS = ("gradient_allreduce", "bytegrad", "qadam")
+WEIGHTS = ("decentralized", "low_precision_decentralized", "async")
 
 Found = list[dict[str, Any]]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import rank_programs
 import torch
-from rank_programs import Found
+from rank_programs import GRADIENTS, WEIGHTS, Found
 
 from documentation import ROOT
 
@@ -20,8 +20,6 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 RANK_PROGRAM = Path(__file__).parent / "accelerate_rank.py"
 ADAPTER = ROOT / "torchbagua" / "accelerate.py"
-GRADIENTS = ["gradient_allreduce", "bytegrad", "qadam"]
-WEIGHTS = ["decentralized", "low_precision_decentralized", "async"]
 STEPS = 6
 
 
@@ -31,12 +29,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("accelerate")
     rank_programs.run(RANK_PROGRAM, folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def found(folder: Path) -> Found:
-    """What each rank has found."""
-    return rank_programs.found_in(folder)
 
 
 def parameters(state: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_programs import GRADIENTS, WEIGHTS
 
 import torchbagua as tb
 from documentation import ROOT, blocks_of
@@ -24,8 +25,6 @@ BaguaStrategy = adapter.BaguaStrategy
 
 RANK = Path(__file__).parent / "lightning_rank.py"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-GRADIENTS = ("gradient_allreduce", "bytegrad", "qadam")
-WEIGHTS = ("decentralized", "low_precision_decentralized", "async")
 ALGORITHMS = (*GRADIENTS, *WEIGHTS)
 # One process of each for all of them: it takes seconds to import Lightning.
 OF_TWO = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import rank_programs
-from rank_programs import RANKS, Found
+from rank_programs import GRADIENTS, RANKS, Found
 
 import programs
 from documentation import ROOT
@@ -17,8 +17,7 @@ pytestmark = pytest.mark.integrations
 pytest.importorskip("ray.train")
 
 RANK_PROGRAM = Path(__file__).parent / "ray_rank.py"
-GRADIENTS = ["gradient_allreduce", "bytegrad", "qadam"]
-WEIGHTS = ["decentralized", "low_precision_decentralized"]
+WEIGHTS = ("decentralized", "low_precision_decentralized")
 STEPS, STOP = 6, 3
 
 
@@ -31,12 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with programs.ray_files() as environment:
         programs.run(command, timeout_s=200, cwd=folder, env={**os.environ, **environment, "PYTHONPATH": paths})
     return folder
-
-
-@pytest.fixture(scope="module")
-def found(folder: Path) -> Found:
-    """What each rank has found under Ray."""
-    return rank_programs.found_in(folder)
 
 
 @pytest.fixture(scope="module")

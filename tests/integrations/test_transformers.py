@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import rank_programs
 import torch
-from rank_programs import RANKS, Found
+from rank_programs import GRADIENTS, RANKS, WEIGHTS, Found
 
 from documentation import ROOT
 
@@ -19,8 +19,6 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 RANK_PROGRAM = Path(__file__).parent / "transformers_rank.py"
 ADAPTER = ROOT / "torchbagua" / "transformers.py"
-GRADIENTS = ["gradient_allreduce", "bytegrad", "qadam"]
-WEIGHTS = ["decentralized", "low_precision_decentralized", "async"]
 STEPS, STOP = 6, 3
 LOGGED = {"step_ms", "exposed_ms", "overlap_percent", "sent_MB_a_step", "compression_ratio_to_float32"}
 
@@ -31,12 +29,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("transformers")
     rank_programs.run(RANK_PROGRAM, folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def found(folder: Path) -> Found:
-    """What each rank has found."""
-    return rank_programs.found_in(folder)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
