@@ -125,3 +125,33 @@ def test_a_pause_shorter_than_the_timeout_is_waited_for(algorithm: str, tmp_path
     outputs, seconds_until_exit = run_with_fault("pause", algorithm, tmp_path / "store")
     assert len({re.findall("finished with weights (.*)", output)[0] for output in outputs}) == 1, outputs
     assert seconds_until_exit > PAUSE_S
+
+
+EXIT_WITHIN_GLOO = """
+import contextlib
+import datetime
+import threading
+
+import torch.distributed as dist
+
+from torchbagua.collectives.private_groups import gloo_group
+
+store = dist.HashStore()
+group = gloo_group(store, 0, 1, datetime.timedelta(seconds=1))
+inside = threading.Event()
+
+
+def wait():
+    inside.set()
+    with contextlib.suppress(dist.DistError):
+        store.wait(["never set"], datetime.timedelta(milliseconds=10))
+
+
+threading.Thread(target=wait, daemon=True).start()
+inside.wait()
+"""
+
+
+def test_an_exit_waits_for_a_thread_in_cpp() -> None:
+    """A thread that comes back to the GIL while the interpreter ends aborts it, as gloo's after a collective may."""
+    programs.run([sys.executable, "-c", EXIT_WITHIN_GLOO])

@@ -1,5 +1,8 @@
 """Groups that torch's registry does not know: `torch.distributed.new_group` wants the whole world to take part."""
 
+import atexit
+import functools
+import time
 from datetime import timedelta
 
 import torch
@@ -7,11 +10,23 @@ import torch.distributed as dist
 
 from torchbagua.torch_private import all_gather_base, backend_of, is_nccl, nccl_options, unregistered_group
 
+_GLOO_LETS_GO_S = 0.05
+
 
 def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Return a gloo group for tensors of the CPU. Collective."""
+    _wait_at_exit_for_gloo()
     backend = dist.ProcessGroupGloo(store, rank, size, timeout)
     return unregistered_group(store, rank, size, "cpu", dist.ProcessGroup.BackendType.GLOO, backend)
+
+
+@functools.cache
+def _wait_at_exit_for_gloo() -> None:
+    # After whoever waited for a collective has gone on, a thread of gloo lets go of its tensors, and needs the GIL for
+    # that. Once the interpreter ends it does not get it, and the process aborts ("terminate called without an active
+    # exception"). Nothing tells whether it is done, so the end gives it the time. Plain torch aborts as well, where a
+    # group outlives destroy_process_group (a DDP holds it) and the program ends right after a collective.
+    atexit.register(time.sleep, _GLOO_LETS_GO_S)
 
 
 def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
