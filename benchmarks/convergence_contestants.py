@@ -120,6 +120,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "4bits_feedback": attached(
         "CompressedAllReduce, 4 bits, error feedback", tb.CompressedAllReduceAlgorithm(error_feedback=True)
     ),
+    "topk": attached("TopK, 1 %", tb.TopKAlgorithm(0.01)),
     "powersgd": attached(
         "PowerSGD, rank 4", lambda warmup_steps: tb.PowerSGDAlgorithm(start_step=warmup_steps), warm_up=0.1
     ),
