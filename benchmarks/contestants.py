@@ -258,6 +258,11 @@ def _one_bit_bytes(numel: int) -> int:
     return -(-numel // 8) + 4 * -(-numel // 2048)
 
 
+def _top_bytes(numel: int) -> int:
+    """Of every block of 2048: 21 elements, 11 bits and a byte for each, and a float32. The last block is as long."""
+    return -(-numel // 2048) * (4 + 21 + -(-21 * 11 // 8))
+
+
 COMPUTE_ONLY = "compute"
 CONTROL = "control"
 BASELINE = "ddp"
@@ -279,6 +284,12 @@ CONTESTANTS: dict[str, Contestant] = {
     ),
     "bytegrad": Contestant("ByteGrad", _hooked(tb.ByteGradAlgorithm()), _uint8_bytes),
     "four_bits": Contestant("CompressedAllReduce, 4 bits", _hooked(tb.CompressedAllReduceAlgorithm()), _uint4_bytes),
+    "four_bits_feedback": Contestant(
+        "CompressedAllReduce, 4 bits, error feedback",
+        _attached(tb.CompressedAllReduceAlgorithm(error_feedback=True)),
+        _uint4_bytes,
+    ),
+    "topk": Contestant("TopK, 1 %", _attached(tb.TopKAlgorithm(0.01)), _top_bytes),
     "compute_adam": Contestant("compute only, Adam", _alone_with_adam, _dense(0)),
     "qadam": Contestant("QAdam", _qadam(), _uint8_bytes),
     "qadam_1bit": Contestant("QAdam, 1 bit", _qadam(compression="sign1bit", error_feedback=True), _one_bit_bytes),
