@@ -113,19 +113,34 @@ def bytegrad(
 
 
 class TwoPhaseResiduals:
-    """The compressed mean of stacked arrays, with the residuals of what ranks, or nodes, send and of the mean."""
+    """The compressed mean of stacked arrays, with the residuals of what ranks, or nodes, send and of the mean.
 
-    def __init__(self, quantise: Callable[[Array], Array], nodes: Sequence[int] | None = None) -> None:
-        self.quantise, self.nodes = quantise, nodes
+    With a momentum, of velocities; that of an element that is sent becomes zero if it `forgets`.
+    """
+
+    def __init__(
+        self,
+        quantise: Callable[[Array], Array],
+        nodes: Sequence[int] | None = None,
+        momentum: float | None = None,
+    ) -> None:
+        self.quantise, self.nodes, self.momentum, self.forgets = quantise, nodes, momentum, True
         self.sent: list[Array] | None = None
         self.mean = F32(0)
+        self.velocities: list[Array] = []
 
     def __call__(self, rows: Sequence[Array]) -> Array:
         """Return the mean, and take what is left out for the residuals."""
         sums = node_sums(rows, self.nodes)
+        if self.momentum is not None:
+            before = self.velocities or [np.zeros_like(row) for row in sums]
+            sums = [one * F32(self.momentum) + row for one, row in zip(before, sums, strict=True)]
         full = sums if self.sent is None else [row + left for row, left in zip(sums, self.sent, strict=True)]
         wires = [self.quantise(row) for row in full]
         self.sent = [row - wire for row, wire in zip(full, wires, strict=True)]
+        if self.momentum is not None:
+            pairs = zip(sums, wires, strict=True)
+            self.velocities = [np.where(self.forgets & (wire != 0), F32(0), one) for one, wire in pairs]
         mean = ordered_sum(wires) / F32(len(rows)) + self.mean
         result = self.quantise(mean)
         self.mean = mean - result

@@ -23,6 +23,7 @@ from training import Branches, OneElement, Run, Tower, Wide, build, flat, train
 WITH = tb.ByteGradAlgorithm(error_feedback=True)
 IN_4_BITS = tb.CompressedAllReduceAlgorithm(error_feedback=True)
 TOPK = tb.TopKAlgorithm(0.01)
+WITH_MOMENTUM = tb.TopKAlgorithm(0.01, momentum=0.9, warmup_steps=8)
 
 
 train_told = partial(train, tells_optimizer=True)
@@ -144,7 +145,7 @@ class Loop:
 
     def residuals(self) -> dict[str, dict[str, torch.Tensor]]:
         state = self.attachment.impl.state_dict()
-        return {kind: state[kind] for kind in ("sent", "mean")}
+        return {kind: state[kind] for kind in ("sent", "mean", "velocity") if kind in state}
 
 
 def equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
@@ -155,7 +156,12 @@ def tensors(residuals: dict[str, dict[str, torch.Tensor]]) -> list[torch.Tensor]
     return [by_name[name] for by_name in residuals.values() for name in sorted(by_name)]
 
 
-@pairwise(ranks=[(2, None), (4, [0, 0, 1, 1]), (3, None)], stop=[1, 3], later_cap_mb=[0.01, 25], algorithm=[WITH, TOPK])
+@pairwise(
+    ranks=[(2, None), (4, [0, 0, 1, 1]), (3, None)],
+    stop=[1, 3],
+    later_cap_mb=[0.01, 25],
+    algorithm=[WITH, TOPK, WITH_MOMENTUM],
+)
 def test_resume_bit_for_bit(
     ranks: tuple[int, list[int] | None], stop: int, later_cap_mb: float, algorithm: tb.Algorithm
 ) -> None:
@@ -361,13 +367,16 @@ def test_an_optimizer_that_steps_seldom_commits_seldom() -> None:
     run_ranks(2, body)
 
 
-def test_a_rank_that_has_run_out_of_data_goes_on_from_its_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("algorithm", [WITH, WITH_MOMENTUM])
+def test_a_rank_that_has_run_out_of_data_goes_on_from_its_residuals(
+    monkeypatch: pytest.MonkeyPatch, algorithm: tb.Algorithm
+) -> None:
     """As if it had gradients of zero, and took the steps."""
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # the registry does not know groups made by hand
     model = build(Tower)
 
     def body(group: dist.ProcessGroup, joins: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        loop = Loop(group, model, bucket_cap_mb=0.01)
+        loop = Loop(group, model, algorithm=algorithm, bucket_cap_mb=0.01)
         num_batches = 2 + 2 * group.rank()
         with loop.attachment:
             if joins:

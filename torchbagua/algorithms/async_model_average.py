@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 
-from torchbagua.algorithms.averaging import AveragingImpl, ModelAveragingAlgorithm, check_at_least
+from torchbagua.algorithms.averaging import AveragingImpl, ModelAveragingAlgorithm
 from torchbagua.algorithms.background_rounds import BackgroundRounds, MonotonicWaitClock, WaitClock
-from torchbagua.algorithms.base import register
+from torchbagua.algorithms.base import check_at_least, register
 from torchbagua.algorithms.gradient_warm_up import average_gradients
 from torchbagua.algorithms.votes import Outcome, Reason
 from torchbagua.bucket import BaguaBucket

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from torchbagua.algorithms.averaging import ModelAveragingAlgorithm, SynchronousAveragingImpl, check_at_least
-from torchbagua.algorithms.base import check_flags, register
+from torchbagua.algorithms.averaging import ModelAveragingAlgorithm, SynchronousAveragingImpl
+from torchbagua.algorithms.base import check_at_least, check_flags, register
 from torchbagua.algorithms.rank_state import check_rank_state, owner_of
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup, check_topology
