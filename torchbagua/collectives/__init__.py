@@ -8,7 +8,7 @@ from torchbagua.collectives.clamp import clamp_to_mean
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals, needs_feedback
 from torchbagua.collectives.errors import CommunicationError, cause_of
-from torchbagua.collectives.low_precision_ring import Replicas, low_precision_ring
+from torchbagua.collectives.low_precision_ring import Replicas, check_ring_compression, low_precision_ring
 from torchbagua.collectives.low_rank_mean import LowRankMean, product_table
 from torchbagua.collectives.low_rank_state import LowRankState, MatrixShape, matrix_shape
 from torchbagua.collectives.neighbourhood_mean import check_topology, neighbourhood_mean
@@ -37,6 +37,7 @@ __all__ = [
     "broadcast_tensors",
     "cause_of",
     "centralized_mean",
+    "check_ring_compression",
     "check_topology",
     "clamp_to_mean",
     "fingerprint",
