@@ -128,7 +128,7 @@ def test_qadam_takes_a_block_for_codecs_by_name_alone() -> None:
 
 @pytest.mark.parametrize("compression", ["sign1bit", "topk", Sign1Bit(8), TopK(), "int4"])
 def test_what_averaging_of_weights_refuses(compression: Any) -> None:
-    for algorithm in (tb.LowPrecisionDecentralizedAlgorithm,):
+    for algorithm in (tb.LowPrecisionDecentralizedAlgorithm, tb.AsyncModelAverageAlgorithm):
         with pytest.raises(ValueError, match=f"^{algorithm.__name__}: compression must "):
             algorithm(compression=compression)
 
