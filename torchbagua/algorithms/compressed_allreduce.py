@@ -122,19 +122,19 @@ class CompressedAllReduceAlgorithmImpl(FeedbackImpl):
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         # One rank leaves nothing out, and neither does full precision.
-        has_feedback = self.codec_for(bucket) is self.compressor and self.process_group.size > 1
-        if self.parameter_state is None or not has_feedback:
-            self._append_mean(bucket)
+        codec = self.codec_for(bucket)
+        if self.parameter_state is None or codec is not self.compressor or self.process_group.size == 1:
+            self._append_mean(bucket, codec)
         else:
             state = self.parameter_state
-            self.append_with_state(bucket, lambda part: self._append_mean(part, state.of_bucket(part)))
+            self.append_with_state(bucket, lambda part: self._append_mean(part, codec, state.of_bucket(part)))
 
-    def _append_mean(self, bucket: BaguaBucket, feedback: TwoPhaseResiduals | None = None) -> None:
+    def _append_mean(self, bucket: BaguaBucket, codec: Compressor, feedback: TwoPhaseResiduals | None = None) -> None:
         intra = self._intra_compressor if self._intra_compressor.encodes(bucket.flat.dtype) else None
         bucket.append_centralized_synchronous_op(
             hierarchical=self.algorithm.hierarchical,
             average=self.algorithm.average,
-            compression=self.codec_for(bucket),
+            compression=codec,
             error_feedback=feedback,
             intra_compression=intra,
         )

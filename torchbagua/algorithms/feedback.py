@@ -1,18 +1,15 @@
 """What the impls share that keep of gradients, from step to step, what was not sent."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
+from torchbagua.algorithms.backward_count import CountingImpl
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.rank_state import check_rank_state
 from torchbagua.algorithms.sub_buckets import append_sub_buckets, sub_bucket_of
 from torchbagua.bucket import BaguaBucket
-from torchbagua.collectives import BaguaProcessGroup, require_same_progress
-
-_COUNT = "num_backward_passes"
+from torchbagua.collectives import BaguaProcessGroup
 
 
 class FeedbackImpl(AlgorithmImpl):
@@ -50,17 +47,11 @@ class FeedbackImpl(AlgorithmImpl):
             bucket.flat.mul_(self.loss_scale)
 
 
-class PhasedFeedbackImpl(FeedbackImpl):
-    """One that has other operations after certain numbers of synchronised backward passes, which are in its state.
-
-    Attributes:
-        num_backward_passes: so far, with those before the state was saved. Every rank counts them alike, since each is
-            collective: so ranks never differ in what they send.
-    """
+class PhasedFeedbackImpl(CountingImpl, FeedbackImpl):
+    """One that has other operations after certain numbers of synchronised backward passes."""
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: Algorithm) -> None:
         super().__init__(process_group, algorithm)
-        self.num_backward_passes = 0
         self._phase: int | None = None
         self._has_changed_phase = False
 
@@ -83,19 +74,4 @@ class PhasedFeedbackImpl(FeedbackImpl):
         if self._has_changed_phase:
             self.begin_phase(phase)
         self._phase = phase
-        self.num_backward_passes += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: what is kept by parameter name, and the backward passes so far."""
-        return {**super().state_dict(), _COUNT: self.num_backward_passes}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, see `AlgorithmImpl.load_state_dict`."""
-        assert self.parameter_state is not None
-        check_rank_state(type(self).__name__, state, [*self.parameter_state.names, _COUNT], self.process_group)
-        count = int(state[_COUNT])
-        world = self.process_group.world
-        progress = {"as backward passes so far in its state": count}
-        self.lane.submit(lambda: require_same_progress(world, progress, "loading the state")).result()
-        super().load_state_dict(state)
-        self.num_backward_passes = count
+        super().on_backward_begin()

@@ -13,7 +13,7 @@ from torchbagua.algorithms.feedback import PhasedFeedbackImpl
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup, Momentum
 from torchbagua.compressors import DEFAULT_BLOCK, Compressor, Identity, TopK
-from torchbagua.compressors.topk import check_ratio, check_sparse_block
+from torchbagua.compressors.sparse import check_ratio, check_sparse_block
 from torchbagua.state import residual_state
 
 # Of the warm-up, as in section 3.3 of the paper: from 25 % to 0.1 % each stage sends a quarter of the one before.

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from torchbagua.collectives.residuals import Momentum, Residual, StagedSlice, VelocityResidual
-from torchbagua.compressors import Compressor, Sign1Bit, TopK
+from torchbagua.compressors import Compressor, Sign1Bit, SparseCodec
 from torchbagua.tracer import Tracer
 
 
 def needs_feedback(compression: str | Compressor | None) -> bool:
     """Return whether a codec leaves so much out that training fails where that is lost."""
-    return isinstance(compression, (Sign1Bit, TopK)) or compression in ("sign1bit", "topk")
+    return isinstance(compression, (Sign1Bit, SparseCodec)) or compression in ("sign1bit", "topk")
 
 
 class TwoPhaseResiduals:
