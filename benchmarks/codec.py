@@ -27,7 +27,7 @@ from environment import make_parser, write_record
 from table import table
 from timing import alternated, elapsed_ms, host_us
 from torchbagua import native
-from torchbagua.compressors import MinMaxUInt8, TopK
+from torchbagua.compressors import MinMaxUInt8, SparseCodec
 from torchbagua.native.ops import NATIVE_OPS
 
 COPY = "copy"
@@ -139,7 +139,7 @@ def measure(setting: Setting, rounds: int, device: torch.device, paths: dict[str
     rows: list[Row] = []
     for codec, layout, dtype in itertools.product(CODECS, setting.layouts, setting.dtypes):
         path = paths[f"{codec.op_prefix}_encode"]
-        if path == "reference" or (codec is TopK and layout == ONE_BLOCK):
+        if path == "reference" or (issubclass(codec, SparseCodec) and layout == ONE_BLOCK):
             continue
         case = Case(codec, layout, dtype, device, setting.num_elements, setting.num_senders)
         if dtype == torch.float32:

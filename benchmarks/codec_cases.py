@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchbagua.compressors import MinMaxUInt4, MinMaxUInt8, Sign1Bit, TensorSpec, TopK
+from torchbagua.compressors import MinMaxUInt4, MinMaxUInt8, RandomK, Sign1Bit, TensorSpec, TopK
 
 OPS = torch.ops.torchbagua
 BLOCK = 2048
@@ -26,8 +26,8 @@ FEED_FORWARD = [4 * WIDTH * WIDTH, 4 * WIDTH, 4 * WIDTH * WIDTH, WIDTH]
 LAYER = [*NORM, *ATTENTION, *NORM, *FEED_FORWARD]
 OF_ALL = " of all"
 
-Codec = type[MinMaxUInt8 | MinMaxUInt4 | Sign1Bit | TopK]
-CODECS: tuple[Codec, ...] = (MinMaxUInt8, MinMaxUInt4, Sign1Bit, TopK)
+Codec = type[MinMaxUInt8 | MinMaxUInt4 | Sign1Bit | TopK | RandomK]
+CODECS: tuple[Codec, ...] = (MinMaxUInt8, MinMaxUInt4, Sign1Bit, TopK, RandomK)
 Arguments = tuple[Any, ...]
 
 
@@ -70,11 +70,12 @@ class Case:
         """The table of its blocks, in one chunk, and its wire."""
         sizes = LAYOUTS[self.layout](x.numel())
         spec = TensorSpec(tuple(sizes), self.dtype, self.device, self.layout)
-        codec = self.codec(None) if self.layout == ONE_BLOCK else self.codec()
+        options = {"step": torch.zeros(1, dtype=torch.int64, device=self.device)} if self.codec is RandomK else {}
+        codec = self.codec(None) if self.layout == ONE_BLOCK else self.codec(**options)
         layout = codec.layout(spec, [0, x.numel()])
         wire = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.device)
-        self.codec().encode(x, layout, wire)
-        return layout.table, wire
+        codec.encode(x, layout, wire)
+        return codec.table_of(layout), wire
 
     def kernel(self, operation: str) -> str:
         """The name of the native operation, as `torch.ops.torchbagua` and the reference have it."""

@@ -3,6 +3,7 @@
 Arrays are float32, or float64, which no codec takes: those are added in float64 and sent as they are.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -113,19 +114,34 @@ def bytegrad(
 
 
 class TwoPhaseResiduals:
-    """The compressed mean of stacked arrays, with the residuals of what ranks, or nodes, send and of the mean."""
+    """The compressed mean of stacked arrays, with the residuals of what ranks, or nodes, send and of the mean.
 
-    def __init__(self, quantise: Callable[[Array], Array], nodes: Sequence[int] | None = None) -> None:
-        self.quantise, self.nodes = quantise, nodes
+    With a momentum, of velocities; that of an element that is sent becomes zero if it `forgets`.
+    """
+
+    def __init__(
+        self,
+        quantise: Callable[[Array], Array],
+        nodes: Sequence[int] | None = None,
+        momentum: float | None = None,
+    ) -> None:
+        self.quantise, self.nodes, self.momentum, self.forgets = quantise, nodes, momentum, True
         self.sent: list[Array] | None = None
         self.mean = F32(0)
+        self.velocities: list[Array] = []
 
     def __call__(self, rows: Sequence[Array]) -> Array:
         """Return the mean, and take what is left out for the residuals."""
         sums = node_sums(rows, self.nodes)
+        if self.momentum is not None:
+            before = self.velocities or [np.zeros_like(row) for row in sums]
+            sums = [one * F32(self.momentum) + row for one, row in zip(before, sums, strict=True)]
         full = sums if self.sent is None else [row + left for row, left in zip(sums, self.sent, strict=True)]
         wires = [self.quantise(row) for row in full]
         self.sent = [row - wire for row, wire in zip(full, wires, strict=True)]
+        if self.momentum is not None:
+            pairs = zip(sums, wires, strict=True)
+            self.velocities = [np.where(self.forgets & (wire != 0), F32(0), one) for one, wire in pairs]
         mean = ordered_sum(wires) / F32(len(rows)) + self.mean
         result = self.quantise(mean)
         self.mean = mean - result
@@ -322,13 +338,52 @@ def largest_of(block: int, kept: int) -> Coded:
 
 def largest_of_block(x: Array, kept: int) -> Array:
     """Return what a block is after TopK's encode and decode."""
-    magnitudes = np.abs(x)
-    if not np.all(magnitudes < F32(2.0**126)):  # NaN compares false
+    return in_8_bits(x, np.argsort(-np.abs(x), kind="stable")[:kept])
+
+
+def in_8_bits(x: Array, places: npt.NDArray[np.integer]) -> Array:
+    """Return what a block is after a sparse codec's encode and decode, which keeps these places."""
+    if not np.all(np.abs(x) < F32(2.0**126)):  # NaN compares false
         return np.full_like(x, np.nan)
-    largest = magnitudes.max()
+    largest = np.abs(x[places]).max()
     narrow = largest < F32(2.0**-118)
     inverse, step = (F32(0), F32(0)) if narrow else (F32(127) / largest, largest / F32(127))
     result = np.zeros_like(x)
-    places = np.argsort(-magnitudes, kind="stable")[:kept]
     result[places] = rne(x[places] * inverse) * step + F32(0)
     return result
+
+
+def philox(key: int, counter: int) -> list[int]:
+    """Philox4x32-10 of a key of 64 bits and the counter (counter, 0, 0, 0)."""
+    words, keys = [counter, 0, 0, 0], [key % 2**32, key // 2**32]
+    for _ in range(10):
+        first, second = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
+        words = [(second >> 32) ^ words[1] ^ keys[0], second % 2**32, (first >> 32) ^ words[3] ^ keys[1], first % 2**32]
+        keys = [(keys[0] + 0x9E3779B9) % 2**32, (keys[1] + 0xBB67AE85) % 2**32]
+    return words
+
+
+def drawn_places(length: int, kept: int, key: int) -> npt.NDArray[np.integer]:
+    """Return which places of a block RandomK keeps."""
+    starts = [stratum * length // kept for stratum in range(kept + 1)]
+    words = [word for counter in range(-(-kept // 4)) for word in philox(key, counter)]
+    return np.array([a + (word * (b - a) >> 32) for word, a, b in zip(words, starts, starts[1:], strict=False)])
+
+
+class RandomK:
+    """RandomK in one step, on the elements of one parameter, called `name`."""
+
+    def __init__(self, seed: int, name: str, block: int, kept: int, step: int) -> None:
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        self.key = int.from_bytes(digest[:8], "little") + step
+        self.block, self.kept = block, kept
+
+    def __call__(self, x: Array) -> Array:
+        """Return what all of it is after encode and decode."""
+        result = np.empty_like(x)
+        for first in range(0, x.size, self.block):
+            part = x[first : first + self.block]
+            key = (self.key + (first << 32)) % 2**64
+            kept = -(-part.size * self.kept // self.block)
+            result[first : first + self.block] = in_8_bits(part, drawn_places(part.size, kept, key))
+        return result

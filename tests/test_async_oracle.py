@@ -61,7 +61,9 @@ class ClockedAlgorithm(tb.AsyncModelAverageAlgorithm):
         return AsyncModelAverageAlgorithmImpl(process_group, self, clock=ControlledClock())
 
 
-def clocked_run(group: dist.ProcessGroup, model: nn.Module, bucket_cap_mb: float) -> tuple[Trainer, list[str], Weights]:
+def clocked_run(
+    group: dist.ProcessGroup, model: nn.Module, bucket_cap_mb: float, compression: str | None
+) -> tuple[Trainer, list[str], Weights]:
     """Train at a pace of this rank's own; returns what happened in which order, and the weights at the end."""
     plan = random.Random(group.rank())
     trainer = Trainer(group, model, lr=0.01)
@@ -71,9 +73,8 @@ def clocked_run(group: dist.ProcessGroup, model: nn.Module, bucket_cap_mb: float
         trainer.step()
         log.append("step")
 
-    with tb.attach(
-        trainer.ddp, trainer.optimizer, ClockedAlgorithm(sync_interval_ms=INTERVAL_MS, bucket_cap_mb=bucket_cap_mb)
-    ) as attachment:
+    algorithm = ClockedAlgorithm(sync_interval_ms=INTERVAL_MS, bucket_cap_mb=bucket_cap_mb, compression=compression)
+    with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
         clock = attachment.impl.clock
         clock.until_waits(1)
         for index in range(6):
@@ -93,14 +94,42 @@ def clocked_run(group: dist.ProcessGroup, model: nn.Module, bucket_cap_mb: float
     return trainer, log, weights_of(trainer.module)
 
 
-@pytest.mark.parametrize(("make_model", "size"), [(Normed, 2), (Normed, 4), (Normed, 8), (Wide, 2)])
+class CompressedDifferences:
+    """What ranks take for the mean of their snapshots: the last mean, by compressed differences from it."""
+
+    def __init__(self, size: int, compression: str | None) -> None:
+        self.mean: oracle.Array = np.zeros(size, F32)
+        in_4_bits = compression == "MinMaxUInt4"
+        coding = (128, oracle.quantise_block_4_bits) if in_4_bits else (2048, oracle.quantise_block)
+        self.two_phase = oracle.TwoPhaseResiduals(lambda row: oracle.quantise(row, [size], *coding))
+
+    def average(self, snapshots: list[oracle.Array]) -> list[oracle.Array]:
+        self.two_phase.sent = None  # what is left out stays in the weights
+        self.mean = self.mean + self.two_phase([row - self.mean for row in snapshots])
+        assert self.two_phase.sent is not None
+        return [self.mean + left_out for left_out in self.two_phase.sent]
+
+
+@pytest.mark.parametrize(
+    ("make_model", "size", "compression"),
+    [
+        (Normed, 2, None),
+        (Normed, 4, None),
+        (Normed, 8, None),
+        (Wide, 2, None),
+        (Normed, 2, "MinMaxUInt4"),
+        (Normed, 4, "MinMaxUInt8"),
+        (Wide, 2, "MinMaxUInt8"),
+    ],
+)
 @pytest.mark.parametrize("bucket_cap_mb", [8.0, 0.001], ids=["one bucket", "several"])
+@pytest.mark.filterwarnings("ignore:torchbagua. AsyncModelAverageAlgorithmImpl sends")
 def test_equals_the_oracle_under_a_controlled_clock(
-    device: torch.device, make_model: type[nn.Module], size: int, bucket_cap_mb: float
+    device: torch.device, make_model: type[nn.Module], size: int, compression: str | None, bucket_cap_mb: float
 ) -> None:
     """x += mean - snapshot between two steps, whatever the ranks' paces: every step of every rank, bit for bit."""
     model = build(make_model).to(device)
-    results = run_ranks(size, lambda group: clocked_run(group, model, bucket_cap_mb), device=device)
+    results = run_ranks(size, lambda group: clocked_run(group, model, bucket_cap_mb, compression), device=device)
     traces, logs = [trainer.trace for trainer, _, _ in results], [log for _, log, _ in results]
     assert len({log.count("step") for log in logs}) > 1, "the ranks should take different numbers of steps"
     assert len({log.count("snapshot after") for log in logs}) > 1, "some ranks should miss rounds"
@@ -109,7 +138,9 @@ def test_equals_the_oracle_under_a_controlled_clock(
         pending: list[Any] = [None] * size
         steps = [0] * size
         rest = [iter(log) for log in logs]
-        for _ in range(6):
+        is_compressed = compression is not None and not is_buffer(name) and snapshots[0].dtype == F32
+        differences = CompressedDifferences(snapshots[0].size, compression)
+        for index in range(6):
             for rank, trace in enumerate(traces):
                 gives_snapshot = False
                 for event in itertools.takewhile(lambda event: event != "round", rest[rank]):
@@ -124,9 +155,13 @@ def test_equals_the_oracle_under_a_controlled_clock(
                     np.testing.assert_array_equal(flat(trace.start[steps[rank]][name]), expected)
                     if gives_snapshot:
                         snapshots[rank] = expected
-            mean = oracle.ordered_sum(snapshots) / F32(size)
+            if is_compressed and index > 0:
+                means = differences.average(snapshots)
+            else:
+                mean = oracle.ordered_sum(snapshots) / F32(size)
+                means, differences.mean = [mean] * size, mean
             for rank in range(size):
-                difference = mean - snapshots[rank]
+                difference = means[rank] - snapshots[rank]
                 late, since = (F32(0), snapshots[rank]) if pending[rank] is None else pending[rank]
                 pending[rank] = (late + difference, since)
                 snapshots[rank] = snapshots[rank] + difference

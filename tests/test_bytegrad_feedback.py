@@ -23,6 +23,8 @@ from training import Branches, OneElement, Run, Tower, Wide, build, flat, train
 WITH = tb.ByteGradAlgorithm(error_feedback=True)
 IN_4_BITS = tb.CompressedAllReduceAlgorithm(error_feedback=True)
 TOPK = tb.TopKAlgorithm(0.01)
+WITH_MOMENTUM = tb.TopKAlgorithm(0.01, momentum=0.9, warmup_steps=8)
+RANDOMK = tb.RandomKAlgorithm(0.01, seed=3)
 
 
 train_told = partial(train, tells_optimizer=True)
@@ -38,6 +40,7 @@ def feedback_of(size: int, nodes: Sequence[int] | None, algorithm: tb.Algorithm 
 def check_runs(runs: Sequence[Run], nodes: Sequence[int] | None = None, algorithm: tb.Algorithm = WITH) -> None:
     """What came out of averaging is the oracle's mean of what went in, with what was left out before."""
     feedbacks: dict[str, oracle.TwoPhaseResiduals] = {}
+    numbers = {name: index for index, name in enumerate(runs[0].weights)}  # what parameters are called behind the hook
     for step, averaged in enumerate(runs[0].averaged):
         for name, gradient in averaged.items():
             assert all(torch.equal(run.averaged[step][name], gradient) for run in runs), f"replicas differ in {name}"
@@ -47,7 +50,10 @@ def check_runs(runs: Sequence[Run], nodes: Sequence[int] | None = None, algorith
             if rows[0].dtype == np.float64:
                 expected = oracle.gradient_allreduce(rows, nodes)
             else:
-                expected = feedbacks.setdefault(name, feedback_of(rows[0].size, nodes, algorithm))(rows)
+                feedback = feedbacks.setdefault(name, feedback_of(rows[0].size, nodes, algorithm))
+                if algorithm is RANDOMK:
+                    feedback.quantise = oracle.RandomK(3, f"parameter {numbers[name]}", 2048, 21, step + 1)
+                expected = feedback(rows)
             if is_short:
                 expected, gradient = flat(torch.from_numpy(expected).to(dtype).float()), gradient.float()
             np.testing.assert_array_equal(flat(gradient), expected, err_msg=f"{name}, step {step}")
@@ -57,7 +63,7 @@ def check_runs(runs: Sequence[Run], nodes: Sequence[int] | None = None, algorith
     ranks=[(2, None), (4, None), (8, None), (4, [0, 0, 1, 1]), (3, [0, 0, 1]), (1, None)],
     bucket_cap_mb=[25, 0.01],
     options=[{}, {"num_micro_batches": 3}, {"gradient_as_bucket_view": True}, {"static_graph": True}],
-    algorithm=[WITH, IN_4_BITS, TOPK],
+    algorithm=[WITH, IN_4_BITS, TOPK, RANDOMK],
 )
 def test_the_oracle(
     ranks: tuple[int, list[int] | None], bucket_cap_mb: float, options: dict[str, Any], algorithm: tb.Algorithm
@@ -144,7 +150,7 @@ class Loop:
 
     def residuals(self) -> dict[str, dict[str, torch.Tensor]]:
         state = self.attachment.impl.state_dict()
-        return {kind: state[kind] for kind in ("sent", "mean")}
+        return {kind: state[kind] for kind in ("sent", "mean", "velocity") if kind in state}
 
 
 def equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
@@ -155,7 +161,12 @@ def tensors(residuals: dict[str, dict[str, torch.Tensor]]) -> list[torch.Tensor]
     return [by_name[name] for by_name in residuals.values() for name in sorted(by_name)]
 
 
-@pairwise(ranks=[(2, None), (4, [0, 0, 1, 1]), (3, None)], stop=[1, 3], later_cap_mb=[0.01, 25], algorithm=[WITH, TOPK])
+@pairwise(
+    ranks=[(2, None), (4, [0, 0, 1, 1]), (3, None)],
+    stop=[1, 3],
+    later_cap_mb=[0.01, 25],
+    algorithm=[WITH, TOPK, WITH_MOMENTUM, RANDOMK],
+)
 def test_resume_bit_for_bit(
     ranks: tuple[int, list[int] | None], stop: int, later_cap_mb: float, algorithm: tb.Algorithm
 ) -> None:
@@ -361,13 +372,16 @@ def test_an_optimizer_that_steps_seldom_commits_seldom() -> None:
     run_ranks(2, body)
 
 
-def test_a_rank_that_has_run_out_of_data_goes_on_from_its_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("algorithm", [WITH, WITH_MOMENTUM])
+def test_a_rank_that_has_run_out_of_data_goes_on_from_its_residuals(
+    monkeypatch: pytest.MonkeyPatch, algorithm: tb.Algorithm
+) -> None:
     """As if it had gradients of zero, and took the steps."""
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # the registry does not know groups made by hand
     model = build(Tower)
 
     def body(group: dist.ProcessGroup, joins: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        loop = Loop(group, model, bucket_cap_mb=0.01)
+        loop = Loop(group, model, algorithm=algorithm, bucket_cap_mb=0.01)
         num_batches = 2 + 2 * group.rank()
         with loop.attachment:
             if joins:

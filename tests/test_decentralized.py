@@ -137,10 +137,17 @@ def test_shift_one_pairs() -> None:
     assert [shift_one_peer(rank, 4, 1) for rank in range(4)] == [3, 2, 1, 0]
 
 
-def check_low_precision(traces: Sequence[Trace], interval: int, nodes: Sequence[int] | None) -> None:
+def check_low_precision(
+    traces: Sequence[Trace],
+    interval: int,
+    nodes: Sequence[int] | None,
+    block: int = 2048,
+    coded: oracle.Coded = oracle.quantise_block,
+) -> None:
     for name in traces[0].start[0]:
         rows = stacked([trace.start[0] for trace in traces], name)
-        ring = oracle.LowPrecisionRing(rows, [rows[0].size], nodes, is_buffer=is_buffer(name))
+        segments = [rows[0].size]
+        ring = oracle.LowPrecisionRing(rows, segments, nodes, is_buffer=is_buffer(name), block=block, coded=coded)
         for step in range(len(traces[0].updated)):
             updated = stacked([trace.updated[step] for trace in traces], name)
             expected = updated if step % interval else ring.round(updated)

@@ -433,7 +433,7 @@ def test_a_rank_that_has_run_out_of_data_goes_on_from_its_errors(monkeypatch: py
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"rank": 0}, ValueError, "rank must be from 1 to 32768, got 0"),
+        ({"rank": 0}, ValueError, "rank must be at least 1, got 0"),
         ({"rank": 2.0}, TypeError, "rank must be an integer, got 2.0"),
         ({"start_step": -1}, ValueError, "start_step must be at least 0, got -1"),
         ({"min_rate": 0}, ValueError, "min_rate must be positive and finite, got 0"),

@@ -13,6 +13,7 @@ from torchbagua.collectives import (
     TwoPhaseResiduals,
     cause_of,
     centralized_mean,
+    check_ring_compression,
     check_topology,
     low_precision_ring,
     neighbourhood_mean,
@@ -116,8 +117,8 @@ class BucketOperations:
                 them.
             average: divide by the number of ranks.
             scattergather: without effect; it is there because Bagua's method has it.
-            compression: None for full precision; "MinMaxUInt8", "MinMaxUInt4", "sign1bit", "bfloat16" or "float16"; or
-                a Compressor.
+            compression: None for full precision; "MinMaxUInt8", "MinMaxUInt4", "sign1bit", "topk", "bfloat16" or
+                "float16"; or a Compressor.
             group: the group; by default that of the bucket.
             error_feedback: the residuals of a float32 bucket, from `residual_state`. What compression leaves out is
                 kept there. It is added the next time, if it has been committed.
@@ -196,19 +197,20 @@ class BucketOperations:
             left_peer_weight: the replica of the rank before this one, of the same kind.
             right_peer_weight: the replica of the rank after this one, of the same kind.
             hierarchical: with several nodes of several ranks: a ring of nodes.
-            compression: how differences are sent: "MinMaxUInt8" or "MinMaxUInt4"; None for full precision; or a
-                Compressor.
+            compression: how differences are sent: "MinMaxUInt8", "MinMaxUInt4", "bfloat16" or "float16"; None for full
+                precision; or a Compressor.
             group: the group; by default that of the bucket.
             is_bounded: keep each element between its own value and the mean of the three replicas.
 
         Raises:
-            ValueError: a replica is not such a tensor, no compression has that name, or it does not encode the
-                bucket's dtype.
+            ValueError: a replica is not such a tensor, no compression has that name, it needs error feedback, or it
+                does not encode the bucket's dtype.
         """
         group = group or self.group
         replicas = Replicas(weight, left_peer_weight, right_peer_weight)
         for name, replica in vars(replicas).items():
             _check_like_flat(f"the replica {name}", replica, self.spec, sum_dtype(self.spec.dtype))
+        check_ring_compression("append_low_precision_decentralized_synchronous_op", compression)
         compressor = _compressor(compression, self.spec.dtype)
         update, exchange = low_precision_ring(
             group, compressor, self.spec, replicas, hierarchical=hierarchical, is_bounded=is_bounded
@@ -224,6 +226,9 @@ class BucketOperations:
         snapshot: torch.Tensor | None = None,
     ) -> B:
         """Append the mean over all ranks in full precision, for a thread that runs beside training.
+
+        It takes no codec, since what it averages are weights: an error of compression would be relative to these, and
+        not to their changes, and would come back in every round.
 
         Args:
             peer_selection_mode: "all"; there is no other.

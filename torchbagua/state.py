@@ -12,7 +12,7 @@ import torch
 
 from torchbagua.averaged_gradients import AverageInGradient, with_average
 from torchbagua.bucket import BaguaBucket
-from torchbagua.collectives import BaguaProcessGroup, ResidualPair, TwoPhaseResiduals
+from torchbagua.collectives import BaguaProcessGroup, Momentum, TwoPhaseResiduals
 from torchbagua.memory_order import flat_length, flatten_like, shape_like
 
 
@@ -226,18 +226,20 @@ class ParameterState(Generic[S]):
         return [torch.zeros(math.prod(shape), device=parameter.device) for shape in shapes]
 
 
-def residual_state(owner: str) -> ParameterState[TwoPhaseResiduals]:
+def residual_state(owner: str, momentum: Momentum | None = None) -> ParameterState[TwoPhaseResiduals]:
     """Return the residuals of error feedback for `BaguaBucket.append_centralized_synchronous_op`.
 
     Args:
         owner: the name of the algorithm, for errors.
+        momentum: of what is sent, whose velocity is then kept too.
     """
+    names = list(TwoPhaseResiduals(torch.device("cpu"), momentum=momentum).kept)
 
     def make(bucket: BaguaBucket, held: Sequence[Sequence[torch.Tensor]] | None) -> TwoPhaseResiduals:
-        whole = None if held is None else ResidualPair(*map(torch.cat, zip(*held, strict=True)))
-        return TwoPhaseResiduals(bucket.flat.device, whole)
+        whole = None if held is None else dict(zip(names, map(torch.cat, zip(*held, strict=True)), strict=True))
+        return TwoPhaseResiduals(bucket.flat.device, whole, momentum)
 
-    return ParameterState(f"{owner} with error_feedback", make, dict.fromkeys(ResidualPair._fields))
+    return ParameterState(f"{owner} with error_feedback", make, dict.fromkeys(names))
 
 
 def _close(averages: dict[int, AverageInGradient]) -> None:

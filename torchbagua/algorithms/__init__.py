@@ -14,6 +14,7 @@ from torchbagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm,
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
 from torchbagua.algorithms.q_adam import QAdamAlgorithm, QAdamAlgorithmImpl, QAdamOptimizer
+from torchbagua.algorithms.randomk import RandomKAlgorithm, RandomKAlgorithmImpl
 from torchbagua.algorithms.topk import TopKAlgorithm, TopKAlgorithmImpl
 
 __all__ = [
@@ -36,6 +37,8 @@ __all__ = [
     "QAdamAlgorithm",
     "QAdamAlgorithmImpl",
     "QAdamOptimizer",
+    "RandomKAlgorithm",
+    "RandomKAlgorithmImpl",
     "TopKAlgorithm",
     "TopKAlgorithmImpl",
     "available_algorithms",

@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import torch
 
-from torchbagua.algorithms.averaging import AveragingImpl, ModelAveragingAlgorithm, check_at_least
+from torchbagua.algorithms.averaging import AveragingImpl, ModelAveragingAlgorithm
 from torchbagua.algorithms.background_rounds import BackgroundRounds, MonotonicWaitClock, WaitClock
-from torchbagua.algorithms.base import register
+from torchbagua.algorithms.base import check_at_least, register
+from torchbagua.algorithms.compressed_rounds import CompressedDifferences
 from torchbagua.algorithms.gradient_warm_up import average_gradients
 from torchbagua.algorithms.votes import Outcome, Reason
 from torchbagua.bucket import BaguaBucket
-from torchbagua.collectives import BaguaProcessGroup
+from torchbagua.collectives import BaguaProcessGroup, needs_feedback
+from torchbagua.compressors import Compressor, Identity, by_name, check_compression
+from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.user_warning import warn_user
 from torchbagua.weights import WeightBucket
 
@@ -33,6 +36,11 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
     layers are unfrozen. Rounds go on until you detach or the process ends, even if your script keeps no reference to
     the module and the attachment.
 
+    With `compression`, ranks send how their weights differ from the last mean. What a codec leaves out of it stays in a
+    rank's own weights until a later round. The first round after attach, `resume` or `averaged_weights`, and the last,
+    are in full precision, and so are buffers and the warm-up. It takes 16 bytes a parameter, and 8 divided by the
+    number of ranks.
+
     A state can be loaded under other arguments, with two exceptions: another `average_buffers`, and a longer warm-up
     than the one that the state is past. Ranks whose weights differ would then average gradients.
 
@@ -41,6 +49,9 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
         sync_interval_ms: pause between two rounds, in milliseconds.
         warmup_steps: optimizer steps before the first round, in which gradients are averaged over all ranks in full
             precision.
+        compression: how differences are sent: "MinMaxUInt8", "MinMaxUInt4", "bfloat16" or "float16"; or a Compressor,
+            which may be one of yours. "sign1bit" and "topk" are refused: they leave so much out of a mean that rounds
+            which end would lose much. None sends weights in full precision.
         average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, if the module's
             `state_dict` holds them. Integer buffers are left alone.
         final_average: when you detach, or leave the `with` block without an error, give all ranks the mean of their
@@ -54,6 +65,8 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
     peer_selection_mode: str = "all"
     sync_interval_ms: int = 500
     warmup_steps: int = 0
+    _: KW_ONLY
+    compression: str | Compressor | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,9 +76,17 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
             )
         check_at_least(self, "sync_interval_ms", 0)
         check_at_least(self, "warmup_steps", 0)
+        check_compression("AsyncModelAverageAlgorithm: compression", self.compression)
+        if needs_feedback(self.compression):
+            raise ValueError(
+                "AsyncModelAverageAlgorithm: compression must not be one that needs error feedback: it leaves so much "
+                f"out of a mean that rounds which end would lose much; got {self.compression!r}"
+            )
 
     def prepare(self) -> None:
-        """Nothing: full precision needs no native kernel."""
+        """Load the native kernels, if there is a codec: full precision needs none."""
+        if self.compression is not None:
+            super().prepare()
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
         """Return `average_buffers` and `warmup_steps`."""
@@ -110,6 +131,8 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
     ) -> None:
         super().__init__(process_group, algorithm)
         self.clock = clock or MonotonicWaitClock()
+        self.compressor = by_name(algorithm.compression)
+        self._differences: dict[WeightBucket, CompressedDifferences] = {}
         self._is_enabled = True
         self._leaving_rank: int | None = None
         self._rounds: BackgroundRounds | None = None
@@ -214,13 +237,18 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
         was_running = self._rounds is not None
         if was_running:
             self._stop("new buckets", with_mean=False)
+        self._differences.clear()
         super().reset()
         if was_running:
             self._start()
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        snapshot = self.weights[bucket].snapshot
-        bucket.append_asynchronous_model_average_op(self.algorithm.peer_selection_mode, snapshot=snapshot)
+        one = self.weights[bucket]
+        bucket.append_asynchronous_model_average_op(self.algorithm.peer_selection_mode, snapshot=one.snapshot)
+        codec = self.codec_for(bucket)
+        # Not buffers: a small variance beside a large one would not survive 8 bits.
+        if not isinstance(codec, Identity) and bucket.flat.dtype in ELEMENT_TYPES and not one.are_buffers:
+            self._differences[one] = CompressedDifferences(one, codec)
 
     def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
         """Average gradients during warm-up."""
@@ -261,6 +289,8 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
             self.weights.read(loaded.__getitem__)
             self._stop("load_state_dict", with_mean=False)
             self.weights.write(loaded.__getitem__)
+        for one in self._differences.values():
+            one.forget()
         self.step = state["step"]
         self._is_enabled = state["is_enabled"]
         if state["has_differences"]:
@@ -302,7 +332,17 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
     def _start(self) -> None:
         if self.mode == "running" and self._rounds is None and not self.is_single_rank:
             interval_s = self.algorithm.sync_interval_ms / 1000
-            self._rounds = BackgroundRounds(self, self.weights, self.progress(), interval_s, self.clock)
+            self._rounds = BackgroundRounds(self, self.weights, self._average, self.progress(), interval_s, self.clock)
+
+    def _average(self, one: WeightBucket, is_exact: bool) -> None:
+        """Write the mean of the snapshots of a bucket, or what this rank is to take for it, to the flat tensor."""
+        differences = self._differences.get(one)
+        if is_exact or differences is None:
+            one.bucket.run()
+        else:
+            differences.average()
+        if is_exact and differences is not None:
+            differences.begin()
 
     def _stop(self, reason: Reason, with_mean: bool) -> Outcome:
         assert self._rounds is not None

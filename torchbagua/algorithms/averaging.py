@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from torchbagua.algorithms.base import Algorithm, check_flags
+from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.rank_state import check_rank_state, owner_of
 from torchbagua.bucket import BaguaBucket, BaguaTensor
@@ -57,16 +57,6 @@ class ModelAveragingAlgorithm(Algorithm):
             average_buffers=self.average_buffers,
             bucket_cap_mb=self.bucket_cap_mb,
         )
-
-
-def check_at_least(algorithm: Algorithm, name: str, least: int, kind: Any = int) -> None:
-    """Raise TypeError or ValueError unless this argument of `algorithm` is a number of `kind`, at least `least`."""
-    value = getattr(algorithm, name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        what = "an integer" if kind is int else "a number"
-        raise TypeError(f"{type(algorithm).__name__}: {name} must be {what}, got {value!r}")
-    if not value >= least:  # NaN compares false
-        raise ValueError(f"{type(algorithm).__name__}: {name} must be at least {least}, got {value!r}")
 
 
 class AveragingImpl(AlgorithmImpl):

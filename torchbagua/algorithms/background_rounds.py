@@ -90,7 +90,9 @@ class BackgroundRounds:
 
     Args:
         impl: on whose lane they run.
-        weights: what is averaged. The buckets' operations write the mean of the snapshots to the flat tensor.
+        weights: what is averaged.
+        average: writes the mean of a bucket's snapshots to its flat tensor, or what a rank is to take for it. It is
+            told whether that must be the mean, the same on all ranks: in the first round and the last.
         progress: what ranks must have in common when they begin.
         interval_s: pause between two rounds.
         clock: measures it.
@@ -103,6 +105,7 @@ class BackgroundRounds:
         self,
         impl: AlgorithmImpl,
         weights: WeightBuckets,
+        average: Callable[[WeightBucket, bool], None],
         progress: Mapping[str, int],
         interval_s: float,
         clock: WaitClock,
@@ -111,6 +114,7 @@ class BackgroundRounds:
         self._group = impl.process_group
         self._tracer = impl.tracer
         self._weights = weights
+        self._average = average
         self._progress = progress
         self._interval_s = interval_s
         # The others wait for this rank meanwhile, on the network.
@@ -229,7 +233,7 @@ class BackgroundRounds:
                 if ends and not outcome.has_mean:
                     return outcome
                 for one in self._weights:
-                    one.bucket.run()
+                    self._average(one, ends or self.num_rounds == 0)
                     if not ends:
                         one.bucket.flat.sub_(one.snapshot)  # while it is in the caches
                 self.num_rounds += 1

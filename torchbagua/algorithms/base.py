@@ -195,6 +195,16 @@ def check_flags(algorithm: Algorithm, *names: str) -> None:
             raise TypeError(f"{type(algorithm).__name__}: {name} must be True or False, got {value!r}")
 
 
+def check_at_least(algorithm: Algorithm, name: str, least: int, kind: Any = int) -> None:
+    """Raise TypeError or ValueError unless this argument of `algorithm` is a number of `kind`, at least `least`."""
+    value = getattr(algorithm, name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        what = "an integer" if kind is int else "a number"
+        raise TypeError(f"{type(algorithm).__name__}: {name} must be {what}, got {value!r}")
+    if not value >= least:  # NaN compares false
+        raise ValueError(f"{type(algorithm).__name__}: {name} must be at least {least}, got {value!r}")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Entry:
     algorithm: Callable[..., Algorithm]

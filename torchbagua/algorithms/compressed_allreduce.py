@@ -7,12 +7,11 @@ from typing import Any, ClassVar
 import torch
 
 from torchbagua.algorithms.base import Algorithm, check_flags, register
-from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.sub_buckets import append_sub_buckets, sub_bucket_of
+from torchbagua.algorithms.feedback import FeedbackImpl
 from torchbagua.bucket import BaguaBucket
-from torchbagua.collectives import BaguaProcessGroup, TwoPhaseResiduals
-from torchbagua.compressors import Compressor, Sign1Bit, TopK, by_name, check_compression
-from torchbagua.state import ParameterState, residual_state
+from torchbagua.collectives import BaguaProcessGroup, TwoPhaseResiduals, needs_feedback
+from torchbagua.compressors import Compressor, by_name, check_compression
+from torchbagua.state import residual_state
 
 
 class CompressedMeanAlgorithm(Algorithm):
@@ -96,12 +95,12 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
                 f"{name}: intra_compression must be None with hierarchical=False, which does not look at nodes, got "
                 f"{self.intra_compression!r}"
             )
-        if _needs_feedback(self.intra_compression):
+        if needs_feedback(self.intra_compression):
             raise ValueError(
                 f"{name}: intra_compression must not be sign1bit or topk, which need error feedback, and what is "
                 f"left out within nodes is not added; got {self.intra_compression!r}"
             )
-        if not self.error_feedback and _needs_feedback(self.compression):
+        if not self.error_feedback and needs_feedback(self.compression):
             raise ValueError(
                 f"{name}: compression {self.compression!r} needs error_feedback=True: it leaves so much out that "
                 "training fails where that is lost"
@@ -111,11 +110,7 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
         return by_name(self.compression), by_name(self.intra_compression)
 
 
-def _needs_feedback(compression: str | Compressor | None) -> bool:
-    return isinstance(compression, (Sign1Bit, TopK)) or compression in ("sign1bit", "topk")
-
-
-class CompressedAllReduceAlgorithmImpl(AlgorithmImpl):
+class CompressedAllReduceAlgorithmImpl(FeedbackImpl):
     """See `CompressedAllReduceAlgorithm`."""
 
     algorithm: CompressedMeanAlgorithm
@@ -125,52 +120,24 @@ class CompressedAllReduceAlgorithmImpl(AlgorithmImpl):
         self.compressor, self._intra_compressor = algorithm.make_compressors()
         self.parameter_state = residual_state(type(algorithm).__name__) if algorithm.error_feedback else None
 
-    @property
-    def needs_grad_scaler(self) -> bool:
-        """True with error feedback: gradients carry the loss scale, which changes, and residuals do not."""
-        return self.parameter_state is not None
-
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        codec = self.codec_for(bucket)
         # One rank leaves nothing out, and neither does full precision.
+        codec = self.codec_for(bucket)
         if self.parameter_state is None or codec is not self.compressor or self.process_group.size == 1:
-            self._append_mean(bucket)
-        elif bucket.flat.dtype == torch.float32:
-            self._append_mean_with_feedback(bucket, self.parameter_state)
-        else:  # a shorter format would round what is added to it
-            part = sub_bucket_of(bucket, bucket.tensors, torch.float32)
-            self._append_mean_with_feedback(part, self.parameter_state)
-            append_sub_buckets(bucket, [part])
+            self._append_mean(bucket, codec)
+        else:
+            state = self.parameter_state
+            self.append_with_state(bucket, lambda part: self._append_mean(part, codec, state.of_bucket(part)))
 
-    def _append_mean_with_feedback(self, bucket: BaguaBucket, state: ParameterState[TwoPhaseResiduals]) -> None:
-        feedback = state.of_bucket(bucket)
-        bucket.append_python_op(state.resolve_last_backward)
-        bucket.append_python_op(self._unscale)
-        self._append_mean(bucket, feedback)
-        bucket.append_python_op(self._commit_if_joined)
-        bucket.append_python_op(self._restore_scale)
-
-    def _append_mean(self, bucket: BaguaBucket, feedback: TwoPhaseResiduals | None = None) -> None:
+    def _append_mean(self, bucket: BaguaBucket, codec: Compressor, feedback: TwoPhaseResiduals | None = None) -> None:
         intra = self._intra_compressor if self._intra_compressor.encodes(bucket.flat.dtype) else None
         bucket.append_centralized_synchronous_op(
             hierarchical=self.algorithm.hierarchical,
             average=self.algorithm.average,
-            compression=self.codec_for(bucket),
+            compression=codec,
             error_feedback=feedback,
             intra_compression=intra,
         )
-
-    def _unscale(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-        if self.loss_scale != 1.0:
-            bucket.flat.div_(self.loss_scale)
-
-    def _commit_if_joined(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-        if self.has_joined and self.parameter_state is not None:
-            self.parameter_state.commit_without_step(bucket)
-
-    def _restore_scale(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-        if self.loss_scale != 1.0:
-            bucket.flat.mul_(self.loss_scale)
 
 
 register("compressed_allreduce", CompressedAllReduceAlgorithm, "mean of gradients by any codec, by default in 4 bits")

@@ -1,18 +1,18 @@
-"""Decentralized training: weights averaged with all ranks or a few peers, in full precision or in eight bits."""
+"""Decentralized training: weights averaged with all ranks or a few peers, in full precision or compressed."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from torchbagua.algorithms.averaging import ModelAveragingAlgorithm, SynchronousAveragingImpl, check_at_least
-from torchbagua.algorithms.base import check_flags, register
+from torchbagua.algorithms.averaging import ModelAveragingAlgorithm, SynchronousAveragingImpl
+from torchbagua.algorithms.base import check_at_least, check_flags, register
 from torchbagua.algorithms.rank_state import check_rank_state, owner_of
 from torchbagua.bucket import BaguaBucket
-from torchbagua.collectives import BaguaProcessGroup, check_topology
-from torchbagua.compressors import Compressor, Identity, MinMaxUInt8
+from torchbagua.collectives import BaguaProcessGroup, check_ring_compression, check_topology
+from torchbagua.compressors import Compressor, Identity, by_name
 from torchbagua.lane import Job
 from torchbagua.topology import Topology, topology_of
 from torchbagua.weights import DIFFERENCE, FLAT, FlatOf
@@ -150,7 +150,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
 @dataclass(frozen=True)
 class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
-    """Every rank takes its own steps, and tells its two neighbours on a ring in 8 bits how its weights have changed.
+    """Every rank takes its own steps, and tells two neighbours on a ring how its weights have changed, in 8 bits.
 
     A rank holds bit-equal replicas of weights: w of its own, L and R of its two neighbours'. After a step that
     communicates, it quantises d = x + L/3 + R/3 - (5/3) w to Q(d); then w += Q(d) and x = w. The neighbours' Q(d)
@@ -160,13 +160,16 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
     In each round a rank sends about 2 bytes a parameter. Buffers, and what is float64 or complex128, travel in full
     precision. Replicas take 12 bytes a parameter.
 
-    A state, which is the replicas, can be loaded under another `communication_interval`, `final_average` or
-    `bucket_cap_mb`. On a ring of nodes a rank holds its own shard of the replicas, so nodes and `bucket_cap_mb` must be
-    the same.
+    A state, which is the replicas, can be loaded under another `communication_interval`, `compression`,
+    `final_average` or `bucket_cap_mb`. On a ring of nodes a rank holds its own shard of the replicas, so nodes and
+    `bucket_cap_mb` must be the same.
 
     Args:
         hierarchical: with several nodes of several ranks: the mean of a node travels on a ring of nodes.
         communication_interval: communicate every so many steps: with k, after steps 1, k + 1, 2k + 1 and so on.
+        compression: how changes are sent: "MinMaxUInt8", "MinMaxUInt4", "bfloat16" or "float16"; None for full
+            precision; or a Compressor, which may be one of yours. "sign1bit" and "topk" are refused: weights become
+            what neighbours were sent, so what is left out of a change is lost.
         average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, if the module's
             `state_dict` holds them. Integer buffers are left alone.
         final_average: when you detach, or leave the `with` block without an error, give all ranks the mean of their
@@ -179,11 +182,14 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
 
     hierarchical: bool = True
     communication_interval: int = 1
+    _: KW_ONLY
+    compression: str | Compressor | None = "MinMaxUInt8"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_flags(self, "hierarchical")
         check_at_least(self, "communication_interval", 1)
+        check_ring_compression(type(self).__name__, self.compression)
 
     def make_impl(self, process_group: BaguaProcessGroup) -> "LowPrecisionDecentralizedAlgorithmImpl":
         """Return the impl over `process_group`."""
@@ -210,7 +216,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: LowPrecisionDecentralizedAlgorithm) -> None:
         super().__init__(process_group, algorithm)
-        self.compressor = MinMaxUInt8()
+        self.compressor = by_name(algorithm.compression)
         self._exchange: Job[None] | None = None
 
     def reset(self) -> None:

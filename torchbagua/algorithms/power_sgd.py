@@ -1,16 +1,14 @@
 """PowerSGD: the gradient of a matrix averaged as the product of two factors of low rank."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from torchbagua.algorithms.base import Algorithm, check_flags, register
-from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.rank_state import check_rank_state
-from torchbagua.algorithms.sub_buckets import append_sub_buckets, sub_bucket_of
+from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags, register
+from torchbagua.algorithms.feedback import PhasedFeedbackImpl
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import (
     BaguaProcessGroup,
@@ -18,7 +16,6 @@ from torchbagua.collectives import (
     LowRankState,
     MatrixShape,
     matrix_shape,
-    require_same_progress,
 )
 from torchbagua.compressors import Compressor, Identity, by_name
 from torchbagua.memory_order import flat_length, shape_in_memory
@@ -27,7 +24,6 @@ from torchbagua.state import ParameterState
 
 _COMPRESSIONS = (None, "bfloat16")
 _LARGEST_RANK = 2**15
-_COUNT = "num_backward_passes"
 
 
 @dataclass(frozen=True)
@@ -78,9 +74,11 @@ class PowerSGDAlgorithm(Algorithm):
 
     def __post_init__(self) -> None:
         check_flags(self, "warm_start", "hierarchical")
-        _check_integer("rank", self.rank, 1, _LARGEST_RANK)
-        _check_integer("start_step", self.start_step, 0)
-        _check_integer("seed", self.seed, 0)
+        check_at_least(self, "rank", 1)
+        if self.rank > _LARGEST_RANK:
+            raise ValueError(f"PowerSGDAlgorithm: rank must be at most {_LARGEST_RANK}, got {self.rank}")
+        check_at_least(self, "start_step", 0)
+        check_at_least(self, "seed", 0)
         if not isinstance(self.min_rate, int | float) or isinstance(self.min_rate, bool):
             raise TypeError(f"PowerSGDAlgorithm: min_rate must be a number, got {self.min_rate!r}")
         if not 0 < self.min_rate < math.inf:
@@ -96,14 +94,6 @@ class PowerSGDAlgorithm(Algorithm):
         return PowerSGDAlgorithmImpl(process_group, self)
 
 
-def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"PowerSGDAlgorithm: {name} must be an integer, got {value!r}")
-    if value < least or (most is not None and value > most):
-        allowed = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"PowerSGDAlgorithm: {name} must be {allowed}, got {value}")
-
-
 @dataclass(frozen=True)
 class LowRank(Identity):
     """What `uncompressed` asks: which dtypes have factors. Factors are sent by a codec of their own."""
@@ -115,7 +105,7 @@ class LowRank(Identity):
         return dtype in ELEMENT_TYPES
 
 
-class PowerSGDAlgorithmImpl(AlgorithmImpl):
+class PowerSGDAlgorithmImpl(PhasedFeedbackImpl):
     """See `PowerSGDAlgorithm`."""
 
     algorithm: PowerSGDAlgorithm
@@ -126,26 +116,14 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         shapes = {"error": None, "factor": self._factor_shape}
         self._state = ParameterState("PowerSGDAlgorithm", self._make_state, shapes)
         self.parameter_state = self._state
-        # Counted by every rank alike, since each is collective: so ranks never differ in what they send.
-        self._num_backward_passes = 0
         self._has_factors = False
-        self._has_changed_form = False
 
-    @property
-    def needs_grad_scaler(self) -> bool:
-        """True: gradients carry the loss scale, which changes, and errors do not."""
-        return True
+    def phase_after(self, num_backward_passes: int) -> int:
+        """Return 1 where there are factors."""
+        return int(num_backward_passes >= self.algorithm.start_step)
 
-    def need_reset(self) -> bool:
-        """Return True in the first backward with factors, and the first without."""
-        return self._has_changed_form
-
-    def on_backward_begin(self) -> None:
-        """Count the backward."""
-        has_factors = self._num_backward_passes >= self.algorithm.start_step
-        self._has_changed_form = has_factors != self._has_factors
-        self._has_factors = has_factors
-        self._num_backward_passes += 1
+    def begin_phase(self, phase: int) -> None:
+        self._has_factors = bool(phase)
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         if not self._has_factors or self.process_group.size == 1 or not self.compressor.encodes(bucket.flat.dtype):
@@ -154,26 +132,8 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
             bucket.append_centralized_synchronous_op(
                 hierarchical=self.algorithm.hierarchical, compression=self.algorithm.compression
             )
-        elif bucket.flat.dtype == torch.float32:
-            self._append_low_rank_mean(bucket)
-        else:  # a shorter format would round errors and factors
-            part = sub_bucket_of(bucket, bucket.tensors, torch.float32)
-            self._append_low_rank_mean(part)
-            append_sub_buckets(bucket, [part])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: errors and factors by parameter name, and the backward passes so far."""
-        return {**super().state_dict(), _COUNT: self._num_backward_passes}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, see `AlgorithmImpl.load_state_dict`."""
-        check_rank_state(type(self).__name__, state, [*self._state.names, _COUNT], self.process_group)
-        count = int(state[_COUNT])
-        world = self.process_group.world
-        progress = {"as backward passes so far in its state": count}
-        self.lane.submit(lambda: require_same_progress(world, progress, "loading the state")).result()
-        super().load_state_dict(state)
-        self._num_backward_passes = count
+        else:
+            self.append_with_state(bucket, self._append_low_rank_mean)
 
     def _append_low_rank_mean(self, bucket: BaguaBucket) -> None:
         mean = LowRankMean(
@@ -187,16 +147,8 @@ class PowerSGDAlgorithmImpl(AlgorithmImpl):
         )
 
         def low_rank_mean(bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-            # Errors are kept without the loss scale.
-            if self.loss_scale != 1.0:
-                bucket.flat.div_(self.loss_scale)
-            mean(bucket.flat, self._num_backward_passes)
-            if self.has_joined:
-                self._state.commit_without_step(bucket)
-            if self.loss_scale != 1.0:
-                bucket.flat.mul_(self.loss_scale)
+            mean(bucket.flat, self.num_backward_passes)
 
-        bucket.append_python_op(self._state.resolve_last_backward)
         bucket.append_python_op(low_rank_mean)
 
     def _make_state(self, bucket: BaguaBucket, held: Sequence[Sequence[torch.Tensor]] | None) -> LowRankState:

@@ -12,8 +12,20 @@ from torchbagua.algorithms.q_adam_optimizer import QAdamOptimizer
 from torchbagua.algorithms.sub_buckets import append_sub_buckets, sub_bucket_of
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup, require_same_progress
-from torchbagua.compressors import Compressor, MinMaxUInt4, MinMaxUInt8, Sign1Bit, by_name, check_block
+from torchbagua.compressors import (
+    Compressor,
+    Identity,
+    MinMaxUInt4,
+    MinMaxUInt8,
+    Sign1Bit,
+    TopK,
+    by_name,
+    check_block,
+    check_compression,
+)
+from torchbagua.description import describe
 from torchbagua.memory_order import flatten_like
+from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.optimizers import unwrap
 from torchbagua.state import residual_state
 
@@ -49,9 +61,10 @@ class QAdamAlgorithm(Algorithm):
         q_adam_optimizer: the optimizer that you attach with it.
         hierarchical: with several nodes of several ranks: full precision within nodes, compressed between them.
         block: how many elements share a quantisation range or a scale, see `ByteGradAlgorithm`. 0, the default, becomes
-            the codec's own: 128 in 4 bits, else 2048.
+            the codec's own: 128 in 4 bits, else 2048. Only the three codecs below that have names and blocks take it.
         compression: "MinMaxUInt8", 8 bits; "MinMaxUInt4", 4 bits; or "sign1bit", a sign for each element and a scale
-            for each block, which needs error feedback.
+            for each block, which needs error feedback; "bfloat16" or "float16"; or a Compressor, which may be one of
+            yours. "topk" is refused: an element would arrive once in many steps, and larger than a step can use.
         error_feedback: add what compression leaves out to what is sent next.
 
     Raises:
@@ -64,7 +77,7 @@ class QAdamAlgorithm(Algorithm):
     hierarchical: bool = True
     _: KW_ONLY
     block: int | None = _BLOCK_OF_CODEC
-    compression: str = "MinMaxUInt8"
+    compression: str | Compressor = "MinMaxUInt8"
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
@@ -74,16 +87,38 @@ class QAdamAlgorithm(Algorithm):
                 f"QAdamAlgorithm: q_adam_optimizer must be a QAdamOptimizer, got {type(self.q_adam_optimizer).__name__}"
             )
         check_flags(self, "hierarchical", "error_feedback")
-        if not isinstance(self.compression, str) or self.compression not in _BLOCKS:
-            raise ValueError(f"QAdamAlgorithm: compression must be one of {sorted(_BLOCKS)}, got {self.compression!r}")
-        if self.block == _BLOCK_OF_CODEC and isinstance(self.block, int) and not isinstance(self.block, bool):
-            object.__setattr__(self, "block", _BLOCKS[self.compression])
-        check_block("QAdamAlgorithm", self.block)
-        if self.compression == "sign1bit" and not self.error_feedback:
+        self._check_compression()
+        if isinstance(self.compression, str) and self.compression in _BLOCKS:
+            if self.block == _BLOCK_OF_CODEC and isinstance(self.block, int) and not isinstance(self.block, bool):
+                object.__setattr__(self, "block", _BLOCKS[self.compression])
+            check_block("QAdamAlgorithm", self.block)
+        elif self.block != _BLOCK_OF_CODEC:
             raise ValueError(
-                "QAdamAlgorithm: compression 'sign1bit' needs error_feedback=True: one bit leaves so much out that "
-                "training fails where it is lost"
+                f"QAdamAlgorithm: block must be left out with compression={self.compression!r}, and is for "
+                f"{sorted(_BLOCKS)} alone, got {self.block!r}"
             )
+
+    def _check_compression(self) -> None:
+        check_compression("QAdamAlgorithm: compression", self.compression)
+        if self.compression is None or isinstance(self.compression, Identity):
+            raise ValueError(
+                "QAdamAlgorithm: compression must not be full precision, in which the mean of momenta is what the mean "
+                f"of gradients gives Adam: use GradientAllReduceAlgorithm with Adam; got {self.compression!r}"
+            )
+        if isinstance(self.compression, TopK) or self.compression == "topk":
+            raise ValueError(
+                "QAdamAlgorithm: compression must not be topk: what has waited in a residual for many steps arrives at "
+                f"once, and QAdam's bound of a step cuts most of it off; got {self.compression!r}"
+            )
+        if (isinstance(self.compression, Sign1Bit) or self.compression == "sign1bit") and not self.error_feedback:
+            raise ValueError(
+                f"QAdamAlgorithm: compression {self.compression!r} needs error_feedback=True: one bit leaves so much "
+                "out that training fails where it is lost"
+            )
+
+    def make_compressor(self) -> Compressor:
+        """Return what `compression` and `block` stand for."""
+        return by_name(self.compression, **({} if self.block == _BLOCK_OF_CODEC else {"block": self.block}))
 
     @classmethod
     def for_optimizers(cls, optimizers: Sequence[torch.optim.Optimizer], **arguments: Any) -> "QAdamAlgorithm":
@@ -108,7 +143,9 @@ class QAdamAlgorithm(Algorithm):
         """Return `error_feedback`, and with it `compression`."""
         if not self.error_feedback:
             return {"error_feedback": False}
-        return {"error_feedback": True, "compression": self.compression}
+        compression = self.compression
+        text = compression if isinstance(compression, str) else describe(compression, "QAdamAlgorithm: compression")
+        return {"error_feedback": True, "compression": text}
 
     def own_optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.q_adam_optimizer]
@@ -129,7 +166,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def __init__(self, process_group: BaguaProcessGroup, algorithm: QAdamAlgorithm) -> None:
         super().__init__(process_group, algorithm)
         self.q_adam = algorithm.q_adam_optimizer
-        self.compressor: Compressor = by_name(algorithm.compression, block=algorithm.block)
+        self.compressor = algorithm.make_compressor()
         self.parameter_state = residual_state("QAdamAlgorithm") if algorithm.error_feedback else None
         self._past_warmup: list[int] = []
         self._has_changed_kinds = False  # which travel as momenta, since the last backward
@@ -182,7 +219,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def uncompressed(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return those of the optimizer's that travel in full precision, past their warm-up too."""
         own = {id(parameter) for parameter in self.q_adam.parameters}
-        return {name: one for name, one in super().uncompressed(parameters).items() if id(one) in own}
+        return {name: one for name, one in parameters.items() if id(one) in own and not self._encodes(one)}
 
     def close(self) -> None:
         super().close()
@@ -207,7 +244,11 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def _sends_momentum(self, parameter: torch.Tensor) -> bool:
         """Return whether the momentum travels; in full precision the gradient does, whose mean comes to the same."""
-        return self.q_adam.is_past_warmup(parameter) and self.compressor.encodes(parameter.dtype)
+        return self.q_adam.is_past_warmup(parameter) and self._encodes(parameter)
+
+    def _encodes(self, parameter: torch.Tensor) -> bool:
+        # Not float64, even where a codec of yours encodes it: momenta are sent in float32.
+        return parameter.dtype in ELEMENT_TYPES and self.compressor.encodes(parameter.dtype)
 
     @torch.no_grad()
     def _form_momenta(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:

@@ -6,15 +6,16 @@ from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.clamp import clamp_to_mean
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.error_feedback import ResidualPair, TwoPhaseResiduals
+from torchbagua.collectives.error_feedback import TwoPhaseResiduals, needs_feedback
 from torchbagua.collectives.errors import CommunicationError, cause_of
-from torchbagua.collectives.low_precision_ring import Replicas, low_precision_ring
+from torchbagua.collectives.low_precision_ring import Replicas, check_ring_compression, low_precision_ring
 from torchbagua.collectives.low_rank_mean import LowRankMean, product_table
 from torchbagua.collectives.low_rank_state import LowRankState, MatrixShape, matrix_shape
 from torchbagua.collectives.neighbourhood_mean import check_topology, neighbourhood_mean
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
+from torchbagua.collectives.residuals import Momentum
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 
 __all__ = [
@@ -25,10 +26,10 @@ __all__ = [
     "LowRankMean",
     "LowRankState",
     "MatrixShape",
+    "Momentum",
     "RankChunks",
     "ReduceScatter",
     "Replicas",
-    "ResidualPair",
     "TwoPhaseMean",
     "TwoPhaseResiduals",
     "all_reduce_max",
@@ -36,11 +37,13 @@ __all__ = [
     "broadcast_tensors",
     "cause_of",
     "centralized_mean",
+    "check_ring_compression",
     "check_topology",
     "clamp_to_mean",
     "fingerprint",
     "low_precision_ring",
     "matrix_shape",
+    "needs_feedback",
     "neighbourhood_mean",
     "product_table",
     "require_same_progress",

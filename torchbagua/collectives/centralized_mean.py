@@ -6,7 +6,7 @@ import torch
 
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.error_feedback import ResidualPair, TwoPhaseResiduals
+from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.hierarchical import BetweenNodes, Hierarchical
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
@@ -102,12 +102,14 @@ class RedistributingMean:
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
         """Write the mean of `x_N` to `out_N`, another tensor like it; by default in place."""
         if (initial := self._residuals.initial) is not None:
-            sent_N = initial.sent if self._senders is None else self._sum_over(self._senders, initial.sent)
-            self._residuals.load_whole(ResidualPair(sent_N, self._sum_over(self._owners, initial.mean)))
+            among = {name: self._owners if name == "mean" else self._senders for name in initial}
+            self._residuals.load_whole({name: self._sum_over(among[name], x_N) for name, x_N in initial.items()})
         self._mean(x_N, out_N)
 
-    def _sum_over(self, communicator: Communicator, x_N: torch.Tensor) -> torch.Tensor:
+    def _sum_over(self, communicator: Communicator | None, x_N: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, of which all but one hold zero: the bits of that one."""
+        if communicator is None:
+            return x_N
         total_N = x_N.clone()  # `x_N` stays as it is where this fails
         TwoPhaseMean(communicator, Identity(), self._spec, 1.0)(total_N)
         return total_N

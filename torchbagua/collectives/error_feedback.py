@@ -1,84 +1,20 @@
 """Error feedback: what compression has left out of what was sent is added to what is sent next.
 
-Shape suffixes: N elements of a bucket, L elements of a slice of it, W wire bytes.
+Shape suffixes: N elements of a bucket.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from torchbagua.compressors import Compressor, WireLayout
+from torchbagua.collectives.residuals import Momentum, Residual, StagedSlice, VelocityResidual
+from torchbagua.compressors import Compressor, Sign1Bit, SparseCodec
 from torchbagua.tracer import Tracer
 
 
-class Residual:
-    """What compression has left out of a slice of a bucket, in float32.
-
-    What is left out is staged at first, and is the residual once it is committed: a step that is not taken leaves no
-    trace. Memory: 8 bytes an element of the slice, and 4 more where what was encoded is encoded again before a commit.
-
-    Attributes:
-        bucket_slice: the slice.
-        values: [L], the residual.
-    """
-
-    def __init__(self, bucket_slice: slice, device: torch.device) -> None:
-        self.bucket_slice = bucket_slice
-        self.values = torch.zeros(bucket_slice.stop - bucket_slice.start, device=device)
-        self._staged = torch.zeros_like(self.values)
-        self._is_staged = False
-        self._continued: torch.Tensor | None = None
-
-    def encode(
-        self, x_L: torch.Tensor, compressor: Compressor, layout: WireLayout, wire_W: torch.Tensor, within: slice
-    ) -> None:
-        """Encode `x_L` with the residual `within` the slice added, and stage what the wire leaves out of it."""
-        added = self.values if self._continued is None else self._continued
-        compressor.encode_feedback(x_L, added[within], layout, wire_W, self._staged[within])
-        self._is_staged = True
-
-    def continue_from_staged(self, parts: Sequence[slice]) -> None:
-        """Prepare to encode what may have in it what was encoded last, in these slices of the bucket.
-
-        There the residual has been added already, and what is staged has been left out since.
-        """
-        self._continued = None
-        if self._is_staged and parts:
-            self._continued = self.values.clone()
-            for part in parts:
-                own = _overlap(part, self.bucket_slice)
-                self._continued[own] = self._staged[own]
-
-    def staged(self, within: slice) -> torch.Tensor:
-        """Return what is staged `within` the slice."""
-        return self._staged[within]
-
-    def commit(self, parts: Sequence[slice] | None = None) -> None:
-        """Take what is staged of these slices of the bucket for the residual, by default of all."""
-        if not self._is_staged:
-            return
-        if parts is not None:  # the rest may be committed later
-            for part in parts:
-                own = _overlap(part, self.bucket_slice)
-                self.values[own] = self._staged[own]
-            return
-        self.values, self._staged = self._staged, self.values
-        self._is_staged = False
-        self._continued = None
-
-    def expand(self, part: slice) -> torch.Tensor:
-        """Return what this rank holds of `part` of the bucket, with zeros where it holds nothing."""
-        values = self.values.new_zeros(part.stop - part.start)
-        values[_overlap(self.bucket_slice, part)] = self.values[_overlap(part, self.bucket_slice)]
-        return values
-
-
-class ResidualPair(NamedTuple):
-    """Both residuals of a bucket, [N] float32 each: all of them, or what one rank holds, with zeros elsewhere."""
-
-    sent: torch.Tensor
-    mean: torch.Tensor
+def needs_feedback(compression: str | Compressor | None) -> bool:
+    """Return whether a codec leaves so much out that training fails where that is lost."""
+    return isinstance(compression, (Sign1Bit, SparseCodec)) or compression in ("sign1bit", "topk")
 
 
 class TwoPhaseResiduals:
@@ -90,40 +26,55 @@ class TwoPhaseResiduals:
 
     Args:
         device: of the bucket.
-        initial: what this rank holds for the bucket; None on all ranks where no parameter has been sent before.
+        initial: by the names of `kept`, what this rank holds for the bucket, [N] float32 each; None on all ranks where
+            no parameter has been sent before.
+        momentum: of what is sent.
 
     Attributes:
         initial: the same until the first run, then None.
         sent: of what this rank sends: its own values, or a shard of its node's sums.
         mean: of the means of the chunk that it owns.
+        kept: "sent" and "mean", and with a momentum "velocity", that of what this rank sends.
     """
 
-    def __init__(self, device: torch.device, initial: ResidualPair | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        initial: Mapping[str, torch.Tensor] | None = None,
+        momentum: Momentum | None = None,
+    ) -> None:
         self.initial = initial
-        nothing = slice(0, 0)
-        self.sent, self.mean = Residual(nothing, device), Residual(nothing, device)
+        self._device = device
+        self._momentum = momentum
+        self._make(slice(0, 0), slice(0, 0))
 
     def assign_slices(self, sent: slice, mean: slice) -> None:
         """Say which slices of the bucket this rank sends, and forms the means of."""
         # The same where operations are built again: what is kept stays then.
         if (self.sent.bucket_slice, self.mean.bucket_slice) != (sent, mean):
-            device = self.sent.values.device
-            self.sent, self.mean = Residual(sent, device), Residual(mean, device)
+            self._make(sent, mean)
 
-    def load_whole(self, whole: ResidualPair) -> None:
-        """Start from the residuals of the whole bucket, of which the own slices are taken."""
-        self.sent.values.copy_(whole.sent[self.sent.bucket_slice])
-        self.mean.values.copy_(whole.mean[self.mean.bucket_slice])
-        for tensor in self.initial or ():
+    def _make(self, sent: slice, mean: slice) -> None:
+        self.sent, self.mean = Residual(sent, self._device), Residual(mean, self._device)
+        self.kept: dict[str, StagedSlice] = {"sent": self.sent, "mean": self.mean}
+        if self._momentum is not None:
+            self.sent = with_velocity = VelocityResidual(sent, self._device, self._momentum)
+            self.kept |= {"sent": self.sent, "velocity": with_velocity.velocity}
+
+    def load_whole(self, whole: Mapping[str, torch.Tensor]) -> None:
+        """Start from what is kept for the whole bucket, of which the own slices are taken."""
+        for name, kept in self.kept.items():
+            kept.values.copy_(whole[name][kept.bucket_slice])
+        for tensor in (self.initial or {}).values():
             if tensor.is_cuda:  # made on the training thread's stream, and read until now on this one
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         self.initial = None
 
-    def expand(self, part: slice) -> ResidualPair:
-        """Return what this rank holds of `part` of the bucket."""
+    def expand(self, part: slice) -> list[torch.Tensor]:
+        """Return what this rank holds of `part` of the bucket, in the order of `kept`."""
         if self.initial is not None:
-            return ResidualPair(self.initial.sent[part], self.initial.mean[part])
-        return ResidualPair(self.sent.expand(part), self.mean.expand(part))
+            return [self.initial[name][part] for name in self.kept]
+        return [kept.expand(part) for kept in self.kept.values()]
 
     def continue_from_staged(self, parts: Sequence[slice]) -> None:
         """Prepare both, see `Residual.continue_from_staged`."""
@@ -131,15 +82,9 @@ class TwoPhaseResiduals:
         self.mean.continue_from_staged(parts)
 
     def commit(self, parts: Sequence[slice] | None = None) -> None:
-        """Commit both, see `Residual.commit`."""
-        self.sent.commit(parts)
-        self.mean.commit(parts)
-
-
-def _overlap(part: slice, elements: slice) -> slice:
-    """Return the slice of a tensor of `elements` that `part` covers."""
-    start = max(part.start, elements.start)
-    return slice(start - elements.start, max(min(part.stop, elements.stop), start) - elements.start)
+        """Commit all, see `StagedSlice.commit`."""
+        for kept in self.kept.values():
+            kept.commit(parts)
 
 
 def tell_residuals(tracer: Tracer, bucket: str, residuals: TwoPhaseResiduals) -> None:

@@ -11,10 +11,11 @@ import torch
 from torchbagua.collectives.clamp import clamp_to_mean
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.encoding_error import EncodingErrorProbe
+from torchbagua.collectives.error_feedback import needs_feedback
 from torchbagua.collectives.exchange import ElementCounts, Exchange
 from torchbagua.collectives.hierarchical import BetweenNodes, Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.compressors import Compressor, TensorSpec
+from torchbagua.compressors import DEFAULT_BLOCK, Compressor, TensorSpec, check_compression
 from torchbagua.compressors.base import divide
 from torchbagua.events import Details, Phase
 from torchbagua.tracer import Span
@@ -39,6 +40,16 @@ class Replicas:
     def __getitem__(self, elements: slice) -> "Replicas":
         """Return views of some elements."""
         return Replicas(self.weight[elements], self.left[elements], self.right[elements])
+
+
+def check_ring_compression(owner: str, compression: str | Compressor | None) -> None:
+    """Raise ValueError, which names `owner`, unless differences of weights can be sent by this codec."""
+    check_compression(f"{owner}: compression", compression)
+    if needs_feedback(compression):
+        raise ValueError(
+            f"{owner}: compression must not be one that needs error feedback: weights become what neighbours were "
+            f"sent, so what is left out of a difference is lost; got {compression!r}"
+        )
 
 
 class LowPrecisionRing:
@@ -198,7 +209,8 @@ def low_precision_ring(
 
         return update_by_node_sums
 
-    update = Hierarchical(group, spec, compressor.block_elements, ring_of_nodes)
+    # Not the codec's blocks: replicas outlive a codec, as that of the first round, and so do their shards.
+    update = Hierarchical(group, spec, DEFAULT_BLOCK, ring_of_nodes)
 
     def exchange() -> None:
         for one in exchanges:  # none on a rank that owns no shard

@@ -6,9 +6,9 @@ Shape suffixes: N elements, W wire bytes, R ranks, L elements of a chunk.
 import torch
 
 from torchbagua.collectives.encoding_error import EncodingErrorProbe
-from torchbagua.collectives.error_feedback import Residual
 from torchbagua.collectives.exchange import Exchange
 from torchbagua.collectives.rank_chunks import RankChunks
+from torchbagua.collectives.residuals import Residual
 from torchbagua.compressors import WireLayout
 
 

@@ -8,7 +8,9 @@ from torchbagua.compressors.blocks import TensorSpec, WireLayout
 from torchbagua.compressors.cast import Cast, Identity
 from torchbagua.compressors.minmax_uint4 import MinMaxUInt4
 from torchbagua.compressors.minmax_uint8 import MinMaxUInt8
+from torchbagua.compressors.randomk import RandomK
 from torchbagua.compressors.sign_1bit import Sign1Bit
+from torchbagua.compressors.sparse import SparseCodec
 from torchbagua.compressors.topk import TopK
 
 __all__ = [
@@ -20,7 +22,9 @@ __all__ = [
     "MinMaxUInt4",
     "MinMaxUInt8",
     "NativeBlockCodec",
+    "RandomK",
     "Sign1Bit",
+    "SparseCodec",
     "TensorSpec",
     "TopK",
     "WireLayout",
@@ -33,7 +37,12 @@ __all__ = [
 
 
 def check_compression(argument: str, compression: object) -> None:
-    """Raise ValueError unless `by_name` takes it. `argument` is how the error names it."""
+    """Raise ValueError unless it is what an algorithm takes, and `by_name`. `argument` is how the error names it."""
+    if isinstance(compression, RandomK):
+        raise ValueError(
+            f"{argument} must not be RandomK, which draws other elements in each step, and is told the step by "
+            f"RandomKAlgorithm alone; got {compression!r}"
+        )
     if compression is None or isinstance(compression, Compressor):
         return
     if not isinstance(compression, str) or compression not in REGISTRY:

@@ -1,67 +1,14 @@
 """TopK: the largest elements of each block, in eight bits and an index each."""
 
-import math
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import cached_property
-from typing import ClassVar, NamedTuple
 
-import torch
-
-from torchbagua.compressors.base import DEFAULT_BLOCK, register_compressor
-from torchbagua.compressors.block_codec import NativeBlockCodec
-from torchbagua.native.topk import LONGEST_BLOCK, TopKFormat, index_bits
-
-
-def check_ratio(owner: str, ratio: float) -> None:
-    """Raise TypeError or ValueError unless `ratio` is a number in (0, 1]. `owner` is the class that the error names."""
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)):
-        raise TypeError(f"{owner}: ratio must be a number, got {ratio!r}")
-    if not 0 < ratio <= 1:
-        raise ValueError(f"{owner}: ratio must be above 0 and at most 1, got {ratio}")
-
-
-def check_sparse_block(owner: str, block: int) -> None:
-    """Raise TypeError or ValueError unless `block` is a block size of a sparse codec."""
-    if not isinstance(block, int) or isinstance(block, bool):
-        raise TypeError(f"{owner}: block must be an int, got {block!r}")
-    if not 8 <= block <= LONGEST_BLOCK or block % 8:
-        raise ValueError(f"{owner}: block must be a multiple of 8 from 8 to {LONGEST_BLOCK}, got {block}")
-
-
-class SparseBytes(NamedTuple):
-    """The bytes of blocks of which some elements are kept.
-
-    Attributes:
-        block: the elements of a block that is not shorter.
-        kept: how many of these are kept.
-    """
-
-    block: int
-    kept: int
-    header_bytes: int = TopKFormat.header_bytes
-
-    def num_kept(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return how many elements of blocks of `lengths` are kept: the same share of each, rounded up."""
-        return -(-lengths * self.kept // self.block)
-
-    def payload_bytes(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return what the payloads of blocks of `lengths` elements take."""
-        nothing = torch.zeros_like(lengths)
-        table = torch.stack([nothing, lengths, nothing, nothing, self.num_kept(lengths)], dim=1)
-        return TopKFormat().payload_sizes(table)
-
-    def most_bytes(self, num_elements: int, num_blocks: int) -> int:
-        """Return the most that headers and payloads of so many blocks, with so many elements in all, can take."""
-        most_kept = (num_elements * self.kept + num_blocks * (self.block - 1)) // self.block
-        most_kept = min(most_kept, num_elements, num_blocks * self.kept)
-        bits = index_bits(self.block)
-        most_index_bytes = min((most_kept * bits + 7 * num_blocks) // 8, num_blocks * (-(-self.kept * bits // 8)))
-        return self.header_bytes * num_blocks + most_index_bytes + most_kept
+from torchbagua.compressors.base import register_compressor
+from torchbagua.compressors.sparse import SparseCodec
+from torchbagua.native.topk import TopKFormat
 
 
 @dataclass(frozen=True)
-class TopK(NativeBlockCodec):
+class TopK(SparseCodec):
     """The elements of each block with the largest magnitudes: an index and 8 bits for each, and a scale for the block.
 
     All other elements decode to zero. Of a block of 2048, 21 elements are kept at `ratio=0.01`, in 54 bytes: 0.21 bits
@@ -80,25 +27,8 @@ class TopK(NativeBlockCodec):
         TypeError, ValueError: an argument is not such a number.
     """
 
-    op_prefix: ClassVar[str] = "topk"
-
-    block: int = DEFAULT_BLOCK
-    ratio: float = 0.01
-
-    def __post_init__(self) -> None:
-        name = type(self).__name__
-        check_sparse_block(name, self.block)
-        check_ratio(name, self.ratio)
-        super().__post_init__()
-
-    @cached_property
-    def block_format(self) -> SparseBytes:
-        # The ratio as it is written: 0.07 of 100 are 7, and not the 8 that binary fractions make of it.
-        return SparseBytes(self.block, math.ceil(Fraction(repr(self.ratio)) * self.block))
-
-    def block_table(self, bounds_B: torch.Tensor, first_byte: int) -> torch.Tensor:
-        table = super().block_table(bounds_B, first_byte)
-        return torch.cat([table, self.block_format.num_kept(table[:, 1:2])], dim=1)
+    op_prefix = "topk"
+    format = TopKFormat()
 
 
 register_compressor("topk", TopK)

@@ -1,30 +1,37 @@
-"""The CUDA kernels of TopK, on the host: the bytes of the reference for any values, addresses and lengths."""
+"""The CUDA kernels of the sparse codecs, on the host: the reference's bytes for any values, addresses and lengths."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from host_kernels import HostKernels
-from native_codecs import DTYPES, KINDS, TOPK, assert_same_values, lay_out
+from native_codecs import DTYPES, KINDS, RANDOMK, TOPK, Codec, assert_same_values, lay_out
 from test_cuda_minmax import NAMES, Guarded, num_elements, run, values_of
 from torchbagua.native.ops import NATIVE_OPS
-from torchbagua.native.topk import index_bits
 
+OPERATIONS = ("encode", "decode", "decode_mean", "decode_mean_encode", "encode_feedback")
 LENGTHS = [1, 7, 33, 64, 65, 130, 300]
 
 
-def tables() -> list[tuple[Tensor, int]]:
+@pytest.fixture(params=[TOPK, RANDOMK], ids=lambda codec: codec.name)
+def codec(request: pytest.FixtureRequest) -> Codec:
+    return request.param
+
+
+def tables(codec: Codec) -> list[tuple[Tensor, int]]:
     """Of blocks in any order with gaps, of which few and all are kept; with their wires' bytes."""
-    table, wire_bytes = lay_out(TOPK, LENGTHS, seed=3)
+    table, wire_bytes = lay_out(codec, LENGTHS, seed=3)
     found = [(table, wire_bytes)]
     for length, kept in ((4096, 41), (2048, 1), (130, 130)):
-        found.append((torch.tensor([[0, length, 0, 4, kept]]), 4 + -(-kept * index_bits(length) // 8) + kept))
+        row = [0, length, 0, 4, *codec.choice(kept)]
+        found.append((torch.tensor([row]), 4 + codec.bytes_of_kept(length, kept)))
     return found
 
 
-@pytest.mark.parametrize("index", range(len(tables())))
-def test_every_operation_gives_the_bytes_of_the_reference(host_kernels: HostKernels, index: int) -> None:
-    table, wire_bytes = tables()[index]
+@pytest.mark.parametrize("index", range(len(tables(TOPK))))
+def test_every_operation_gives_the_bytes_of_the_reference(host_kernels: HostKernels, codec: Codec, index: int) -> None:
+    table, wire_bytes = tables(codec)[index]
+    reference = {name: NATIVE_OPS[f"{codec.name}_{name}"] for name in OPERATIONS}
     kinds = KINDS if index == 0 else ("scaled", "zeros", "one not finite")
     rows = torch.zeros(len(kinds), wire_bytes, dtype=torch.uint8)
     for number, kind in enumerate(kinds):
@@ -33,14 +40,14 @@ def test_every_operation_gives_the_bytes_of_the_reference(host_kernels: HostKern
             x, shift = Guarded(values.to(dtype), number % 3), number % 4
             wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), shift)
             expected = torch.full_like(wire.tensor, 9)
-            NATIVE_OPS["topk_encode"](x.tensor, table, expected)
-            assert run(host_kernels, TOPK, f"encode_{NAMES[dtype]}", x.tensor, table, wire.tensor) == "done"
+            reference["encode"](x.tensor, table, expected)
+            assert run(host_kernels, codec, f"encode_{NAMES[dtype]}", x.tensor, table, wire.tensor) == "done"
             assert torch.equal(wire.tensor, expected)
             assert wire.is_intact()
             decoded = Guarded(torch.full_like(x.tensor, 9.0), number % 3)
             expected = torch.full_like(x.tensor, 9.0)
-            NATIVE_OPS["topk_decode"](wire.tensor, table, expected)
-            assert run(host_kernels, TOPK, f"decode_{NAMES[dtype]}", wire.tensor, table, decoded.tensor) == "done"
+            reference["decode"](wire.tensor, table, expected)
+            assert run(host_kernels, codec, f"decode_{NAMES[dtype]}", wire.tensor, table, decoded.tensor) == "done"
             assert_same_values(decoded.tensor, expected)
             assert decoded.is_intact()
         rows[number] = wire.tensor
@@ -48,9 +55,9 @@ def test_every_operation_gives_the_bytes_of_the_reference(host_kernels: HostKern
         residual, left_out = values.flip(0) / 256, Guarded(torch.full_like(values, 9.0), 1)
         wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), shift)
         expected, expected_left_out = torch.full_like(wire.tensor, 9), torch.full_like(values, 9.0)
-        NATIVE_OPS["topk_encode_feedback"](values, residual, table, expected, expected_left_out)
+        reference["encode_feedback"](values, residual, table, expected, expected_left_out)
         arguments = (values, residual, table, wire.tensor, left_out.tensor)
-        assert run(host_kernels, TOPK, "encode_feedback_float32", *arguments) == "done"
+        assert run(host_kernels, codec, "encode_feedback_float32", *arguments) == "done"
         assert torch.equal(wire.tensor, expected)
         assert_same_values(left_out.tensor, expected_left_out)
         assert left_out.is_intact()
@@ -58,23 +65,23 @@ def test_every_operation_gives_the_bytes_of_the_reference(host_kernels: HostKern
     for senders, divisor in ((rows[:2], 2.0), (rows, 3.0)):
         wire = Guarded(torch.full((wire_bytes,), 9, dtype=torch.uint8), 1)
         expected = torch.full_like(wire.tensor, 9)
-        NATIVE_OPS["topk_decode_mean_encode"](senders, table, divisor, expected)
-        assert run(host_kernels, TOPK, "decode_mean_encode", senders, table, divisor, wire.tensor) == "done"
+        reference["decode_mean_encode"](senders, table, divisor, expected)
+        assert run(host_kernels, codec, "decode_mean_encode", senders, table, divisor, wire.tensor) == "done"
         assert torch.equal(wire.tensor, expected)
         assert wire.is_intact()
         x = Guarded(torch.full((num_elements(table),), 9.0), 1)
         expected = torch.full_like(x.tensor, 9.0)
-        NATIVE_OPS["topk_decode_mean"](senders, table, divisor, expected)
-        assert run(host_kernels, TOPK, "decode_mean_float32", senders, table, divisor, x.tensor) == "done"
+        reference["decode_mean"](senders, table, divisor, expected)
+        assert run(host_kernels, codec, "decode_mean_float32", senders, table, divisor, x.tensor) == "done"
         assert_same_values(x.tensor, expected)
         assert x.is_intact()
 
 
-def test_spoiled_wires_decode_as_by_the_reference(host_kernels: HostKernels) -> None:
+def test_spoiled_wires_decode_as_by_the_reference(host_kernels: HostKernels, codec: Codec) -> None:
     """And nothing is written beyond x: indices out of range and out of order, headers of any bits."""
-    table, wire_bytes = lay_out(TOPK, LENGTHS, seed=4)
+    table, wire_bytes = lay_out(codec, LENGTHS, seed=4)
     wire = torch.zeros(wire_bytes, dtype=torch.uint8)
-    NATIVE_OPS["topk_encode"](values_of("scaled", table), table, wire)
+    NATIVE_OPS[f"{codec.name}_encode"](values_of("scaled", table), table, wire)
     generator = torch.Generator().manual_seed(0)
     num_spoiled = 0
     for _ in range(40):
@@ -83,8 +90,8 @@ def test_spoiled_wires_decode_as_by_the_reference(host_kernels: HostKernels) -> 
         spoiled[places] = torch.randint(256, (4,), generator=generator).to(torch.uint8)
         x = Guarded(torch.full((num_elements(table),), 9.0), 0)
         expected = torch.full_like(x.tensor, 9.0)
-        NATIVE_OPS["topk_decode"](spoiled, table, expected)
-        assert run(host_kernels, TOPK, "decode_float32", spoiled, table, x.tensor) == "done"
+        NATIVE_OPS[f"{codec.name}_decode"](spoiled, table, expected)
+        assert run(host_kernels, codec, "decode_float32", spoiled, table, x.tensor) == "done"
         assert_same_values(x.tensor, expected)
         assert x.is_intact()
         num_spoiled += bool(expected.isnan().any())
@@ -103,8 +110,9 @@ BAD_ROWS += [(0, 0, 0, 4, 0), (0, 4097, 0, 4, 1), (0, 2**62, 0, 4, 3), (0, 64, 0
 
 
 @pytest.mark.parametrize("row", BAD_ROWS)
-def test_a_block_outside_its_tensors_traps(host_kernels: HostKernels, row: tuple[int, ...]) -> None:
-    x, wire = torch.zeros(64), torch.zeros(4 + 3 + 3, dtype=torch.uint8)
-    for table, outcome in ((torch.tensor([[0, 64, 0, 4, 3]]), "done"), (torch.tensor([row]), "trapped")):
-        assert run(host_kernels, TOPK, "encode_float32", x, table, wire) == outcome
-        assert run(host_kernels, TOPK, "decode_float32", wire, table, x) == outcome
+def test_a_block_outside_its_tensors_traps(host_kernels: HostKernels, codec: Codec, row: tuple[int, ...]) -> None:
+    x, wire = torch.zeros(64), torch.zeros(4 + codec.bytes_of_kept(64, 3), dtype=torch.uint8)
+    for fields, outcome in (((0, 64, 0, 4, 3), "done"), (row, "trapped")):
+        table = torch.tensor([[*fields[:4], *codec.choice(fields[4])]])
+        assert run(host_kernels, codec, "encode_float32", x, table, wire) == outcome
+        assert run(host_kernels, codec, "decode_float32", wire, table, x) == outcome

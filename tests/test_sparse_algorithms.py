@@ -1,6 +1,6 @@
-"""TopKAlgorithm: nothing of a gradient is lost, few bytes are sent, and what it refuses.
+"""TopKAlgorithm and RandomKAlgorithm: nothing of a gradient is lost, few bytes are sent, and what they refuse.
 
-Its oracle, and resuming, are in test_bytegrad_feedback.py.
+Their oracle, and resuming, are in test_bytegrad_feedback.py.
 """
 
 import copy
@@ -12,21 +12,21 @@ import torch.distributed as dist
 
 import torchbagua as tb
 from ranks import run_ranks
-from test_bytegrad_feedback import TOPK, Loop, equal, tensors, train_told
+from test_bytegrad_feedback import RANDOMK, TOPK, Loop, equal, tensors, train_told
 from torchbagua.compressors import TopK
 from training import Branches, Tower, build
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, None), (4, None), (4, [0, 0, 1, 1]), (3, [0, 0, 1])])
-@pytest.mark.parametrize("make_model", [Tower, Branches])
+@pytest.mark.parametrize(("make_model", "algorithm"), [(Tower, TOPK), (Branches, TOPK), (Branches, RANDOMK)])
 def test_what_was_sent_and_the_residuals_are_the_gradients(
-    size: int, nodes: list[int] | None, make_model: type[torch.nn.Module]
+    size: int, nodes: list[int] | None, make_model: type[torch.nn.Module], algorithm: tb.Algorithm
 ) -> None:
     """To float32 rounding: the sums of ten steps over all ranks, parameter by parameter."""
     model = build(make_model)
 
     def body(group: dist.ProcessGroup) -> tuple[dict[str, torch.Tensor], ...]:
-        loop = Loop(group, model, algorithm=TOPK, nodes=nodes, find_unused_parameters=True, bucket_cap_mb=0.01)
+        loop = Loop(group, model, algorithm=algorithm, nodes=nodes, find_unused_parameters=True, bucket_cap_mb=0.01)
         named = {name: p for name, p in loop.ddp.module.named_parameters() if p.requires_grad}
         given = {name: torch.zeros_like(p) for name, p in named.items()}
         got = {name: torch.zeros_like(p) for name, p in named.items()}
@@ -56,11 +56,12 @@ def test_what_was_sent_and_the_residuals_are_the_gradients(
             assert left_out.any()
 
 
-def test_a_step_that_amp_skips_leaves_no_trace() -> None:
+@pytest.mark.parametrize("algorithm", [TOPK, RANDOMK], ids=lambda algorithm: type(algorithm).__name__)
+def test_a_step_that_amp_skips_leaves_no_trace(algorithm: tb.Algorithm) -> None:
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model, algorithm=TOPK, scale=1024.0)
+        loop = Loop(group, model, algorithm=algorithm, scale=1024.0)
         with loop.attachment:
             for _ in range(3):
                 loop.step()
@@ -75,28 +76,38 @@ def test_a_step_that_amp_skips_leaves_no_trace() -> None:
     run_ranks(2, body)
 
 
-def test_a_hundredth_of_a_gradient_is_sent_in_a_hundred_and_fiftieth_of_its_bytes() -> None:
+@pytest.mark.parametrize(("algorithm", "times_less"), [(tb.TopKAlgorithm(), 151), (tb.RandomKAlgorithm(), 327)])
+def test_a_hundredth_of_a_gradient_is_sent_in_far_less_of_its_bytes(algorithm: tb.Algorithm, times_less: int) -> None:
     # One parameter of 64 blocks, which DDP sends in a bucket of its own.
     model = build(lambda: torch.nn.Linear(256, 512, bias=False))
 
     def body(group: dist.ProcessGroup) -> int:
         ddp = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model), process_group=group)
         recorder = tb.traces.Recorder()
-        with tb.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), tb.TopKAlgorithm(), observers=[recorder]):
+        with tb.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), algorithm, observers=[recorder]):
             ddp(torch.randn(3, 256, generator=torch.Generator().manual_seed(group.rank()))).sum().backward()
         return recorder.bytes_sent
 
     full_bytes = 4 * 256 * 512  # of a two-phase mean of 2 ranks in float32
     for sent in run_ranks(2, body):
-        assert 1 / 155 < sent / full_bytes < 1 / 150
+        assert int(full_bytes / sent) == times_less
 
 
-def test_of_all_elements_8_bits_are_sent() -> None:
+@pytest.mark.parametrize("algorithm", [tb.TopKAlgorithm(1.0), tb.RandomKAlgorithm(1.0)], ids=repr)
+def test_of_all_elements_8_bits_are_sent(algorithm: tb.Algorithm) -> None:
     model = build(Tower)
-    runs = run_ranks(2, lambda group: train_told(group, model, tb.TopKAlgorithm(1.0), num_steps=1))
+    runs = run_ranks(2, lambda group: train_told(group, model, algorithm, num_steps=1))
     for name, averaged in runs[0].averaged[0].items():
         mean = (runs[0].local[0][name] + runs[1].local[0][name]) / 2
         assert (averaged - mean).abs().max() <= 3 * mean.abs().max() / 254 + 1e-6
+
+
+def test_ranks_must_agree_on_the_seed() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        tb.RandomKAlgorithm(seed=group.rank()).reify(group)
+
+    with pytest.raises(ValueError, match=r"RandomKAlgorithm's argument seed.*0.*1"):
+        run_ranks(2, body)
 
 
 def test_ranks_must_agree_on_the_ratio() -> None:
@@ -107,18 +118,19 @@ def test_ranks_must_agree_on_the_ratio() -> None:
         run_ranks(2, body)
 
 
+@pytest.mark.parametrize("algorithm", [tb.TopKAlgorithm, tb.RandomKAlgorithm])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ratio": 0.0}, "TopKAlgorithm: ratio must be above 0 and at most 1, got 0.0"),
-        ({"ratio": 1.5}, "TopKAlgorithm: ratio must be above 0 and at most 1, got 1.5"),
-        ({"block": 100}, "TopKAlgorithm: block must be a multiple of 8 from 8 to 4096, got 100"),
-        ({"block": 8192}, "TopKAlgorithm: block must be a multiple of 8 from 8 to 4096, got 8192"),
+        ({"ratio": 0.0}, "ratio must be above 0 and at most 1, got 0.0"),
+        ({"ratio": 1.5}, "ratio must be above 0 and at most 1, got 1.5"),
+        ({"block": 100}, "block must be a multiple of 8 from 8 to 4096, got 100"),
+        ({"block": 8192}, "block must be a multiple of 8 from 8 to 4096, got 8192"),
     ],
 )
-def test_arguments_that_are_refused(arguments: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        tb.TopKAlgorithm(**arguments)  # type: ignore[arg-type]
+def test_arguments_that_are_refused(algorithm: type[tb.Algorithm], arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{algorithm.__name__}: {message}"):
+        algorithm(**arguments)
 
 
 @pytest.mark.parametrize("compression", ["topk", TopK(ratio=0.1)])

@@ -1,0 +1,143 @@
+"""Every codec where one is taken beside the mean of gradients: it works as the oracle says, or is refused by name."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import oracle
+import torchbagua as tb
+from averaging import Normed
+from averaging import train as train_averaging
+from q_adam_life import NUM_STEPS, Average, Life, Trainer, check_lives, initial_of
+from ranks import run_ranks
+from test_decentralized import check_low_precision
+from torchbagua.bucket import BaguaBucket, BaguaTensor
+from torchbagua.compressors import Compressor, Identity, MinMaxUInt8, Sign1Bit, TopK, WireLayout
+from torchbagua.compressors.blocks import pad_bytes
+from training import Tower, build
+
+
+@dataclass(frozen=True)
+class Sixteenths(Compressor):
+    """A user's own codec: multiples of 1/16 in a byte each."""
+
+    def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
+        return pad_bytes(num_elements)
+
+    def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
+        for elements, own_bytes in zip(layout.elements, layout.byte_slices, strict=True):
+            codes = (x_N[elements].float() * 16).round().clamp(-127, 127).to(torch.int8)
+            wire_W[own_bytes][: len(codes)] = codes.view(torch.uint8)
+
+    def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
+        for elements, own_bytes in zip(layout.elements, layout.byte_slices, strict=True):
+            x_L = x_N[elements]
+            x_L.copy_(wire_W[own_bytes][: len(x_L)].view(torch.int8) / 16)
+
+
+def sixteenths(x: oracle.Array) -> oracle.Array:
+    return np.clip(oracle.rne(x * oracle.F32(16)), -127, 127).astype(oracle.F32) / oracle.F32(16)
+
+
+def cast(dtype: torch.dtype) -> oracle.Coded:
+    return lambda x: torch.from_numpy(x).to(dtype).float().numpy()
+
+
+CODECS: dict[str, tuple[str | Compressor, int, oracle.Coded]] = {
+    "4 bits": ("MinMaxUInt4", 128, oracle.quantise_block_4_bits),
+    "8 bits, of other blocks": (MinMaxUInt8(64), 64, oracle.quantise_block),
+    "bfloat16": ("bfloat16", 2048, cast(torch.bfloat16)),
+    "float16": ("float16", 2048, cast(torch.float16)),
+    "own": (Sixteenths(), 2048, sixteenths),
+}
+EVERY = pytest.mark.parametrize("codec", CODECS)
+
+
+@EVERY
+def test_qadam_sends_momenta_in_any_codec(codec: str) -> None:
+    model = build(Tower)
+    compression, *coding = CODECS[codec]
+
+    def body(group: dist.ProcessGroup) -> Life:
+        trainer = Trainer(group, model)
+        impl = trainer.hook(compression=compression)
+        for _ in range(NUM_STEPS):
+            trainer.step()
+        impl.close()
+        return trainer.life
+
+    def make_average(size: int, nodes: Any) -> Average:
+        return lambda rows: oracle.bytegrad(rows, [size], nodes, *coding)
+
+    check_lives(run_ranks(2, body), initial_of(model), None, make_average)
+
+
+@EVERY
+@pytest.mark.parametrize("nodes", [None, [0, 0, 1, 1]], ids=["ranks", "nodes"])
+def test_the_ring_sends_changes_in_any_codec(codec: str, nodes: list[int] | None) -> None:
+    compression, *coding = CODECS[codec]
+    algorithm = tb.LowPrecisionDecentralizedAlgorithm(compression=compression)
+    model = build(Normed)
+    traces = run_ranks(3 if nodes is None else 4, lambda group: train_averaging(group, model, algorithm, nodes=nodes))
+    check_low_precision(traces, 1, nodes, *coding)
+
+
+def test_the_ring_of_nodes_has_the_shards_that_it_began_with_in_whatever_blocks() -> None:
+    """A codec's blocks decide on nothing but rounding: of 3 * 2048 elements, or of 24."""
+    model = build(Normed)
+
+    def weights(compression: Compressor | None) -> list[torch.Tensor]:
+        algorithm = tb.LowPrecisionDecentralizedAlgorithm(compression=compression)
+        traces = run_ranks(
+            4, lambda group: train_averaging(group, model, algorithm, nodes=[0, 0, 1, 1], num_steps=3, lr=1e-3)
+        )
+        return [trace.start[-1]["first.weight"] for trace in traces]
+
+    exact = weights(None)
+    for block in (24, 6144):
+        for found, expected in zip(weights(MinMaxUInt8(block)), exact, strict=True):
+            assert (found - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("compression", "message"),
+    [
+        ("topk", "must not be topk: what has waited .*got 'topk'"),
+        (TopK(ratio=0.5), r"must not be topk: .*got TopK\(block=2048, ratio=0.5\)"),
+        (None, "must not be full precision, .*got None"),
+        (Identity(), r"must not be full precision, .*got Identity\(\)"),
+        ("int4", "must be None, a Compressor or one of .*got 'int4'"),
+        (Sign1Bit(8), r"Sign1Bit\(block=8\) needs error_feedback=True"),
+    ],
+)
+def test_what_qadam_refuses(compression: Any, message: str) -> None:
+    adam = tb.QAdamOptimizer([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ValueError, match=f"^QAdamAlgorithm: compression {message}"):
+        tb.QAdamAlgorithm(adam, compression=compression)
+
+
+def test_qadam_takes_a_block_for_codecs_by_name_alone() -> None:
+    adam = tb.QAdamOptimizer([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ValueError, match=r"^QAdamAlgorithm: block must be left out with compression=.*, got 64"):
+        tb.QAdamAlgorithm(adam, compression=MinMaxUInt8(128), block=64)
+
+
+@pytest.mark.parametrize("compression", ["sign1bit", "topk", Sign1Bit(8), TopK(), "int4"])
+def test_what_averaging_of_weights_refuses(compression: Any) -> None:
+    for algorithm in (tb.LowPrecisionDecentralizedAlgorithm, tb.AsyncModelAverageAlgorithm):
+        with pytest.raises(ValueError, match=f"^{algorithm.__name__}: compression must "):
+            algorithm(compression=compression)
+
+    def body(group: dist.ProcessGroup) -> None:
+        weight = torch.zeros(5)
+        bucket = BaguaBucket("bucket", [BaguaTensor("weight", weight)], tb.BaguaProcessGroup(group), weight)
+        with pytest.raises(ValueError, match=r"^append_low_precision_.*: compression must "):
+            bucket.append_low_precision_decentralized_synchronous_op(
+                *torch.zeros(3, 5).unbind(), compression=compression
+            )
+
+    run_ranks(1, body)

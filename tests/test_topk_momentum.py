@@ -1,0 +1,216 @@
+"""TopKAlgorithm's momentum and warm-up: the oracle's to the bit, SGD's in sum, and what they refuse.
+
+Resuming, and a rank without data, are in test_bytegrad_feedback.py.
+"""
+
+import copy
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import oracle
+import torchbagua as tb
+from pairwise import pairwise
+from ranks import run_ranks
+from test_bytegrad_feedback import Loop, equal, tensors, train_told
+from training import Branches, Tower, build, flat
+
+RATIO, MOMENTUM = 0.02, 0.75
+
+
+@pairwise(
+    ranks=[(2, None), (4, None), (4, [0, 0, 1, 1]), (3, [0, 0, 1])],
+    options=[{}, {"bucket_cap_mb": 0.01}, {"num_micro_batches": 2}],
+    momentum=[{}, {"momentum": MOMENTUM}, {"momentum": MOMENTUM, "momentum_masking": False}],
+    warmup_steps=[0, 7],
+)
+def test_the_oracle(
+    ranks: tuple[int, list[int] | None], options: dict[str, Any], momentum: dict[str, Any], warmup_steps: int
+) -> None:
+    model, (size, nodes) = build(Tower), ranks
+    algorithm = tb.TopKAlgorithm(RATIO, block=512, warmup_steps=warmup_steps, **momentum)
+    runs = run_ranks(size, lambda group: train_told(group, model, algorithm, nodes=nodes, num_steps=7, **options))
+    means: dict[str, oracle.TwoPhaseResiduals] = {}
+    for step, averaged in enumerate(runs[0].averaged):
+        stage = min(4 * step // warmup_steps, 4) if warmup_steps else 4
+        kept = math.ceil(512 * 0.25 * (RATIO / 0.25) ** (stage / 4))
+        for name, gradient in averaged.items():
+            assert all(torch.equal(run.averaged[step][name], gradient) for run in runs), f"replicas differ in {name}"
+            rows = [flat(run.local[step][name]) for run in runs]
+            if name not in means:
+                means[name] = oracle.TwoPhaseResiduals(lambda row: row, nodes, algorithm.momentum)
+                means[name].forgets = algorithm.momentum_masking
+            coding = partial(oracle.quantise, segments=[rows[0].size], block=512, coded=oracle.largest_of(512, kept))
+            means[name].quantise = coding
+            np.testing.assert_array_equal(flat(gradient), means[name](rows), err_msg=f"{name}, step {step}")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("ratio", [0.02, 1.0])
+def test_what_was_sent_and_is_kept_is_what_sgd_with_momentum_moves_by(size: int, ratio: float) -> None:
+    """Without masking, to float32 rounding, for any ratio."""
+    model = build(Tower)
+    algorithm = tb.TopKAlgorithm(ratio, momentum=MOMENTUM, momentum_masking=False)
+
+    def body(group: dist.ProcessGroup) -> tuple[dict[str, torch.Tensor], ...]:
+        loop = Loop(group, model, algorithm=algorithm)
+        named = dict(loop.ddp.module.named_parameters())
+        velocity, moved, size_of_moves, received = (
+            {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in named.items()} for _ in range(4)
+        )
+
+        def add(gradient: torch.Tensor, name: str) -> None:
+            velocity[name] += gradient
+
+        for name, parameter in named.items():
+            parameter.register_hook(partial(add, name=name))
+        with loop.attachment:
+            for _ in range(8):
+                for one in velocity.values():
+                    one *= MOMENTUM
+                loop.zero_grad()
+                loop.backward()
+                for name, parameter in named.items():
+                    moved[name] += velocity[name]
+                    size_of_moves[name] += velocity[name].abs()
+                    received[name] += parameter.grad
+                loop.optimizers[0].step()
+            held = loop.residuals()
+        return moved, received, held["sent"], held["mean"], size_of_moves
+
+    runs = run_ranks(size, body)
+    for name, received in runs[0][1].items():
+        moved = sum(run[0][name] for run in runs) / size
+        left_out = sum(run[2][name] / size + run[3][name] for run in runs)
+        assert (received + left_out - moved).norm() < 1e-6 * max(run[4][name].norm() for run in runs), name
+        if ratio == 1.0:  # then a step leaves out what 8 bits do
+            assert left_out.abs().max() <= 0.02 * max(run[0][name].abs().max() for run in runs)
+
+
+def test_a_group_of_one_has_the_momentum_of_sgd_to_the_bit() -> None:
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        weights = []
+        for algorithm, momentum in ((tb.TopKAlgorithm(momentum=0.9), 0.0), (tb.ByteGradAlgorithm(), 0.9)):
+            ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=momentum)
+            data = torch.Generator().manual_seed(0)
+            with tb.attach(ddp, optimizer, algorithm) as attachment:
+                for step in range(6):
+                    if step == 3:
+                        attachment.load_state_dict(attachment.state_dict())
+                    optimizer.zero_grad()
+                    ddp(torch.randn(6, 10, generator=data), 0).square().sum().backward()
+                    optimizer.step()
+            weights.append([parameter.detach().clone() for parameter in ddp.parameters()])
+        return weights[0], weights[1]
+
+    ((own, sgds),) = run_ranks(1, body)
+    assert equal(own, sgds)
+
+
+@pytest.mark.parametrize(("size", "nodes"), [(2, None), (3, [0, 0, 1])])
+def test_a_step_that_amp_skips_or_nobody_uses_leaves_no_trace(size: int, nodes: list[int] | None) -> None:
+    model = build(Branches)
+    algorithm = tb.TopKAlgorithm(momentum=0.9)
+
+    def body(group: dist.ProcessGroup) -> bool:
+        loop = Loop(group, model, algorithm=algorithm, nodes=nodes, scale=1024.0, find_unused_parameters=True)
+        with loop.attachment:
+            for _ in range(3):
+                loop.step()
+            before = loop.weights(), loop.residuals()
+            loop.step(factor=torch.inf if group.rank() == 1 else 1.0)
+            assert equal(loop.weights(), before[0])
+            assert equal(tensors(loop.residuals()), tensors(before[1]))
+            loop.step(choice=1)
+            after = loop.residuals()["velocity"]
+        assert torch.equal(after["left.weight"], before[1]["velocity"]["left.weight"])
+        assert all(value.isfinite().all() for value in after.values())
+        return not torch.equal(after["stem.weight"], before[1]["velocity"]["stem.weight"])
+
+    assert any(run_ranks(size, body))
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "message"),
+    [
+        (partial(torch.optim.Adam, lr=0.1), "the optimizer must be torch.optim.SGD, got Adam"),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.5), "that of SGD must be 0, .*got 0.5"),
+    ],
+)
+def test_other_optimizers_are_refused(make_optimizer: Any, message: str) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+        optimizer = make_optimizer(ddp.parameters())
+        with pytest.raises(ValueError, match=f"^TopKAlgorithm: with momentum=0.9 {message}"):
+            tb.attach(ddp, optimizer, tb.TopKAlgorithm(momentum=0.9))
+        tb.attach(ddp, optimizer, tb.TopKAlgorithm()).detach()
+
+    run_ranks(1, body)
+
+
+def test_a_momentum_that_a_scheduler_gives_sgd_is_refused() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with tb.attach(ddp, optimizer, tb.TopKAlgorithm(momentum=0.9)):
+            ddp(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.param_groups[0]["momentum"] = 0.5
+            with pytest.raises(ValueError, match=r"that of SGD must be 0, .*got 0\.5"):
+                ddp(torch.ones(1, 3)).sum().backward()
+
+    run_ranks(1, body)
+
+
+def test_a_second_synchronised_backward_before_the_step_is_refused() -> None:
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model, algorithm=tb.TopKAlgorithm(momentum=0.9))
+        with loop.attachment:
+            for _ in range(3):
+                loop.step()
+                loop.zero_grad()
+                loop.backward()  # of no consequence: it is cleared
+            loop.optimizers[0].step()
+            loop.zero_grad()
+            loop.backward()
+            with pytest.raises(RuntimeError, match=r"one synchronised backward pass.* under ddp\.no_sync"):
+                loop.backward()
+
+    run_ranks(2, body)
+
+
+def test_parameters_that_would_have_no_momentum_are_refused() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 2).double(), process_group=group)
+        with pytest.raises(ValueError, match=r"^TopKAlgorithm: with momentum=0\.9 .* got torch\.float64, weight"):
+            tb.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), tb.TopKAlgorithm(momentum=0.9))
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"momentum": 1.0}, "momentum must be None, or above 0 and below 1, got 1.0"),
+        ({"momentum": 0.0}, "momentum must be None, or above 0 and below 1, got 0.0"),
+        ({"momentum": "0.9"}, "momentum must be a number, got '0.9'"),
+        ({"momentum_masking": 1}, "momentum_masking must be True or False, got 1"),
+        ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
+        ({"warmup_steps": 1.5}, "warmup_steps must be an integer, got 1.5"),
+        ({"warmup_steps": 10, "ratio": 0.25}, "warmup_steps must be 0 with a ratio of 0.25 or more, .*ratio=0.25"),
+    ],
+)
+def test_arguments_that_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^TopKAlgorithm: {message}"):
+        tb.TopKAlgorithm(**arguments)

@@ -1,0 +1,93 @@
+"""What sparse codecs share, in plain torch: some elements of each block travel in 8 bits; docs/arithmetic.md."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from torchbagua.native.block_format import UNUSABLE_MAGNITUDE, Group, TableFormat
+from torchbagua.native.ops import SPARSE_TABLE
+
+LONGEST_BLOCK = 4096
+LARGEST_CODE = 127
+_NARROWEST = 2.0**-118
+_ROUNDING_SHIFT = 12582912.0  # 1.5 * 2^23
+
+
+def _is_usable(largest: Tensor) -> Tensor:
+    bits = largest.view(torch.int32)
+    return (bits >= 0) & (bits < UNUSABLE_MAGNITUDE)
+
+
+class SparseFormat(TableFormat):
+    """The largest kept magnitude, float32, in the header; then what says which elements are kept, and a byte for each.
+
+    A subclass says which are kept.
+
+    Attributes:
+        further_fields: what a row of its tables has besides, for a message.
+    """
+
+    header_bytes = 4
+    table = SPARSE_TABLE
+    further_fields: ClassVar[str] = ""
+
+    @abstractmethod
+    def index_sizes(self, table: Tensor) -> Tensor:
+        """What the indices of the blocks of a table take in their payloads."""
+
+    @abstractmethod
+    def most_index_bytes(self, block: int, kept: int, num_blocks: int, most_kept: int) -> int:
+        """The most that these can take of so many blocks: `most_kept` of their elements are kept, `kept` of `block`."""
+
+    @abstractmethod
+    def choose(self, group: Group, magnitudes_kl: Tensor) -> Tensor:
+        """The indices [K, N] int64 of what is kept of blocks with these magnitudes [K, L] int32, ascending."""
+
+    @abstractmethod
+    def pack(self, group: Group, indices_kn: Tensor) -> Tensor:
+        """The bytes [K, I] uint8 of these indices."""
+
+    @abstractmethod
+    def unpack(self, group: Group, bytes_ki: Tensor) -> tuple[Tensor, Tensor]:
+        """The indices [K, N] of such bytes, and whether an encoder may have written them, [K, 1] bool."""
+
+    def allowed_rows(self) -> str:
+        rows = f"rows (start, length from 1 to {LONGEST_BLOCK}, header at a multiple of 4, payload, "
+        return f"{rows}kept from 1 to length{self.further_fields})"
+
+    def are_allowed(self, table: Tensor) -> Tensor:
+        length, kept = table[:, 1], table[:, 4]
+        return super().are_allowed(table) & (length <= LONGEST_BLOCK) & (kept >= 1) & (kept <= length)
+
+    def payload_sizes(self, table: Tensor) -> Tensor:
+        return self.index_sizes(table) + table[:, 4]
+
+    def write(self, wire: Tensor, group: Group, values_kl: Tensor) -> None:
+        magnitudes_kl = values_kl.view(torch.int32) & 0x7FFFFFFF
+        indices_kn = self.choose(group, magnitudes_kl)
+        usable = _is_usable(magnitudes_kl.amax(dim=1, keepdim=True).view(torch.float32))
+        largest_k1 = magnitudes_kl.gather(1, indices_kn).amax(dim=1, keepdim=True).view(torch.float32)
+        is_narrow = largest_k1 < _NARROWEST
+        inverse_k1 = torch.where(is_narrow, 0.0, torch.div(torch.full_like(largest_k1, LARGEST_CODE), largest_k1))
+        scaled_kn = torch.where(usable, values_kl.gather(1, indices_kn), 0.0) * inverse_k1
+        codes_kn = ((scaled_kn + _ROUNDING_SHIFT) - _ROUNDING_SHIFT) + 128.0
+        payload_kp = torch.cat((self.pack(group, indices_kn), codes_kn.to(torch.uint8)), dim=1)
+        wire[group.header] = torch.where(usable, largest_k1, torch.nan).view(torch.uint8)
+        wire[group.payload] = torch.where(usable, payload_kp, 0)
+
+    def read(self, wire: Tensor, group: Group) -> Tensor:
+        length = group.elements.shape[1]
+        largest_k1 = wire[group.header].view(torch.float32)
+        payload_kp = wire[group.payload]
+        indices_kn, good_k1 = self.unpack(group, payload_kp[:, : -group.kept])
+        good_k1 = good_k1 & _is_usable(largest_k1)
+        steps_k1 = torch.div(largest_k1, torch.full_like(largest_k1, LARGEST_CODE))
+        step_k1 = torch.where(largest_k1 < _NARROWEST, 0.0, steps_k1)
+        decoded_kn = (payload_kp[:, -group.kept :].to(torch.float32) - 128.0) * step_k1 + 0.0  # -0 becomes +0
+        values_kl = torch.zeros(len(payload_kp), length, device=wire.device)
+        values_kl.scatter_(1, torch.where(good_k1, indices_kn, 0), decoded_kn)
+        return torch.where(good_k1, values_kl, torch.nan)
