@@ -81,7 +81,8 @@ def test_ranks_of_different_speed_and_length_end_with_equal_weights() -> None:
     assert rounds[1] > rounds[0]
 
 
-def test_abort_and_resume() -> None:
+@pytest.mark.parametrize("compression", [None, "MinMaxUInt8"])
+def test_abort_and_resume(compression: str | None) -> None:
     def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> list[Weights]:
         impl = attachment.impl
         seen = []
@@ -101,9 +102,10 @@ def test_abort_and_resume() -> None:
             impl.resume(trainer.ddp)
             impl.resume(trainer.ddp)
             assert impl.mode == "running"
+            attachment.load_state_dict(attachment.state_dict())
         return seen
 
-    seen = run_async(3, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1))
+    seen = run_async(3, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, compression=compression))
     for weights in zip(*seen, strict=True):
         assert_same_weights(weights)
 

@@ -3,12 +3,14 @@
 Shape suffixes: L elements of a slice of a bucket, W wire bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from torchbagua.compressors import Compressor, WireLayout
+
+_PIECE_ELEMENTS = 1 << 16
 
 
 class StagedSlice:
@@ -120,14 +122,14 @@ class VelocityResidual(Residual):
         self, x_L: torch.Tensor, compressor: Compressor, layout: WireLayout, wire_W: torch.Tensor, within: slice
     ) -> None:
         """Encode the velocity after the gradient `x_L`, with the residual, and stage both."""
-        velocity_L = self.velocity.stage(within)
-        torch.mul(self.velocity.values[within], self._momentum.factor, out=velocity_L)
-        x_L.copy_(velocity_L.add_(x_L))
-        total_L = velocity_L + self.values[within] if self._momentum.has_masking else None
+        velocity_L, kept_L = self.velocity.stage(within), self.values[within]
+        for old, new, x in _pieces(self.velocity.values[within], velocity_L, x_L):
+            x.copy_(torch.mul(old, self._momentum.factor, out=new).add_(x))
         super().encode(x_L, compressor, layout, wire_W, within)
-        if total_L is not None:
-            # What decodes to zero leaves all of it out. The sum above is that of `encode_feedback`, to the bit.
-            velocity_L.masked_fill_(self.staged(within) != total_L, 0.0)
+        if self._momentum.has_masking:
+            # What decodes to zero leaves all of it out, which is the sum that `encode_feedback` forms, to the bit.
+            for new, kept, left_out in _pieces(velocity_L, kept_L, self.staged(within)):
+                new.mul_(torch.eq(new + kept, left_out, out=torch.empty_like(new)))
 
     def continue_from_staged(self, parts: Sequence[slice]) -> None:
         """Raise RuntimeError where what was encoded last is in what comes: it holds velocities and no gradients."""
@@ -136,6 +138,12 @@ class VelocityResidual(Residual):
                 "with momentum, a step must have one synchronised backward pass, got another one before the step; "
                 "accumulate gradients under ddp.no_sync()"
             )
+
+
+def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield the same pieces of tensors of one length, which fit into a core's cache; on a GPU the whole."""
+    length = _PIECE_ELEMENTS if tensors[0].device.type == "cpu" else max(1, len(tensors[0]))
+    return zip(*(tensor.split(length) for tensor in tensors), strict=True)
 
 
 def overlap(part: slice, elements: slice) -> slice:
