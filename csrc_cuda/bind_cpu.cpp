@@ -4,6 +4,7 @@
 // What is included gives torch its operations: a codec is a line here.
 #include <string>
 
+#include "cpu/blockk.h"
 #include "cpu/low_rank.h"
 #include "cpu/minmax_uint4.h"
 #include "cpu/minmax_uint8.h"

@@ -91,7 +91,8 @@ MINMAX_UINT4 = Codec("minmax_uint4", header_bytes=4, elements_per_byte=2, has_cu
 SIGN_1BIT = Codec("sign_1bit", header_bytes=4, elements_per_byte=8, has_cuda_kernels=False)
 TOPK = Codec("topk", header_bytes=4, elements_per_byte=0, has_cuda_kernels=True, kept_of_64=8, longest=4096)
 RANDOMK = replace(TOPK, name="randomk", index_bytes=0, draws=True)
-CODECS = (MINMAX_UINT8, MINMAX_UINT4, SIGN_1BIT, TOPK, RANDOMK)
+BLOCKK = replace(TOPK, name="blockk", index_bytes=2)
+CODECS = (MINMAX_UINT8, MINMAX_UINT4, SIGN_1BIT, TOPK, RANDOMK, BLOCKK)
 
 
 def lay_out(codec: Codec, lengths: list[int], seed: int = 0) -> tuple[Tensor, int]:

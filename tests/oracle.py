@@ -353,6 +353,18 @@ def in_8_bits(x: Array, places: npt.NDArray[np.integer]) -> Array:
     return result
 
 
+def largest_run_of(block: int, kept: int) -> Coded:
+    """Return what codes a block with BlockK, of which `kept` of `block` elements are kept."""
+    return lambda x: largest_run_of_block(x, -(-x.size * kept // block))
+
+
+def largest_run_of_block(x: Array, kept: int) -> Array:
+    """Return what a block is after BlockK's encode and decode."""
+    starts = [min(start, x.size - kept) for start in range(0, x.size, kept)]
+    sums = [sum(float(value) ** 2 for value in x[start : start + kept]) for start in starts]
+    return in_8_bits(x, np.arange(kept) + starts[sums.index(max(sums))])
+
+
 def philox(key: int, counter: int) -> list[int]:
     """Philox4x32-10 of a key of 64 bits and the counter (counter, 0, 0, 0)."""
     words, keys = [counter, 0, 0, 0], [key % 2**32, key // 2**32]

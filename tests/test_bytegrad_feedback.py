@@ -24,6 +24,7 @@ WITH = tb.ByteGradAlgorithm(error_feedback=True)
 IN_4_BITS = tb.CompressedAllReduceAlgorithm(error_feedback=True)
 TOPK = tb.TopKAlgorithm(0.01)
 WITH_MOMENTUM = tb.TopKAlgorithm(0.01, momentum=0.9, warmup_steps=8)
+BLOCKK = tb.TopKAlgorithm(0.01, selection="block")
 RANDOMK = tb.RandomKAlgorithm(0.01, seed=3)
 
 
@@ -32,6 +33,8 @@ train_told = partial(train, tells_optimizer=True)
 
 def feedback_of(size: int, nodes: Sequence[int] | None, algorithm: tb.Algorithm = WITH) -> oracle.TwoPhaseResiduals:
     block, coded = (128, oracle.quantise_block_4_bits) if algorithm is IN_4_BITS else (2048, oracle.quantise_block)
+    if algorithm is BLOCKK:
+        coded = oracle.largest_run_of(2048, 21)
     if algorithm is TOPK:
         coded = oracle.largest_of(2048, 21)
     return oracle.TwoPhaseResiduals(lambda row: oracle.quantise(row, [size], block, coded), nodes)
@@ -63,7 +66,7 @@ def check_runs(runs: Sequence[Run], nodes: Sequence[int] | None = None, algorith
     ranks=[(2, None), (4, None), (8, None), (4, [0, 0, 1, 1]), (3, [0, 0, 1]), (1, None)],
     bucket_cap_mb=[25, 0.01],
     options=[{}, {"num_micro_batches": 3}, {"gradient_as_bucket_view": True}, {"static_graph": True}],
-    algorithm=[WITH, IN_4_BITS, TOPK, RANDOMK],
+    algorithm=[WITH, IN_4_BITS, TOPK, RANDOMK, BLOCKK],
 )
 def test_the_oracle(
     ranks: tuple[int, list[int] | None], bucket_cap_mb: float, options: dict[str, Any], algorithm: tb.Algorithm

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import oracle
 import torchbagua as tb
 from torchbagua.compressors import (
+    BlockK,
     Cast,
     Compressor,
     Identity,
@@ -42,6 +43,9 @@ COMPRESSORS: list[Compressor] = [
     TopK(),
     TopK(64, 0.07),
     TopK(8, 1.0),
+    BlockK(),
+    BlockK(64, 0.07),
+    BlockK(8, 1.0),
     RandomK(step=STEP),
     RandomK(64, 0.07, step=STEP),
     RandomK(8, 1.0, step=STEP),
@@ -61,6 +65,8 @@ ELEMENTS_PER_BYTE = {MinMaxUInt4: 2, Sign1Bit: 8}
 
 def after_coding(compressor: Compressor) -> oracle.Coded:
     """What a block of a block-wise compressor is after encode and decode."""
+    if isinstance(compressor, BlockK):
+        return oracle.largest_run_of(compressor.block, compressor.block_format.kept)
     if isinstance(compressor, TopK):
         return oracle.largest_of(compressor.block, compressor.block_format.kept)
     return CODED[type(compressor)]
@@ -274,7 +280,7 @@ def test_four_bits_take_4_25_an_element_and_an_odd_one_half_a_byte_more() -> Non
     assert wire[:6].tolist() == [0, 0, 0x80, 0x3F, 0x4F, 0x00]
 
 
-@pytest.mark.parametrize("codec", [TopK, partial(RandomK, seed=-1, step=STEP)])
+@pytest.mark.parametrize("codec", [TopK, BlockK, partial(RandomK, seed=-1, step=STEP)])
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(1, 64), st.integers(1, 7))
 def test_a_sparse_codec_keeps_the_same_share_of_every_block(
     codec: Callable[..., SparseCodec], segments: list[int], kept: int, num_chunks: int
@@ -283,8 +289,10 @@ def test_a_sparse_codec_keeps_the_same_share_of_every_block(
     layout = layout_of(compressor, segments, num_chunks)
     lengths, num_kept = layout.table[:, 1].tolist(), layout.table[:, 4].tolist()
     assert num_kept == [-(-length * kept // 64) for length in lengths]
-    bits = [0 if isinstance(compressor, RandomK) else (n - 1).bit_length() for n in lengths]
-    needed = sum(4 + -(-k * b // 8) + k for k, b in zip(num_kept, bits, strict=True))
+    index_bytes = [-(-k * (n - 1).bit_length() // 8) for k, n in zip(num_kept, lengths, strict=True)]
+    if codec is not TopK:
+        index_bytes = [2 if codec is BlockK else 0] * len(lengths)
+    needed = sum(4 + bytes_ + k for k, bytes_ in zip(num_kept, index_bytes, strict=True))
     assert needed <= layout.num_bytes
     if set(lengths) == {64}:
         assert layout.num_bytes < needed + 32 * num_chunks
@@ -381,7 +389,7 @@ def test_names() -> None:
 def test_unknown_names() -> None:
     with pytest.raises(
         ValueError,
-        match=r"one of \['MinMaxUInt4', 'MinMaxUInt8', 'bfloat16', 'float16', 'sign1bit', 'topk'\], got 'uint4'",
+        match=r"one of \['MinMaxUInt4', 'MinMaxUInt8', 'bfloat16', 'blockk', 'float16', 'sign1bit', 'topk'\], got 'u",
     ):
         by_name("uint4")
     with pytest.raises(ValueError, match="Cast: dtype must be one of"):

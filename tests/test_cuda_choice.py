@@ -168,7 +168,8 @@ native.load()
         path, kernels, *report = out.splitlines()
         assert path == "nvrtc"
         operations = ("decode", "decode_mean", "decode_mean_encode", "encode", "encode_feedback")
-        names = [f"low_rank_{operation}" for operation in ("combine", "gram", "product", "solve")]
+        names = [f"blockk_{operation}" for operation in operations]
+        names += [f"low_rank_{operation}" for operation in ("combine", "gram", "product", "solve")]
         names += [f"{codec}_{operation}" for codec in ("minmax_uint4", "minmax_uint8") for operation in operations]
         names += ["qadam_form_gradients", "qadam_form_momenta", "qadam_update"]
         names += [f"{codec}_{operation}" for codec in ("randomk", "topk") for operation in operations]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from host_kernels import HostKernels
-from native_codecs import DTYPES, KINDS, RANDOMK, TOPK, Codec, assert_same_values, lay_out
+from native_codecs import BLOCKK, DTYPES, KINDS, RANDOMK, TOPK, Codec, assert_same_values, lay_out
 from test_cuda_minmax import NAMES, Guarded, num_elements, run, values_of
 from torchbagua.native.ops import NATIVE_OPS
 
@@ -13,7 +13,7 @@ OPERATIONS = ("encode", "decode", "decode_mean", "decode_mean_encode", "encode_f
 LENGTHS = [1, 7, 33, 64, 65, 130, 300]
 
 
-@pytest.fixture(params=[TOPK, RANDOMK], ids=lambda codec: codec.name)
+@pytest.fixture(params=[TOPK, RANDOMK, BLOCKK], ids=lambda codec: codec.name)
 def codec(request: pytest.FixtureRequest) -> Codec:
     return request.param
 

@@ -25,6 +25,11 @@ def test_status_tells_native_from_reference() -> None:
     torchbagua.native.load()
     rows = status()
     assert {row.operation for row in rows} == {
+        "blockk_decode",
+        "blockk_decode_mean",
+        "blockk_decode_mean_encode",
+        "blockk_encode",
+        "blockk_encode_feedback",
         "low_rank_combine",
         "low_rank_gram",
         "low_rank_product",

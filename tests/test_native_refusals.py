@@ -77,7 +77,7 @@ def assert_refused(codec: Codec, operation: str, message: str, arguments: Mappin
     assert said[0].replace(str(codec.device), "cpu") == said[1]
     for name, value in arguments.items():
         if isinstance(value, Tensor) and value.device.type == "cpu":
-            assert torch.equal(value, before[name])
+            assert torch.equal(value.nan_to_num(7), before[name].nan_to_num(7))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

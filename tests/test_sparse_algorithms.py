@@ -133,7 +133,12 @@ def test_arguments_that_are_refused(algorithm: type[tb.Algorithm], arguments: di
         algorithm(**arguments)
 
 
-@pytest.mark.parametrize("compression", ["topk", TopK(ratio=0.1)])
+def test_a_selection_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^TopKAlgorithm: selection must be one of \['block', 'top'\], got 'bottom'"):
+        tb.TopKAlgorithm(selection="bottom")
+
+
+@pytest.mark.parametrize("compression", ["topk", TopK(ratio=0.1), "blockk"])
 def test_topk_without_feedback_is_refused(compression: str | TopK) -> None:
     with pytest.raises(ValueError, match=r"^CompressedAllReduceAlgorithm: compression .* needs error_feedback=True"):
         tb.CompressedAllReduceAlgorithm(compression)

@@ -14,13 +14,16 @@ constexpr unsigned int kAllLanes = 0xffffffffu;
 
 static_assert(kThreads % kWarpThreads == 0 && kWordBits == kWarpThreads, "a warp's lanes are the bits of a word");
 
-// What the threads share of a block. A bit of a word stands for an element; only TopK has words.
+// What the threads share of a block. A bit of a word stands for an element; only TopK has words, and only
+// BlockK sums.
 struct Shared {
   float values[kLongestSparseBlock];
   unsigned short indices[kLongestSparseBlock];  // of what is kept, ascending
   unsigned int larger[kWords];                  // than the smallest magnitude that is kept
   unsigned int equal[kWords];                   // to it
   unsigned int kept[kWords];
+  double sums[kThreads];  // the largest that each thread has found
+  int runs[kThreads];     // and of which run
   int counts[2][kWarps];
   bool is_spoiled;
 };

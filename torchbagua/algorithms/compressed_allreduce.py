@@ -65,8 +65,9 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
       each step, and set `impl.grad_scaler = scaler`.
 
     Args:
-        compression: "MinMaxUInt4", "MinMaxUInt8", "sign1bit", "topk", "bfloat16" or "float16"; None for full
-            precision; or a Compressor, which may be one of yours. "sign1bit" and "topk" need error feedback.
+        compression: "MinMaxUInt4", "MinMaxUInt8", "sign1bit", "topk", "blockk", "bfloat16" or "float16"; None
+            for full precision; or a Compressor, which may be one of yours. "sign1bit", "topk" and "blockk" need error
+            feedback.
         hierarchical: with several nodes of several ranks: `intra_compression` within nodes, `compression` between them.
         average: divide by the number of ranks; False gives the sum.
         intra_compression: how values are sent within a node, named as for `compression`; None for full precision. It
@@ -97,8 +98,8 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
             )
         if needs_feedback(self.intra_compression):
             raise ValueError(
-                f"{name}: intra_compression must not be sign1bit or topk, which need error feedback, and what is "
-                f"left out within nodes is not added; got {self.intra_compression!r}"
+                f"{name}: intra_compression must not be sign1bit, topk or blockk, which need error feedback, and "
+                f"what is left out within nodes is not added; got {self.intra_compression!r}"
             )
         if not self.error_feedback and needs_feedback(self.compression):
             raise ValueError(

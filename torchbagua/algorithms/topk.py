@@ -12,13 +12,15 @@ from torchbagua.algorithms.compressed_allreduce import CompressedAllReduceAlgori
 from torchbagua.algorithms.feedback import PhasedFeedbackImpl
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup, Momentum
-from torchbagua.compressors import DEFAULT_BLOCK, Compressor, Identity, TopK
+from torchbagua.compressors import DEFAULT_BLOCK, BlockK, Compressor, Identity, SparseCodec, TopK
 from torchbagua.compressors.sparse import check_ratio, check_sparse_block
 from torchbagua.state import residual_state
 
 # Of the warm-up, as in section 3.3 of the paper: from 25 % to 0.1 % each stage sends a quarter of the one before.
 _FIRST_RATIO = 0.25
 _NUM_STAGES = 4
+
+_SELECTIONS: dict[str, type[SparseCodec]] = {"top": TopK, "block": BlockK}
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
         ratio: the share of elements that is sent, above 0 and at most 1.
         hierarchical: with several nodes of several ranks: full precision within nodes, the largest between them.
         average: divide by the number of ranks; False gives the sum.
+        selection: which elements are sent. "top": the largest of each block. "block": those of the run of neighbours
+            with the largest norm, `BlockK`, in half the bytes, but for its place without indices.
         block: how many elements the largest are taken of, a multiple of 8 from 8 to 4096. A block does not cross a
             parameter's boundary, and at least one element of each is sent.
         momentum: m, above 0 and below 1. The optimizer must be `torch.optim.SGD` without momentum. None for none.
@@ -61,6 +65,7 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
     _: KW_ONLY
     hierarchical: bool = True
     average: bool = True
+    selection: str = "top"
     block: int = DEFAULT_BLOCK
     momentum: float | None = None
     momentum_masking: bool = True
@@ -70,6 +75,8 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
 
     def __post_init__(self) -> None:
         check_flags(self, "hierarchical", "average", "momentum_masking")
+        if self.selection not in _SELECTIONS:
+            raise ValueError(f"TopKAlgorithm: selection must be one of {sorted(_SELECTIONS)}, got {self.selection!r}")
         check_ratio("TopKAlgorithm", self.ratio)
         check_sparse_block("TopKAlgorithm", self.block)
         if self.momentum is not None:
@@ -85,7 +92,7 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
 
     def codec(self, ratio: float) -> Compressor:
         """Return what keeps the share `ratio` of every block."""
-        return TopK(self.block, ratio)
+        return _SELECTIONS[self.selection](self.block, ratio)
 
     def make_compressors(self) -> tuple[Compressor, Compressor]:
         return self.codec(self.ratio), Identity()

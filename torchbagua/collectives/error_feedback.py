@@ -14,7 +14,7 @@ from torchbagua.tracer import Tracer
 
 def needs_feedback(compression: str | Compressor | None) -> bool:
     """Return whether a codec leaves so much out that training fails where that is lost."""
-    return isinstance(compression, (Sign1Bit, SparseCodec)) or compression in ("sign1bit", "topk")
+    return isinstance(compression, (Sign1Bit, SparseCodec)) or compression in ("sign1bit", "topk", "blockk")
 
 
 class TwoPhaseResiduals:

@@ -4,6 +4,7 @@ from typing import Any
 
 from torchbagua.compressors.base import DEFAULT_BLOCK, REGISTRY, Compressor, register_compressor, sum_dtype
 from torchbagua.compressors.block_codec import BlockCodec, NativeBlockCodec, check_block
+from torchbagua.compressors.blockk import BlockK
 from torchbagua.compressors.blocks import TensorSpec, WireLayout
 from torchbagua.compressors.cast import Cast, Identity
 from torchbagua.compressors.minmax_uint4 import MinMaxUInt4
@@ -16,6 +17,7 @@ from torchbagua.compressors.topk import TopK
 __all__ = [
     "DEFAULT_BLOCK",
     "BlockCodec",
+    "BlockK",
     "Cast",
     "Compressor",
     "Identity",

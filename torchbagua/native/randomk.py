@@ -41,7 +41,7 @@ class RandomKFormat(SparseFormat):
     def most_index_bytes(self, block: int, kept: int, num_blocks: int, most_kept: int) -> int:
         return 0
 
-    def choose(self, group: Group, magnitudes_kl: Tensor) -> Tensor:
+    def choose(self, group: Group, values_kl: Tensor) -> Tensor:
         return self._drawn(group)
 
     def pack(self, group: Group, indices_kn: Tensor) -> Tensor:

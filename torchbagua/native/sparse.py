@@ -44,8 +44,8 @@ class SparseFormat(TableFormat):
         """The most that these can take of so many blocks: `most_kept` of their elements are kept, `kept` of `block`."""
 
     @abstractmethod
-    def choose(self, group: Group, magnitudes_kl: Tensor) -> Tensor:
-        """The indices [K, N] int64 of what is kept of blocks with these magnitudes [K, L] int32, ascending."""
+    def choose(self, group: Group, values_kl: Tensor) -> Tensor:
+        """The indices [K, N] int64 of what is kept of blocks [K, L] float32, ascending; any if it cannot be coded."""
 
     @abstractmethod
     def pack(self, group: Group, indices_kn: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class SparseFormat(TableFormat):
 
     def write(self, wire: Tensor, group: Group, values_kl: Tensor) -> None:
         magnitudes_kl = values_kl.view(torch.int32) & 0x7FFFFFFF
-        indices_kn = self.choose(group, magnitudes_kl)
+        indices_kn = self.choose(group, values_kl)
         usable = _is_usable(magnitudes_kl.amax(dim=1, keepdim=True).view(torch.float32))
         largest_k1 = magnitudes_kl.gather(1, indices_kn).amax(dim=1, keepdim=True).view(torch.float32)
         is_narrow = largest_k1 < _NARROWEST

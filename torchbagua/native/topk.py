@@ -47,7 +47,8 @@ class TopKFormat(SparseFormat):
         bits = index_bits(block)
         return min((most_kept * bits + 7 * num_blocks) // 8, num_blocks * (-(-kept * bits // 8)))
 
-    def choose(self, group: Group, magnitudes_kl: Tensor) -> Tensor:
+    def choose(self, group: Group, values_kl: Tensor) -> Tensor:
+        magnitudes_kl = values_kl.view(torch.int32) & 0x7FFFFFFF
         order_kl = magnitudes_kl.sort(dim=1, descending=True, stable=True).indices
         return order_kl[:, : group.kept].sort(dim=1).values
 
