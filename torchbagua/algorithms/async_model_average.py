@@ -50,8 +50,8 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
         warmup_steps: optimizer steps before the first round, in which gradients are averaged over all ranks in full
             precision.
         compression: how differences are sent: "MinMaxUInt8", "MinMaxUInt4", "bfloat16" or "float16"; or a Compressor,
-            which may be one of yours. "sign1bit" and "topk" are refused: they leave so much out of a mean that rounds
-            which end would lose much. None sends weights in full precision.
+            which may be one of yours. "sign1bit", "topk" and "blockk" are refused: they leave so much out of a mean
+            that rounds which end would lose much. None sends weights in full precision.
         average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, if the module's
             `state_dict` holds them. Integer buffers are left alone.
         final_average: when you detach, or leave the `with` block without an error, give all ranks the mean of their

@@ -168,8 +168,8 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
         hierarchical: with several nodes of several ranks: the mean of a node travels on a ring of nodes.
         communication_interval: communicate every so many steps: with k, after steps 1, k + 1, 2k + 1 and so on.
         compression: how changes are sent: "MinMaxUInt8", "MinMaxUInt4", "bfloat16" or "float16"; None for full
-            precision; or a Compressor, which may be one of yours. "sign1bit" and "topk" are refused: weights become
-            what neighbours were sent, so what is left out of a change is lost.
+            precision; or a Compressor, which may be one of yours. "sign1bit", "topk" and "blockk" are refused:
+            weights become what neighbours were sent, so what is left out of a change is lost.
         average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, if the module's
             `state_dict` holds them. Integer buffers are left alone.
         final_average: when you detach, or leave the `with` block without an error, give all ranks the mean of their
