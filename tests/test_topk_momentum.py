@@ -52,11 +52,11 @@ def test_the_oracle(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("ratio", [0.02, 1.0])
-def test_what_was_sent_and_is_kept_is_what_sgd_with_momentum_moves_by(size: int, ratio: float) -> None:
+@pytest.mark.parametrize(("ratio", "selection"), [(0.02, "top"), (0.02, "block"), (1.0, "top")])
+def test_what_was_sent_and_is_kept_is_what_sgd_with_momentum_moves_by(size: int, ratio: float, selection: str) -> None:
     """Without masking, to float32 rounding, for any ratio."""
     model = build(Tower)
-    algorithm = tb.TopKAlgorithm(ratio, momentum=MOMENTUM, momentum_masking=False)
+    algorithm = tb.TopKAlgorithm(ratio, selection=selection, momentum=MOMENTUM, momentum_masking=False)
 
     def body(group: dist.ProcessGroup) -> tuple[dict[str, torch.Tensor], ...]:
         loop = Loop(group, model, algorithm=algorithm)

@@ -11,14 +11,13 @@ from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.q_adam_optimizer import QAdamOptimizer
 from torchbagua.algorithms.sub_buckets import append_sub_buckets, sub_bucket_of
 from torchbagua.bucket import BaguaBucket
-from torchbagua.collectives import BaguaProcessGroup, require_same_progress
+from torchbagua.collectives import BaguaProcessGroup, needs_feedback, require_same_progress
 from torchbagua.compressors import (
     Compressor,
     Identity,
     MinMaxUInt4,
     MinMaxUInt8,
     Sign1Bit,
-    TopK,
     by_name,
     check_block,
     check_compression,
@@ -64,7 +63,8 @@ class QAdamAlgorithm(Algorithm):
             the codec's own: 128 in 4 bits, else 2048. Only the three codecs below that have names and blocks take it.
         compression: "MinMaxUInt8", 8 bits; "MinMaxUInt4", 4 bits; or "sign1bit", a sign for each element and a scale
             for each block, which needs error feedback; "bfloat16" or "float16"; or a Compressor, which may be one of
-            yours. "topk" is refused: an element would arrive once in many steps, and larger than a step can use.
+            yours. Those that send some elements only, "topk" and "blockk", are refused: an element would arrive once in
+            many steps, and larger than a step can use.
         error_feedback: add what compression leaves out to what is sent next.
 
     Raises:
@@ -105,12 +105,14 @@ class QAdamAlgorithm(Algorithm):
                 "QAdamAlgorithm: compression must not be full precision, in which the mean of momenta is what the mean "
                 f"of gradients gives Adam: use GradientAllReduceAlgorithm with Adam; got {self.compression!r}"
             )
-        if isinstance(self.compression, TopK) or self.compression == "topk":
+        is_one_bit = isinstance(self.compression, Sign1Bit) or self.compression == "sign1bit"
+        if needs_feedback(self.compression) and not is_one_bit:
             raise ValueError(
-                "QAdamAlgorithm: compression must not be topk: what has waited in a residual for many steps arrives at "
-                f"once, and QAdam's bound of a step cuts most of it off; got {self.compression!r}"
+                "QAdamAlgorithm: compression must not be one that sends some elements only: what has waited in a "
+                f"residual for many steps arrives at once, and QAdam's bound of a step cuts most of it off; got "
+                f"{self.compression!r}"
             )
-        if (isinstance(self.compression, Sign1Bit) or self.compression == "sign1bit") and not self.error_feedback:
+        if is_one_bit and not self.error_feedback:
             raise ValueError(
                 f"QAdamAlgorithm: compression {self.compression!r} needs error_feedback=True: one bit leaves so much "
                 "out that training fails where it is lost"
