@@ -75,7 +75,7 @@ class Case:
         layout = codec.layout(spec, [0, x.numel()])
         wire = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.device)
         codec.encode(x, layout, wire)
-        return codec.table_of(layout), wire
+        return layout.table, wire
 
     def kernel(self, operation: str) -> str:
         """The name of the native operation, as `torch.ops.torchbagua` and the reference have it."""

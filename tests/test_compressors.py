@@ -22,11 +22,11 @@ from torchbagua.compressors import (
     MinMaxUInt8,
     RandomK,
     Sign1Bit,
-    SparseCodec,
     TensorSpec,
     TopK,
     by_name,
 )
+from torchbagua.compressors.sparse import SparseCodec
 
 STEP = torch.tensor([5])
 

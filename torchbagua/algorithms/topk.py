@@ -12,8 +12,8 @@ from torchbagua.algorithms.compressed_allreduce import CompressedAllReduceAlgori
 from torchbagua.algorithms.feedback import PhasedFeedbackImpl
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup, Momentum
-from torchbagua.compressors import DEFAULT_BLOCK, BlockK, Compressor, Identity, SparseCodec, TopK
-from torchbagua.compressors.sparse import check_ratio, check_sparse_block
+from torchbagua.compressors import DEFAULT_BLOCK, BlockK, Compressor, Identity, TopK
+from torchbagua.compressors.sparse import SparseCodec, check_ratio, check_sparse_block
 from torchbagua.state import residual_state
 
 # Of the warm-up, as in section 3.3 of the paper: from 25 % to 0.1 % each stage sends a quarter of the one before.

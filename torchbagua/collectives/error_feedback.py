@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from torchbagua.collectives.residuals import Momentum, Residual, StagedSlice, VelocityResidual
-from torchbagua.compressors import Compressor, Sign1Bit, SparseCodec
+from torchbagua.compressors import Compressor, Sign1Bit
+from torchbagua.compressors.sparse import SparseCodec
 from torchbagua.tracer import Tracer
 
 

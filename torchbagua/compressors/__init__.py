@@ -11,7 +11,6 @@ from torchbagua.compressors.minmax_uint4 import MinMaxUInt4
 from torchbagua.compressors.minmax_uint8 import MinMaxUInt8
 from torchbagua.compressors.randomk import RandomK
 from torchbagua.compressors.sign_1bit import Sign1Bit
-from torchbagua.compressors.sparse import SparseCodec
 from torchbagua.compressors.topk import TopK
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "NativeBlockCodec",
     "RandomK",
     "Sign1Bit",
-    "SparseCodec",
     "TensorSpec",
     "TopK",
     "WireLayout",

@@ -103,23 +103,23 @@ class NativeBlockCodec(BlockCodec):
     def block_format(self) -> BlockBytes:
         return CODECS[self.op_prefix]
 
-    def table_of(self, layout: WireLayout) -> torch.Tensor:
+    def _table(self, layout: WireLayout) -> torch.Tensor:
         """Return the table that the operations take now: that of the layout."""
         return layout.table
 
     def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        self._op("encode")(x_N, self.table_of(layout), wire_W)
+        self._op("encode")(x_N, self._table(layout), wire_W)
 
     def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
-        self._op("decode")(wire_W, self.table_of(layout), x_N)
+        self._op("decode")(wire_W, self._table(layout), x_N)
 
     def decode_mean(self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
-        self._op("decode_mean")(wires_RW, self.table_of(layout), divisor, x_N)
+        self._op("decode_mean")(wires_RW, self._table(layout), divisor, x_N)
 
     def decode_mean_encode(
         self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:
-        self._op("decode_mean_encode")(wires_RW, self.table_of(layout), divisor, wire_W)
+        self._op("decode_mean_encode")(wires_RW, self._table(layout), divisor, wire_W)
 
     def encode_feedback(
         self,
@@ -129,7 +129,7 @@ class NativeBlockCodec(BlockCodec):
         wire_W: torch.Tensor,
         left_out_N: torch.Tensor,
     ) -> None:
-        self._op("encode_feedback")(x_N, residual_N, self.table_of(layout), wire_W, left_out_N)
+        self._op("encode_feedback")(x_N, residual_N, self._table(layout), wire_W, left_out_N)
 
     def _op(self, name: str) -> Callable[..., None]:
         op: Callable[..., None] = getattr(torch.ops.torchbagua, f"{self.op_prefix}_{name}")

@@ -64,7 +64,7 @@ class RandomK(SparseCodec):
         layout = super().layout(spec, cuts, equal_bytes=equal_bytes)
         return replace(layout, table=torch.cat([layout.table, self._keys(spec)[:, None].to(spec.device)], dim=1))
 
-    def table_of(self, layout: WireLayout) -> torch.Tensor:
+    def _table(self, layout: WireLayout) -> torch.Tensor:
         assert self.step is not None
         table = layout.table.clone()
         table[:, _KEY] += self.step
