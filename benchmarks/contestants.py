@@ -258,9 +258,9 @@ def _one_bit_bytes(numel: int) -> int:
     return -(-numel // 8) + 4 * -(-numel // 2048)
 
 
-def _top_bytes(numel: int) -> int:
-    """Of every block of 2048: 21 elements, 11 bits and a byte for each, and a float32. The last block is as long."""
-    return -(-numel // 2048) * (4 + 21 + -(-21 * 11 // 8))
+def _sparse_bytes(index_bits: int) -> Callable[[int], int]:
+    """A float32 for every block of 2048, and a byte and an index for each of 21 elements. The last block is as long."""
+    return lambda numel: -(-numel // 2048) * (4 + 21 + -(-21 * index_bits // 8))
 
 
 COMPUTE_ONLY = "compute"
@@ -289,7 +289,8 @@ CONTESTANTS: dict[str, Contestant] = {
         _attached(tb.CompressedAllReduceAlgorithm(error_feedback=True)),
         _uint4_bytes,
     ),
-    "topk": Contestant("TopK, 1 %", _attached(tb.TopKAlgorithm(0.01)), _top_bytes),
+    "topk": Contestant("TopK, 1 %", _attached(tb.TopKAlgorithm(0.01)), _sparse_bytes(11)),
+    "randomk": Contestant("RandomK, 1 %", _attached(tb.RandomKAlgorithm(0.01)), _sparse_bytes(0)),
     "compute_adam": Contestant("compute only, Adam", _alone_with_adam, _dense(0)),
     "qadam": Contestant("QAdam", _qadam(), _uint8_bytes),
     "qadam_1bit": Contestant("QAdam, 1 bit", _qadam(compression="sign1bit", error_feedback=True), _one_bit_bytes),
