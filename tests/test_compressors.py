@@ -349,6 +349,8 @@ def test_randomk_is_refused_where_nobody_tells_it_the_step() -> None:
         layout_of(RandomK(), [100], 1)
     with pytest.raises(ValueError, match=r"CompressedAllReduceAlgorithm: compression must not be RandomK, which draws"):
         tb.CompressedAllReduceAlgorithm(RandomK(step=STEP), error_feedback=True)
+    with pytest.raises(TypeError, match=r"RandomK: step must be None or a tensor, int64 \[1\], got 3"):
+        RandomK(step=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"RandomK: step must be int64 \[1\], got torch.float32 \[1\]"):
         RandomK(step=torch.zeros(1))
     with pytest.raises(TypeError, match="RandomK: seed must be an integer, got '1'"):
@@ -360,6 +362,7 @@ def test_topk_takes_the_ratio_as_it_is_written() -> None:
     assert TopK(200, 0.07).block_format.kept == 14  # 0.07 * 200 is 14.000000000000002
     assert TopK(ratio=1).block_format.kept == 2048
     assert TopK(ratio=1e-9).block_format.kept == 1
+    assert TopK(ratio=np.float64(0.01)).block_format.kept == 21
     assert 8 * TopK().wire_bytes(2048 * 1000, 1000, torch.float32) / 2048 / 1000 < 0.214
 
 

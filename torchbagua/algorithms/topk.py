@@ -75,7 +75,7 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
 
     def __post_init__(self) -> None:
         check_flags(self, "hierarchical", "average", "momentum_masking")
-        if self.selection not in _SELECTIONS:
+        if self.selection not in list(_SELECTIONS):  # what cannot be hashed neither
             raise ValueError(f"TopKAlgorithm: selection must be one of {sorted(_SELECTIONS)}, got {self.selection!r}")
         check_ratio("TopKAlgorithm", self.ratio)
         check_sparse_block("TopKAlgorithm", self.block)

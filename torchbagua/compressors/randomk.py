@@ -52,6 +52,8 @@ class RandomK(SparseCodec):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_seed("RandomK", self.seed)
+        if self.step is not None and not isinstance(self.step, torch.Tensor):
+            raise TypeError(f"RandomK: step must be None or a tensor, int64 [1], got {self.step!r}")
         if self.step is not None and (self.step.dtype != torch.int64 or self.step.shape != (1,)):
             raise ValueError(f"RandomK: step must be int64 [1], got {self.step.dtype} {list(self.step.shape)}")
 

@@ -92,7 +92,7 @@ class SparseCodec(NativeBlockCodec):
     @cached_property
     def block_format(self) -> SparseBytes:
         # The ratio as it is written: 0.07 of 100 are 7, and not the 8 that binary fractions make of it.
-        return SparseBytes(self.format, self.block, math.ceil(Fraction(repr(self.ratio)) * self.block))
+        return SparseBytes(self.format, self.block, math.ceil(Fraction(repr(float(self.ratio))) * self.block))
 
     def block_table(self, bounds_B: torch.Tensor, first_byte: int) -> torch.Tensor:
         table = super().block_table(bounds_B, first_byte)
