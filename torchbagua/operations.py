@@ -117,8 +117,8 @@ class BucketOperations:
                 them.
             average: divide by the number of ranks.
             scattergather: without effect; it is there because Bagua's method has it.
-            compression: None for full precision; "MinMaxUInt8", "MinMaxUInt4", "sign1bit", "topk", "bfloat16" or
-                "float16"; or a Compressor.
+            compression: None for full precision; "MinMaxUInt8", "MinMaxUInt4", "sign1bit", "topk", "blockk",
+                "bfloat16" or "float16"; or a Compressor.
             group: the group; by default that of the bucket.
             error_feedback: the residuals of a float32 bucket, from `residual_state`. What compression leaves out is
                 kept there. It is added the next time, if it has been committed.
