@@ -176,16 +176,26 @@ class Algorithm:
             raise
 
     def _describe_run(self, group: BaguaProcessGroup, run_settings: Mapping[str, str]) -> Run:
-        return Run(
-            id=group.id,
-            algorithm=type(self).__name__,
-            description=describe(self, type(self).__name__) if dataclasses.is_dataclass(self) else repr(self),
-            rank=group.rank,
-            nodes=tuple(group.nodes),
-            settings={**run_settings, **{name: str(value) for name, value in environment().items()}},
-            board=group.board,
-            clock_offsets=group.clock_offsets,
+        name = type(self).__name__
+        return describe_run(
+            group, name, describe(self, name) if dataclasses.is_dataclass(self) else repr(self), run_settings
         )
+
+
+def describe_run(
+    group: BaguaProcessGroup, algorithm: str, description: str, run_settings: Mapping[str, str] | None = None
+) -> Run:
+    """Return what traces are told of a run over `group`: the algorithm by its name, and with its arguments."""
+    return Run(
+        id=group.id,
+        algorithm=algorithm,
+        description=description,
+        rank=group.rank,
+        nodes=tuple(group.nodes),
+        settings={**(run_settings or {}), **{name: str(value) for name, value in environment().items()}},
+        board=group.board,
+        clock_offsets=group.clock_offsets,
+    )
 
 
 def check_flags(algorithm: Algorithm, *names: str) -> None:

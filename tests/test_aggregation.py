@@ -1,0 +1,327 @@
+"""torchbagua.aggregation: mlbench's aggregations, on ranks that are threads."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchbagua as tb
+from ranks import run_ranks, without_default_group
+from torchbagua.aggregation import Aggregation, AllReduceAggregation, DecentralizedAggregation
+
+BY_LAYER = [False, True]
+Make = Callable[[dist.ProcessGroup], Aggregation]
+
+
+def all_reduce(group: dist.ProcessGroup, **options: Any) -> AllReduceAggregation:
+    return AllReduceAggregation(group.size(), process_group=group, **options)
+
+
+def ring(group: dist.ProcessGroup, **options: Any) -> DecentralizedAggregation:
+    rank, size = group.rank(), group.size()
+    neighbors = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
+    return DecentralizedAggregation(rank, neighbors, process_group=group, **options)
+
+
+class Mixed(nn.Module):
+    """Parameters of every kind: a matrix, a number, several dtypes, channels last, with gaps, complex, tied, frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+
+        def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+            return nn.Parameter(torch.randn(shape, dtype=dtype, generator=draw))
+
+        self.matrix = parameter(5, 7)
+        self.number = parameter()
+        self.bf16 = parameter(3, 4, dtype=torch.bfloat16)
+        self.f64 = parameter(6, dtype=torch.float64)
+        self.c64 = parameter(2, 3, dtype=torch.complex64)
+        self.last = nn.Parameter(parameter(2, 3, 4, 5).detach().to(memory_format=torch.channels_last))
+        self.gaps = nn.Parameter(parameter(4, 6).detach()[:, ::2])
+        self.tied = self.matrix
+        self.frozen = nn.Parameter(parameter(3).detach(), requires_grad=False)
+        self.unused = parameter(4)
+
+
+def constant_model(rank: int) -> nn.Module:
+    """The issue's: gradients and weights (r + 1) (i + 1)."""
+    model = nn.Linear(2, 2, bias=False)
+    values = (rank + 1.0) * torch.arange(1.0, 5.0).view(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(values)
+    model.weight.grad = values.clone()
+    return model
+
+
+def random_gradients(model: nn.Module, rank: int) -> nn.Module:
+    draw = torch.Generator().manual_seed(100 + rank)
+    for name, one in model.named_parameters():
+        if one.requires_grad and name != "unused" and not (name == "number" and rank == 0):
+            one.grad = torch.empty_like(one).copy_(torch.randn(one.shape, dtype=one.dtype, generator=draw))
+    return model
+
+
+@pytest.mark.parametrize("by_layer", BY_LAYER)
+@pytest.mark.parametrize("divide_before", [False, True])
+@pytest.mark.parametrize(
+    ("op", "denom", "expected"),
+    [
+        ("avg_world", None, [1.5, 3.0, 4.5, 6.0]),
+        ("avg_custom", 4, [0.75, 1.5, 2.25, 3.0]),
+        ("custom_avg", torch.tensor([4.0]), [0.75, 1.5, 2.25, 3.0]),
+    ],
+)
+def test_reference_values_of_all_reduce(
+    by_layer: bool, divide_before: bool, op: str, denom: Any, expected: list[float]
+) -> None:
+    def body(group: dist.ProcessGroup) -> list[list[float]]:
+        model = constant_model(group.rank())
+        with all_reduce(group, divide_before=divide_before) as aggregation:
+            assert aggregation.agg_grad(by_layer=by_layer)(model, op=op, denom=denom) is None
+            assert aggregation.agg_model(by_layer)(model, op, denom) is None
+        return [model.weight.grad.flatten().tolist(), model.weight.flatten().tolist()]
+
+    assert run_ranks(2, body) == [[expected, expected]] * 2
+
+
+@pytest.mark.parametrize("by_layer", BY_LAYER)
+def test_reference_values_of_neighbours(by_layer: bool) -> None:
+    def body(group: dist.ProcessGroup) -> list[Any]:
+        rank = group.rank()
+        found = []
+        for make, size in ((ring, 2), (path, 3)):
+            if size != group.size():
+                continue
+            with make(group) as aggregation:
+                model = constant_model(rank)
+                aggregation.agg_model(by_layer)(model, "avg_world")
+                aggregation.agg_grad(by_layer)(model, "avg_world")
+                assert torch.equal(model.weight, model.weight.grad)
+                found += [model.weight[0, 0].item()]
+        return found
+
+    def path(group: dist.ProcessGroup) -> DecentralizedAggregation:
+        rank = group.rank()
+        return DecentralizedAggregation(rank, [[1], [0, 2], [1]][rank], process_group=group)
+
+    assert run_ranks(2, body) == [[1.5]] * 2
+    assert run_ranks(3, body) == [[1.5], [2.0], [2.5]]
+
+
+def test_weights_of_neighbours() -> None:
+    def body(group: dist.ProcessGroup) -> float:
+        rank = group.rank()
+        model = constant_model(rank)
+        with ring(group, weights={(rank - 1) % 3: 0.25, (rank + 1) % 3: 0.125}) as aggregation:
+            aggregation.agg_model()(model, "avg_world")
+        return model.weight[0, 0].item()
+
+    x = [1.0, 2.0, 3.0]
+    assert run_ranks(3, body) == [0.625 * x[r] + 0.25 * x[r - 1] + 0.125 * x[(r + 1) % 3] for r in range(3)]
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+@pytest.mark.parametrize("by_layer", BY_LAYER)
+@pytest.mark.parametrize("make", [all_reduce, ring])
+def test_every_kind_of_parameter(make: Make, by_layer: bool) -> None:
+    """In place, with the same bits on all ranks; what a rank lacks is zeros, and what all lack stays away."""
+
+    def body(group: dist.ProcessGroup) -> nn.Module:
+        model = random_gradients(Mixed(), group.rank())
+        with torch.no_grad():
+            model.frozen.fill_(group.rank())
+            model.unused.fill_(group.rank())
+        tensors = [one for p in model.parameters() for one in (p, p.grad) if one is not None]
+        places = [(one.data_ptr(), one.stride(), one.dtype) for one in tensors]
+        with make(group) as aggregation:
+            aggregation.agg_grad(by_layer)(model, "avg_world")
+            aggregation.agg_model(by_layer)(model, "avg_world")
+        assert [(one.data_ptr(), one.stride(), one.dtype) for one in tensors] == places
+        return model
+
+    models = run_ranks(3, body)
+    own = [random_gradients(Mixed(), rank) for rank in range(3)]
+    for name, parameter in models[0].named_parameters():
+        alike = [dict(model.named_parameters())[name] for model in models]
+        if name in ("frozen", "unused"):
+            assert all(one.grad is None and bool((one == 1).all()) for one in alike)
+            continue
+        gradients = [dict(model.named_parameters())[name].grad for model in own]
+        filled = [_real(torch.zeros_like(parameter) if one is None else one) for one in gradients]
+        wide = [one.to(torch.promote_types(one.dtype, torch.float32)) for one in filled]
+        expected = ((wide[0] + wide[1]) + wide[2]).div(torch.tensor(3.0)).to(parameter.dtype.to_real())
+        assert all(torch.equal(_real(one.grad), expected) for one in alike), name
+        assert all(torch.equal(one, parameter) for one in alike)
+
+
+def test_a_subclass_that_overrides_agg_alone() -> None:
+    class Largest(Aggregation):
+        """Over a group, and with the shape of a layer."""
+
+        def _agg(self, data: torch.Tensor, op: str, denom: Any = None) -> torch.Tensor:
+            assert (op, denom, data.dim()) in (("largest", 3, 1), ("largest", 3, 2))
+            return self.group.all_gather(data).amax(0)
+
+    def body(group: dist.ProcessGroup) -> list[float]:
+        model = constant_model(group.rank())
+        with Largest(process_group=group) as aggregation:
+            aggregation.agg_grad()(model, "largest", 3)
+            aggregation.agg_model(by_layer=True)(model, "largest", denom=3)
+        return [*model.weight.grad.flatten().tolist(), *model.weight.flatten().tolist()]
+
+    assert run_ranks(2, body) == [[2.0, 4.0, 6.0, 8.0] * 2] * 2
+
+    class Nothing(Aggregation):
+        def _agg(self, data: torch.Tensor, op: str, denom: Any = None) -> Any:
+            return None
+
+    with pytest.raises(TypeError, match=r"Nothing\._agg must return a tensor of 4 elements"):
+        Nothing().agg_grad()(constant_model(0), "any")
+    with pytest.raises(NotImplementedError, match="must override"):
+        Aggregation().agg_model()(constant_model(0), "any")
+
+
+def test_a_world_of_one_needs_no_process_group() -> None:
+    with without_default_group():
+        model = constant_model(1)
+        for aggregation in (AllReduceAggregation(1), DecentralizedAggregation(0, [])):
+            aggregation.agg_grad()(model, "avg_world")
+            aggregation.agg_model(by_layer=True)(model, "avg_world")
+            assert torch.equal(model.weight, constant_model(1).weight)
+        AllReduceAggregation(1).agg_grad()(model, "avg_custom", 4)
+        assert torch.equal(model.weight.grad, constant_model(1).weight / 4)
+        with pytest.raises(ValueError, match="world_size must be 1, the number of ranks in the group, got 2"):
+            AllReduceAggregation(2).agg_grad()(model, "avg_world")
+
+
+@pytest.mark.parametrize("denom", [None, 0, torch.zeros(1), torch.ones(2), float("nan"), "4"])
+def test_all_ranks_hear_of_a_bad_denominator(denom: Any) -> None:
+    def body(group: dist.ProcessGroup) -> list[Any]:
+        model, recorder = constant_model(group.rank()), tb.traces.Recorder()
+        with all_reduce(group, observers=[recorder]) as aggregation:
+            with pytest.raises(ValueError, match=r"[Dd]enom") as error:
+                aggregation.agg_grad()(model, "avg_custom", 4 if group.rank() == 0 else denom)
+            untouched = torch.equal(model.weight.grad, model.weight)
+            aggregation.agg_grad()(model, "avg_custom", 4)  # it can go on
+        own = [event for event in recorder.events if event.phase == "send" and event.operation != "agreement"]
+        return [str(error.value), untouched, sum(event.num_elements for event in own), model.weight.grad[0, 0].item()]
+
+    (first, *rest), (second, *others) = run_ranks(2, body)
+    assert "not on rank 1" in first
+    assert "Denominator should be one element tensor" in second
+    assert rest == others == [True, 4, 0.75]
+
+
+def test_what_all_ranks_are_told_at_the_first_call() -> None:
+    def neighbours(*of_rank: list[int]) -> Make:
+        return lambda group: DecentralizedAggregation(group.rank(), of_rank[group.rank()], process_group=group)
+
+    cases: list[tuple[Make, str]] = [
+        (lambda group: AllReduceAggregation(3, process_group=group), "world_size must be 2"),
+        (lambda group: AllReduceAggregation(2 + group.rank(), process_group=group), r"ranks disagree in .*world_size"),
+        (neighbours([1], []), "rank 0 has 1 for a neighbour, which does not have it for one"),
+        (neighbours([1], [0, 2]), r"neighbors must be ranks below 2, got \[2\]|the neighbors of rank 1 do not fit"),
+        (
+            lambda group: DecentralizedAggregation(0, [1], process_group=group),
+            "rank must be 1, that of the group, got 0|the rank or the neighbors of rank 1",
+        ),
+    ]
+
+    def body(group: dist.ProcessGroup) -> None:
+        for make, message in cases:
+            with pytest.raises(ValueError, match=message):
+                make(group).agg_model()(constant_model(0), "avg_world")
+
+    run_ranks(2, body)
+
+
+def test_what_is_refused_before_anything_is_sent() -> None:
+    """On one rank of a group whose other rank does nothing."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        if group.rank() == 1:
+            return
+        model = constant_model(0)
+        for make, words in ((all_reduce, "Allreduce not implemented for op=sum; .*avg_world, avg_custom"),
+                            (ring, "not implemented for op=sum; .*avg_world")):  # fmt: skip
+            with pytest.raises(NotImplementedError, match=words):
+                make(group).agg_grad()(model, "sum")
+        for neighbors, message in (
+            ([1, 1], "ring of two"),
+            ([0], "other ranks"),
+            ([-1], "must be ranks"),
+            ([1.0], "ranks"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                DecentralizedAggregation(0, neighbors, process_group=group)
+        for weights in ({}, {1: 1.0}, {1: -0.5}, {1: 0.5, 0: 0.6}, {1: 0.5, 2: 0.5}):
+            with pytest.raises(ValueError, match="weights must be"):
+                DecentralizedAggregation(0, [1], weights=weights, process_group=group)
+        sparse = nn.Embedding(4, 2, sparse=True)
+        sparse(torch.tensor([1])).sum().backward()
+        with pytest.raises(ValueError, match="gradients of weight must be dense"):
+            all_reduce(group).agg_grad()(sparse, "avg_world")
+        with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
+            all_reduce(group).agg_grad()([1], "avg_world")
+        with pytest.raises(TypeError, match="process_group must be"):
+            AllReduceAggregation(2, process_group="world")
+        for world_size in (0, None, 2.0):
+            with pytest.raises(ValueError, match="world_size must be a number of ranks"):
+                AllReduceAggregation(world_size)
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_do_different_things_are_told() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        model = constant_model(0) if group.rank() == 0 else nn.Linear(3, 2, bias=False)
+        with all_reduce(group) as aggregation, pytest.raises(tb.CommunicationError, match="out of step: rank"):
+            aggregation.agg_model()(model, "avg_world")
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("make", [all_reduce, ring])
+def test_a_rank_that_fails_is_heard_of(make: Make) -> None:
+    """By the others at once, and not after the timeout."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        aggregation = make(group)
+        if group.rank() == 0:
+            aggregation._agg = lambda data, op, denom=None: 1 / 0
+        with pytest.raises(ZeroDivisionError if group.rank() == 0 else tb.CommunicationError):
+            aggregation.agg_model()(constant_model(0), "avg_world")
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("by_layer", BY_LAYER)
+def test_traces_and_the_summary(by_layer: bool) -> None:
+    """A step is a call; its buckets, bytes and times are told."""
+
+    def body(group: dist.ProcessGroup) -> tuple[list[tb.CommEvent], tb.traces.Summary]:
+        recorder, summary = tb.traces.Recorder(), tb.traces.Summary()
+        with all_reduce(group, observers=[recorder, summary]) as aggregation:
+            for _ in range(3):
+                aggregation.agg_model(by_layer)(nn.Linear(200, 50), "avg_world")
+        return recorder.events, summary
+
+    for events, summary in run_ranks(2, body):
+        assert {event.algorithm for event in events} == {"AllReduceAggregation"}
+        buckets = [event.bucket for event in events if event.phase == "bucket"]
+        assert buckets == (["weight", "bias"] if by_layer else ["weights"]) * 3
+        waits = [event.duration_ns for event in events if event.phase == "wait"]
+        assert summary.figures.num_steps == 3
+        assert summary.figures.wait_ns == sum(waits)
+        sent = [event for event in events if event.phase == "send" and event.operation != "agreement"]
+        # Half of it is scattered, and the other half gathered.
+        assert sum(event.wire_bytes for event in sent) == 3 * 4 * 10_050
+        assert "AllReduceAggregation(world_size=2, divide_before=False), 2 ranks" in str(summary)

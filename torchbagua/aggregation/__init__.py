@@ -1,0 +1,14 @@
+"""mlbench's aggregations: a model's gradients or weights put together over the ranks, when you call it, without DDP."""
+
+from torchbagua.aggregation.base import Aggregation
+from torchbagua.aggregation.centralized import ALLREDUCE_AGGREGATION_OPS, AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
+from torchbagua.aggregation.decentralized import DecentralizedAggregation
+
+__all__ = [
+    "ALLREDUCE_AGGREGATION_OPS",
+    "AVG_CUSTOM",
+    "AVG_WORLD",
+    "Aggregation",
+    "AllReduceAggregation",
+    "DecentralizedAggregation",
+]
