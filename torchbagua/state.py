@@ -99,7 +99,9 @@ class ParameterState(Generic[S]):
         slices = _consecutive_slices(parameters)
         places = [self._places.get(id(parameter)) for parameter in parameters]
         if places[0] is not None and places == [(places[0][0], part) for part in slices]:
-            return places[0][0]  # a bucket of the same parameters
+            known = places[0][0]
+            if sum(state is known for state, _ in self._places.values()) == len(parameters):
+                return known  # a bucket of the same parameters, and not of the first ones of another
         unresolved = [tensor.name for tensor in bucket.tensors if self._is_still_in_gradient(tensor.parameter)]
         if unresolved:
             raise RuntimeError(

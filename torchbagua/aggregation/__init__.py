@@ -2,6 +2,7 @@
 
 from torchbagua.aggregation.base import Aggregation
 from torchbagua.aggregation.centralized import ALLREDUCE_AGGREGATION_OPS, AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
+from torchbagua.aggregation.compressed import PowerAggregation, SparsifiedAggregation
 from torchbagua.aggregation.decentralized import DecentralizedAggregation
 
 __all__ = [
@@ -11,4 +12,6 @@ __all__ = [
     "Aggregation",
     "AllReduceAggregation",
     "DecentralizedAggregation",
+    "PowerAggregation",
+    "SparsifiedAggregation",
 ]

@@ -206,8 +206,10 @@ class Aggregation:
             is_there = self._agree(call, named, is_there, partial(self._check_denominator, op, denom))
             members = [_member(*one, of_gradients) for one, there in zip(named.items(), is_there, strict=True) if there]
             try:
-                for pack in _packs(members, by_layer=by_layer):
-                    self._aggregate_pack(pack[0].name if by_layer else what, pack, op, denom, by_layer=by_layer)
+                for index, pack in enumerate(_packs(members, by_layer=by_layer)):
+                    self._use_device(pack[0].values.device)
+                    self._name = pack[0].name if by_layer else what
+                    self._aggregate_pack(index, pack, op, denom, by_layer=by_layer)
             except BaseException:
                 self.close()  # which tells the other ranks
                 raise
@@ -250,22 +252,14 @@ class Aggregation:
         return [bool(one) for one in self._largest(is_there)] if largest[3] else list(is_there)
 
     def _aggregate_pack(
-        self, name: str, members: Sequence[Member], op: str, denom: Denominator, *, by_layer: bool
+        self, index: int, members: Sequence[Member], op: str, denom: Denominator, *, by_layer: bool
     ) -> None:
-        """Aggregate the values of parameters that go together."""
-        values = [one.values for one in members]
-        self._use_device(values[0].device)
-        details = Details(
-            bucket=name, num_elements=sum(one.numel() for one in values), raw_bytes=sum(one.nbytes for one in values)
-        )
-        with self._tracer.span("bucket", details):
-            self._name = name
-            self._aggregate_values(members, op, denom, by_layer=by_layer)
-
-    def _aggregate_values(self, members: Sequence[Member], op: str, denom: Denominator, *, by_layer: bool) -> None:
+        """Aggregate the values of parameters that go together; `index` counts these packs in a call."""
         values = [one.values for one in members]
         data = values[0].contiguous() if by_layer else torch.cat([one.reshape(-1) for one in values])
-        result = self._agg(data, op, denom)
+        details = Details(bucket=self._name, num_elements=data.numel(), raw_bytes=data.nbytes)
+        with self._tracer.span("bucket", details):
+            result = self._agg(data, op, denom)
         if not isinstance(result, torch.Tensor) or result.numel() != data.numel():
             raise TypeError(
                 f"{self._owner}._agg must return a tensor of {data.numel()} elements, as it was given, got "

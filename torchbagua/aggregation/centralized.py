@@ -50,8 +50,7 @@ class AllReduceAggregation(Aggregation):
         observers: Sequence[Observer] = (),
     ) -> None:
         super().__init__(use_cuda, process_group=process_group, observers=observers)
-        if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-            raise ValueError(f"{self._owner}: world_size must be a number of ranks, got {world_size!r}")
+        check_world_size_argument(self._owner, world_size)
         if not isinstance(divide_before, bool):
             raise TypeError(f"{self._owner}: divide_before must be True or False, got {divide_before!r}")
         self.world_size = world_size
@@ -90,6 +89,12 @@ def check_op(owner: str, what: str, op: str, allowed: Sequence[str]) -> None:
     """Raise NotImplementedError, in mlbench's words, unless `op` is one of those."""
     if op not in allowed:
         raise NotImplementedError(f"{what} not implemented for op={op}; {owner} has {', '.join(allowed)}")
+
+
+def check_world_size_argument(owner: str, world_size: object) -> None:
+    """Raise ValueError unless there can be as many ranks."""
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise ValueError(f"{owner}: world_size must be a number of ranks, got {world_size!r}")
 
 
 def check_world_size(owner: str, world_size: int, size: int) -> None:

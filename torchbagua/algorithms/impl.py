@@ -287,7 +287,12 @@ class AlgorithmImpl:
         self.reset()
 
     def state_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters that `parameter_state` belongs to. By default those of `optimizers`."""
+        """Return the parameters that `parameter_state` belongs to. By default those of `optimizers`.
+
+        Where there are no optimizers, since gradients are averaged by hand, all of the module.
+        """
+        if not self.optimizers and self._module is not None:
+            return list(self._module.parameters())
         return [parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)]
 
     def _named_parameters(self) -> dict[str, torch.Tensor]:
