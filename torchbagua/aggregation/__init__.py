@@ -4,6 +4,8 @@ from torchbagua.aggregation.base import Aggregation
 from torchbagua.aggregation.centralized import ALLREDUCE_AGGREGATION_OPS, AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from torchbagua.aggregation.compressed import PowerAggregation, SparsifiedAggregation
 from torchbagua.aggregation.decentralized import DecentralizedAggregation
+from torchbagua.aggregation.local_optimizers import SignSGD, SparsifiedSGD
+from torchbagua.aggregation.optimizers import CentralizedAdam, CentralizedSGD, DecentralizedSGD, PowerSGD
 
 __all__ = [
     "ALLREDUCE_AGGREGATION_OPS",
@@ -11,7 +13,13 @@ __all__ = [
     "AVG_WORLD",
     "Aggregation",
     "AllReduceAggregation",
+    "CentralizedAdam",
+    "CentralizedSGD",
     "DecentralizedAggregation",
+    "DecentralizedSGD",
     "PowerAggregation",
+    "PowerSGD",
+    "SignSGD",
     "SparsifiedAggregation",
+    "SparsifiedSGD",
 ]

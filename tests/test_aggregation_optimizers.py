@@ -1,0 +1,224 @@
+"""mlbench's optimizers beside torch's own, with what a loop does to an optimizer, on ranks that are threads."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ranks import run_ranks
+from torchbagua.aggregation import (
+    AllReduceAggregation,
+    CentralizedAdam,
+    CentralizedSGD,
+    DecentralizedSGD,
+    PowerSGD,
+    SignSGD,
+    SparsifiedSGD,
+)
+from training import build
+
+Make = Callable[[nn.Module, dist.ProcessGroup], Any]
+
+
+def centralized_sgd(model: nn.Module, group: dist.ProcessGroup, **options: Any) -> CentralizedSGD:
+    return CentralizedSGD(group.size(), model, lr=0.1, momentum=0.9, weight_decay=0.01, process_group=group, **options)
+
+
+def averaged_sgd(model: nn.Module, group: dist.ProcessGroup) -> CentralizedSGD:
+    return centralized_sgd(model, group, by_layer=True, agg_grad=False)
+
+
+def centralized_adam(model: nn.Module, group: dist.ProcessGroup) -> CentralizedAdam:
+    return CentralizedAdam(group.size(), model, lr=0.01, amsgrad=True, process_group=group)
+
+
+def power_sgd(model: nn.Module, group: dist.ProcessGroup) -> PowerSGD:
+    return PowerSGD(model, 0.1, 0.9, world_size=group.size(), rank=99, process_group=group)
+
+
+def decentralized_sgd(model: nn.Module, group: dist.ProcessGroup) -> DecentralizedSGD:
+    return DecentralizedSGD(group.rank(), [1 - group.rank()], model, lr=0.1, process_group=group)
+
+
+def network() -> nn.Module:
+    return build(lambda: nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 3)))
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+
+def plain(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "centralized_adam":
+        return torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=True)
+    arguments = {"centralized_sgd": (0.9, 0, 0.01), "averaged_sgd": (0.9, 0, 0.01), "power_sgd": (0.9,)}
+    return torch.optim.SGD(model.parameters(), 0.1, *arguments.get(name, ()))
+
+
+@pytest.mark.parametrize("make", [centralized_sgd, averaged_sgd, centralized_adam, power_sgd, decentralized_sgd])
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_it_is_torch_s_with_an_aggregation(make: Make, by_closure: bool) -> None:
+    """With a scheduler and a closure; bit for bit where an aggregation is called by hand beside torch's optimizer."""
+    template = network()
+    of_weights = make in (averaged_sgd, decentralized_sgd)
+
+    def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, int]:
+        found, num_steps = [], 0
+        for is_plain in (False, True):
+            model = copy.deepcopy(template)
+            optimizer = plain(make.__name__, model) if is_plain else make(model, group)
+            assert isinstance(optimizer, torch.optim.Optimizer)
+            aggregation = AllReduceAggregation(2, process_group=group)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+            data = torch.Generator().manual_seed(group.rank())
+
+            def compute(
+                optimizer: Any = optimizer, model: nn.Module = model, data: torch.Generator = data
+            ) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(torch.randn(8, 10, generator=data)).square().mean()
+                loss.backward()
+                return loss
+
+            for _ in range(5):
+                if by_closure and not is_plain:
+                    assert optimizer.step(compute) > 0
+                else:
+                    compute()
+                    if is_plain and not of_weights:
+                        aggregation.agg_grad()(model, "avg_world")
+                    optimizer.step()
+                if is_plain and of_weights:
+                    aggregation.agg_model()(model, "avg_world")
+                scheduler.step()
+                num_steps += not is_plain
+            assert optimizer.param_groups[0]["lr"] == plain(make.__name__, model).param_groups[0]["lr"] / 4
+            found.append(weights(model))
+        return found[0], found[1], num_steps
+
+    (own, expected, _), (others, _, _) = run_ranks(2, body)
+    assert torch.equal(own, others)
+    if make is power_sgd:  # of full rank, computed in another order
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
+    else:
+        assert torch.equal(own, expected)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("make", [centralized_sgd, decentralized_sgd])
+def test_a_grad_scaler_that_overflows_on_one_rank(make: Make, unscales: bool) -> None:
+    """Nobody waits for anybody; where gradients are averaged all ranks skip, else that one alone."""
+    template = network()
+
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        found = []
+        for has_scaler in (False, True):
+            model = copy.deepcopy(template)
+            optimizer = make(model, group)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100, enabled=has_scaler)
+            data = torch.Generator().manual_seed(group.rank())
+            for step in range(4):
+                optimizer.zero_grad()
+                x = torch.randn(8, 10, generator=data)
+                if step == 2:
+                    if not has_scaler:  # what it comes to
+                        if make is decentralized_sgd:
+                            if group.rank() == 1:
+                                scaler.scale(model(x).square().mean()).backward()
+                                optimizer.step()
+                            else:
+                                optimizer.step()
+                        continue
+                    x[0, 0] = float("inf") if group.rank() == 0 else 0.0 if make is centralized_sgd else x[0, 0]
+                scaler.scale(model(x).square().mean()).backward()
+                if unscales:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            if has_scaler:
+                assert scaler.get_scale() == 2.0 ** (9 if group.rank() == 0 else 10)
+            found.append(weights(model))
+        return found
+
+    for without, with_scaler in run_ranks(2, body):
+        assert torch.equal(without, with_scaler)
+
+
+def test_rank_0_and_a_tracker() -> None:
+    class Tracker:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def __getattr__(self, name: str) -> Callable[[], None]:
+            return lambda: self.calls.append(name)
+
+    def body(group: dist.ProcessGroup) -> list[str]:
+        tracker = Tracker()
+        for make in (centralized_sgd, decentralized_sgd):
+            model = nn.Linear(3, 3)
+            optimizer = make(model, group)
+            model(torch.ones(3)).sum().backward()
+            optimizer.step(tracker=tracker)
+            optimizer.aggregation.close()
+        return tracker.calls
+
+    agg, step = "record_batch_agg", "record_batch_opt_step"
+    assert run_ranks(2, body) == [[agg, step, step, agg]] * 2
+
+
+def test_arguments_that_are_missing() -> None:
+    model = nn.Linear(2, 2)
+    for make, arguments, missing in (
+        (CentralizedSGD, {"model": model, "lr": 1}, "world_size"),
+        (CentralizedAdam, {"world_size": 1, "lr": 1}, "model"),
+        (PowerSGD, {"model": model}, "lr"),
+        (DecentralizedSGD, {"neighbors": [1], "model": model, "lr": 1}, "rank"),
+        (DecentralizedSGD, {"rank": 0, "model": model, "lr": 1}, "neighbors"),
+    ):
+        with pytest.raises(ValueError, match=f'"{missing}" not set for optimizer'):
+            make(**arguments)
+    with pytest.raises(NotImplementedError, match="Only average model"):
+        PowerSGD(model, 0.1, average_world=False)
+
+
+def test_sign_sgd() -> None:
+    """Lion-like steps of one size; momentum is torch's."""
+    own, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    other.load_state_dict(own.state_dict())
+    options: dict[str, Any] = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
+    sign, plain_sgd = SignSGD(own.parameters(), **options), torch.optim.SGD(other.parameters(), **options)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for mine, theirs in zip(own.parameters(), other.parameters(), strict=True):
+            theirs.data.copy_(mine.data)
+            mine.grad = torch.randn(mine.shape, generator=draw)
+            theirs.grad = mine.grad.clone()
+        before = weights(own)
+        assert sign.step(lambda: 1.5) == 1.5
+        plain_sgd.step()
+        assert torch.equal(weights(own), before + 0.5 * (weights(other) - before).sign())
+
+
+def test_sparsified_sgd_keeps_what_it_leaves_out() -> None:
+    model = nn.Linear(5, 4)
+    start = weights(model)
+    optimizer = SparsifiedSGD(model.parameters(), lr=0.5, sparse_grad_size=3)
+    assert torch.equal(weights(model), start), "mlbench's draws new ones"
+    total = torch.zeros_like(start)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        before = weights(model)
+        for one in model.parameters():
+            one.grad = torch.randn(one.shape, generator=draw)
+        total += torch.cat([one.grad.flatten() for one in model.parameters()])
+        optimizer.step()
+        assert int((weights(model) != before).sum()) == 3 + 3
+    memory = torch.cat([optimizer.state[one]["memory"].flatten() for one in model.parameters()])
+    torch.testing.assert_close(start - weights(model) + memory, 0.5 * total, rtol=0, atol=1e-6)  # sums, rounded
+    for arguments in ({"lr": -1}, {"lr": 1, "sparse_grad_size": 0}):
+        with pytest.raises(ValueError, match="SparsifiedSGD"):
+            SparsifiedSGD(model.parameters(), **arguments)
