@@ -51,6 +51,13 @@ test-docs: $(STAMPS)/dev ## run every code block of README and docs, each alone
 test-integrations: $(STAMPS)/integrations ## run the programs that use other people's frameworks
 	.venv-integrations/bin/python -m pytest -m integrations $(ARGS) tests/integrations tests/test_docs.py
 
+# Where Horovod's wheel is kept: to build it takes about ten minutes.
+HOROVOD_WHEELS ?= $(HOME)/.cache/torchbagua-horovod
+
+.PHONY: test-horovod
+test-horovod: $(STAMPS)/horovod ## build Horovod, and run the tests that need it
+	.venv-horovod/bin/python -m pytest -m horovod $(ARGS) tests/test_horovod.py
+
 # The package is read for the reference, and not imported: this needs neither torch nor a compiler.
 .PHONY: docs
 docs: $(STAMPS)/docs ## build the documentation in site/, and check it
@@ -127,7 +134,7 @@ test-browser: $(STAMPS)/dev docs ## open traces in TensorBoard, and the document
 
 .PHONY: clean
 clean: ## remove .venv and everything built
-	rm -rf .venv .venv-integrations build dist runs site docs/assets/vendor *.egg-info torchbagua/native/*.so .hypothesis .*_cache .cache
+	rm -rf .venv .venv-integrations .venv-horovod build dist runs site docs/assets/vendor *.egg-info torchbagua/native/*.so .hypothesis .*_cache .cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS)/venv:
@@ -157,6 +164,14 @@ $(STAMPS)/integrations: $(STAMPS)/dev
 	$(PYTHON) -m venv .venv-integrations
 	.venv-integrations/bin/$(PIP_INSTALL_ARGS) torch
 	.venv-integrations/bin/$(PIP_INSTALL_ARGS) accelerate filelock hypothesis lightning pytest 'ray[train]' tensorboard transformers
+	touch $@
+
+# An environment of its own: Horovod needs an older setuptools.
+$(STAMPS)/horovod: $(STAMPS)/dev tests/build_horovod.sh
+	$(PYTHON) -m venv .venv-horovod
+	.venv-horovod/bin/$(PIP_INSTALL_ARGS) torch
+	.venv-horovod/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) 'setuptools<81' wheel packaging cffi cloudpickle psutil pyyaml numpy ninja filelock hypothesis pytest
+	PATH="$(CURDIR)/.venv-horovod/bin:$$PATH" bash tests/build_horovod.sh $(HOROVOD_WHEELS)
 	touch $@
 
 # They need a newer Python than the package does.

@@ -9,6 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 import torchbagua as tb
+from aggregation_checks import (
+    check_bad_denominators,
+    check_every_kind_of_parameter,
+    check_reference_values,
+    constant_model,
+)
 from ranks import run_ranks, without_default_group
 from torchbagua.aggregation import Aggregation, AllReduceAggregation, DecentralizedAggregation
 
@@ -26,67 +32,11 @@ def ring(group: dist.ProcessGroup, **options: Any) -> DecentralizedAggregation:
     return DecentralizedAggregation(rank, neighbors, process_group=group, **options)
 
 
-class Mixed(nn.Module):
-    """Parameters of every kind: a matrix, a number, several dtypes, channels last, with gaps, complex, tied, frozen."""
+def test_reference_values_of_all_reduce() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        check_reference_values(group.rank(), lambda **options: all_reduce(group, **options))
 
-    def __init__(self) -> None:
-        super().__init__()
-        draw = torch.Generator().manual_seed(0)
-
-        def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
-            return nn.Parameter(torch.randn(shape, dtype=dtype, generator=draw))
-
-        self.matrix = parameter(5, 7)
-        self.number = parameter()
-        self.bf16 = parameter(3, 4, dtype=torch.bfloat16)
-        self.f64 = parameter(6, dtype=torch.float64)
-        self.c64 = parameter(2, 3, dtype=torch.complex64)
-        self.last = nn.Parameter(parameter(2, 3, 4, 5).detach().to(memory_format=torch.channels_last))
-        self.gaps = nn.Parameter(parameter(4, 6).detach()[:, ::2])
-        self.tied = self.matrix
-        self.frozen = nn.Parameter(parameter(3).detach(), requires_grad=False)
-        self.unused = parameter(4)
-
-
-def constant_model(rank: int) -> nn.Module:
-    """The issue's: gradients and weights (r + 1) (i + 1)."""
-    model = nn.Linear(2, 2, bias=False)
-    values = (rank + 1.0) * torch.arange(1.0, 5.0).view(2, 2)
-    with torch.no_grad():
-        model.weight.copy_(values)
-    model.weight.grad = values.clone()
-    return model
-
-
-def random_gradients(model: nn.Module, rank: int) -> nn.Module:
-    draw = torch.Generator().manual_seed(100 + rank)
-    for name, one in model.named_parameters():
-        if one.requires_grad and name != "unused" and not (name == "number" and rank == 0):
-            one.grad = torch.empty_like(one).copy_(torch.randn(one.shape, dtype=one.dtype, generator=draw))
-    return model
-
-
-@pytest.mark.parametrize("by_layer", BY_LAYER)
-@pytest.mark.parametrize("divide_before", [False, True])
-@pytest.mark.parametrize(
-    ("op", "denom", "expected"),
-    [
-        ("avg_world", None, [1.5, 3.0, 4.5, 6.0]),
-        ("avg_custom", 4, [0.75, 1.5, 2.25, 3.0]),
-        ("custom_avg", torch.tensor([4.0]), [0.75, 1.5, 2.25, 3.0]),
-    ],
-)
-def test_reference_values_of_all_reduce(
-    by_layer: bool, divide_before: bool, op: str, denom: Any, expected: list[float]
-) -> None:
-    def body(group: dist.ProcessGroup) -> list[list[float]]:
-        model = constant_model(group.rank())
-        with all_reduce(group, divide_before=divide_before) as aggregation:
-            assert aggregation.agg_grad(by_layer=by_layer)(model, op=op, denom=denom) is None
-            assert aggregation.agg_model(by_layer)(model, op, denom) is None
-        return [model.weight.grad.flatten().tolist(), model.weight.flatten().tolist()]
-
-    assert run_ranks(2, body) == [[expected, expected]] * 2
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("by_layer", BY_LAYER)
@@ -125,41 +75,14 @@ def test_weights_of_neighbours() -> None:
     assert run_ranks(3, body) == [0.625 * x[r] + 0.25 * x[r - 1] + 0.125 * x[(r + 1) % 3] for r in range(3)]
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 @pytest.mark.parametrize("by_layer", BY_LAYER)
 @pytest.mark.parametrize("make", [all_reduce, ring])
 def test_every_kind_of_parameter(make: Make, by_layer: bool) -> None:
-    """In place, with the same bits on all ranks; what a rank lacks is zeros, and what all lack stays away."""
-
-    def body(group: dist.ProcessGroup) -> nn.Module:
-        model = random_gradients(Mixed(), group.rank())
-        with torch.no_grad():
-            model.frozen.fill_(group.rank())
-            model.unused.fill_(group.rank())
-        tensors = [one for p in model.parameters() for one in (p, p.grad) if one is not None]
-        places = [(one.data_ptr(), one.stride(), one.dtype) for one in tensors]
+    def body(group: dist.ProcessGroup) -> None:
         with make(group) as aggregation:
-            aggregation.agg_grad(by_layer)(model, "avg_world")
-            aggregation.agg_model(by_layer)(model, "avg_world")
-        assert [(one.data_ptr(), one.stride(), one.dtype) for one in tensors] == places
-        return model
+            check_every_kind_of_parameter(group.rank(), 3, aggregation, by_layer=by_layer)
 
-    models = run_ranks(3, body)
-    own = [random_gradients(Mixed(), rank) for rank in range(3)]
-    for name, parameter in models[0].named_parameters():
-        alike = [dict(model.named_parameters())[name] for model in models]
-        if name in ("frozen", "unused"):
-            assert all(one.grad is None and bool((one == 1).all()) for one in alike)
-            continue
-        gradients = [dict(model.named_parameters())[name].grad for model in own]
-        filled = [_real(torch.zeros_like(parameter) if one is None else one) for one in gradients]
-        wide = [one.to(torch.promote_types(one.dtype, torch.float32)) for one in filled]
-        expected = ((wide[0] + wide[1]) + wide[2]).div(torch.tensor(3.0)).to(parameter.dtype.to_real())
-        assert all(torch.equal(_real(one.grad), expected) for one in alike), name
-        assert all(torch.equal(one, parameter) for one in alike)
+    run_ranks(3, body)
 
 
 def test_a_subclass_that_overrides_agg_alone() -> None:
@@ -202,22 +125,15 @@ def test_a_world_of_one_needs_no_process_group() -> None:
             AllReduceAggregation(2).agg_grad()(model, "avg_world")
 
 
-@pytest.mark.parametrize("denom", [None, 0, torch.zeros(1), torch.ones(2), float("nan"), "4"])
-def test_all_ranks_hear_of_a_bad_denominator(denom: Any) -> None:
-    def body(group: dist.ProcessGroup) -> list[Any]:
-        model, recorder = constant_model(group.rank()), tb.traces.Recorder()
+def test_all_ranks_hear_of_a_bad_denominator() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        recorder = tb.traces.Recorder()
         with all_reduce(group, observers=[recorder]) as aggregation:
-            with pytest.raises(ValueError, match=r"[Dd]enom") as error:
-                aggregation.agg_grad()(model, "avg_custom", 4 if group.rank() == 0 else denom)
-            untouched = torch.equal(model.weight.grad, model.weight)
-            aggregation.agg_grad()(model, "avg_custom", 4)  # it can go on
-        own = [event for event in recorder.events if event.phase == "send" and event.operation != "agreement"]
-        return [str(error.value), untouched, sum(event.num_elements for event in own), model.weight.grad[0, 0].item()]
+            check_bad_denominators(group.rank(), aggregation)
+        sent = [event for event in recorder.events if event.phase == "send" and event.operation != "agreement"]
+        assert sum(event.num_elements for event in sent) == 4, "those of the call that went well"
 
-    (first, *rest), (second, *others) = run_ranks(2, body)
-    assert "not on rank 1" in first
-    assert "Denominator should be one element tensor" in second
-    assert rest == others == [True, 4, 0.75]
+    run_ranks(2, body)
 
 
 def test_what_all_ranks_are_told_at_the_first_call() -> None:

@@ -184,6 +184,26 @@ def check_read_a_trace_on_an_emulated_network(output: str) -> None:
     assert small["overlap"] > 30
 
 
+def check_aggregation(output: str) -> None:
+    ((num_ranks, num_parameters),) = [map(int, pair) for pair in re.findall(r"(\d+) ranks, (\d+) parameters", output)]
+    rows = {
+        name: [float(number) for number in numbers.split()]
+        for name, numbers in re.findall(r"^(all-reduce|sparsified|power|neighbours) +([\d. ]+)$", output, re.MULTILINE)
+    }
+    kilobytes = {name: row[0] for name, row in rows.items()}
+    whole = 8 * (num_ranks - 1) / num_ranks * num_parameters / 1e3
+    assert kilobytes["all-reduce"] == pytest.approx(whole, rel=0.01)
+    assert kilobytes["neighbours"] == pytest.approx(4 * num_parameters / 1e3, rel=0.01)
+    assert kilobytes["sparsified"] < whole / 100
+    # Factors of two vectors each, and the biases.
+    assert kilobytes["power"] < whole / 20
+    best = rows["all-reduce"][-1]
+    assert best > 96
+    assert all(abs(row[-1] - best) < 1 for row in rows.values()), (
+        "the mean of three seeds is within 1 % of all-reduce's"
+    )
+
+
 CHECKS = {
     ("00_your_own_loop", "torchrun"): check_your_own_loop,
     ("00_your_own_loop", "unshare"): check_your_own_loop_on_an_emulated_network,
@@ -193,6 +213,7 @@ CHECKS = {
     ("03_async_on_a_slow_network", "unshare"): check_async_on_an_emulated_network,
     ("04_qadam", "torchrun"): check_qadam,
     ("05_read_a_trace", "torchrun"): check_read_a_trace,
+    ("06_aggregation", "torchrun"): check_aggregation,
     ("05_read_a_trace", "unshare"): check_read_a_trace_on_an_emulated_network,
 }
 

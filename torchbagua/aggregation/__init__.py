@@ -4,6 +4,7 @@ from torchbagua.aggregation.base import Aggregation
 from torchbagua.aggregation.centralized import ALLREDUCE_AGGREGATION_OPS, AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from torchbagua.aggregation.compressed import PowerAggregation, SparsifiedAggregation
 from torchbagua.aggregation.decentralized import DecentralizedAggregation
+from torchbagua.aggregation.horovod import AllReduceAggregationHVD
 from torchbagua.aggregation.local_optimizers import SignSGD, SparsifiedSGD
 from torchbagua.aggregation.optimizers import CentralizedAdam, CentralizedSGD, DecentralizedSGD, PowerSGD
 
@@ -13,6 +14,7 @@ __all__ = [
     "AVG_WORLD",
     "Aggregation",
     "AllReduceAggregation",
+    "AllReduceAggregationHVD",
     "CentralizedAdam",
     "CentralizedSGD",
     "DecentralizedAggregation",

@@ -162,12 +162,16 @@ class Aggregation:
             self._check_group(group)
             group.compare_clocks()
             if group.tracer.is_on:
-                arguments = ", ".join(f"{name}={value!r}" for name, value in self._arguments().items())
-                group.tracer.start(describe_run(group, self._owner, f"{self._owner}({arguments})"))
+                group.tracer.start(describe_run(group, self._owner, self._description))
         except BaseException:
             group.close()
             raise
         return group
+
+    @property
+    def _description(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self._arguments().items())
+        return f"{self._owner}({arguments})"
 
     @property
     def _rank_and_size(self) -> tuple[int, int]:
