@@ -15,7 +15,7 @@ from urllib.parse import unquote, urldefrag
 import griffe
 
 ROOT = Path(__file__).parent.parent
-MODULES = ("torchbagua", "torchbagua.compressors", "torchbagua.topology", "torchbagua.traces")
+MODULES = ("torchbagua", "torchbagua.aggregation", "torchbagua.compressors", "torchbagua.topology", "torchbagua.traces")
 # Public too: their objects are handed to users, or an algorithm of one's own is written with them.
 FURTHER = (
     "torchbagua.algorithms.AsyncModelAverageAlgorithmImpl",

@@ -13,8 +13,11 @@ from torchbagua.compressors.base import divide
 from torchbagua.events import Observer
 
 AVG_WORLD = "avg_world"
+"""The op that divides by the number of ranks."""
 AVG_CUSTOM = "avg_custom"
+"""The op that divides by `denom`."""
 ALLREDUCE_AGGREGATION_OPS = [AVG_WORLD, AVG_CUSTOM]
+"""The ops of `AllReduceAggregation`."""
 _CUSTOM_AVG = "custom_avg"  # as mlbench's documentation spells it
 
 
