@@ -23,8 +23,12 @@ def sparsified(model: nn.Module, group: dist.ProcessGroup, **options: Any) -> Sp
     return SparsifiedAggregation(model, ratio=0.1, process_group=group, **options)
 
 
+def size_of(group: Any) -> int:
+    return group.size if isinstance(group, tb.BaguaProcessGroup) else group.size()
+
+
 def power(model: nn.Module, group: dist.ProcessGroup, **options: Any) -> PowerAggregation:
-    return PowerAggregation(model, world_size=group.size(), rank=2, process_group=group, **options)
+    return PowerAggregation(model, world_size=size_of(group), rank=2, process_group=group, **options)
 
 
 def warm_power(model: nn.Module, group: dist.ProcessGroup) -> PowerAggregation:
@@ -223,6 +227,29 @@ def test_what_is_refused() -> None:
             )
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("make", [sparsified, power])
+def test_nodes_of_a_group(make: Make) -> None:
+    """Between nodes it is compressed, and within them in full precision; the group that was given stays open."""
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        model = nn.Linear(64, 32)
+        own = tb.BaguaProcessGroup(group, nodes=[0, 0, 1, 1])
+        for one in model.parameters():
+            one.grad = torch.full_like(one, group.rank() + 1.0)
+        recorder = tb.traces.Recorder()
+        with make(model, own, observers=[recorder]) as aggregation:
+            aggregation.agg_grad()(model, op_of(aggregation))
+        assert {"intra_node", "inter_node"} <= {event.scope for event in recorder.events}
+        own.all_reduce(torch.ones(3))
+        own.close()
+        return torch.cat([one.grad.flatten() for one in model.parameters()])
+
+    first, *others = run_ranks(4, body)
+    assert all(torch.equal(first, one) for one in others)
+    # Rounded to 8 bits, or to a product of rounded factors.
+    torch.testing.assert_close(first[first != 0], torch.full_like(first[first != 0], 2.5), rtol=1e-2, atol=0)
 
 
 def test_bytes_are_told() -> None:
