@@ -51,7 +51,7 @@ test-docs: $(STAMPS)/dev ## run every code block of README and docs, each alone
 test-integrations: $(STAMPS)/integrations ## run the programs that use other people's frameworks
 	.venv-integrations/bin/python -m pytest -m integrations $(ARGS) tests/integrations tests/test_docs.py
 
-# Where Horovod's wheel is kept: to build it takes about ten minutes.
+# Where Horovod's wheel is kept: to build it takes about ten minutes, cmake and a C++ compiler.
 HOROVOD_WHEELS ?= $(HOME)/.cache/torchbagua-horovod
 
 .PHONY: test-horovod

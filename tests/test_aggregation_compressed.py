@@ -148,6 +148,7 @@ def test_reference_values_of_power() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.filterwarnings("ignore:.*2 of 10 parameters in full precision, because .* does not encode torch.float64")
 @pytest.mark.parametrize("make", [sparsified, power])
 def test_dtypes_and_storage_stay(make: Make) -> None:
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
