@@ -16,7 +16,13 @@ from aggregation_checks import (
     constant_model,
 )
 from ranks import run_ranks, without_default_group
-from torchbagua.aggregation import Aggregation, AllReduceAggregation, DecentralizedAggregation
+from torchbagua.aggregation import (
+    Aggregation,
+    AllReduceAggregation,
+    DecentralizedAggregation,
+    PowerAggregation,
+    SparsifiedAggregation,
+)
 
 BY_LAYER = [False, True]
 Make = Callable[[dist.ProcessGroup], Aggregation]
@@ -110,6 +116,28 @@ def test_a_subclass_that_overrides_agg_alone() -> None:
         Nothing().agg_grad()(constant_model(0), "any")
     with pytest.raises(NotImplementedError, match="must override"):
         Aggregation().agg_model()(constant_model(0), "any")
+
+
+@pytest.mark.parametrize("sizes", [[()], [(0,)], [(0,), (3,)], []])
+def test_few_parameters_and_empty_ones(sizes: list[tuple[int, ...]]) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        model = nn.ParameterList([torch.full(size, group.rank() + 1.0) for size in sizes])
+        for by_layer in BY_LAYER:
+            for aggregation in (
+                all_reduce(group),
+                ring(group),
+                SparsifiedAggregation(model, ratio=1, process_group=group),
+                PowerAggregation(model, world_size=2, process_group=group),
+            ):
+                for one in model:
+                    one.grad = one.detach().clone()
+                with aggregation:
+                    op = "avg" if isinstance(aggregation, PowerAggregation) else "avg_world"
+                    aggregation.agg_grad(by_layer)(model, op)
+                for one in model:
+                    assert torch.equal(one.grad, torch.full_like(one, 1.5))
+
+    run_ranks(2, body)
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:
