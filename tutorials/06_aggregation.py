@@ -1,6 +1,6 @@
 """Put gradients or weights together by hand, without DDP: by all-reduce, sparsified, as factors, or with neighbours.
 
-Run it over two processes on this machine; it needs scikit-learn for its data, and takes about half a minute:
+Run it over two processes on this machine; it needs scikit-learn for its data, and takes about a minute:
 
     torchrun --standalone --nproc-per-node=2 tutorials/06_aggregation.py
 
