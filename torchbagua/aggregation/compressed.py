@@ -1,6 +1,7 @@
 """mlbench's SparsifiedAggregation and PowerAggregation: the mean of gradients by what runs a gradient algorithm."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,9 +9,7 @@ import torch.distributed as dist
 
 from torchbagua.aggregation.base import Aggregation, AggregationFunction, Denominator, Member
 from torchbagua.aggregation.centralized import AVG_WORLD, check_op, check_world_size, check_world_size_argument
-from torchbagua.algorithms import Algorithm, AlgorithmImpl, PowerSGDAlgorithm, available_algorithms
-from torchbagua.algorithms.base import get
-from torchbagua.algorithms.compressed_allreduce import CompressedMeanAlgorithm
+from torchbagua.algorithms import Algorithm, AlgorithmImpl, PowerSGDAlgorithm, RandomKAlgorithm, TopKAlgorithm
 from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.events import Observer
 from torchbagua.memory_order import flat_length
@@ -97,22 +96,18 @@ class AlgorithmAggregation(Aggregation):
             gradient.copy_(part)
 
 
-def sparse_algorithms() -> dict[str, type[CompressedMeanAlgorithm]]:
-    """Return the algorithms that send a share of the elements, by their names."""
-    made_by = {name: get(name) for name in available_algorithms()}
-    return {
-        name: make
-        for name, make in made_by.items()
-        if isinstance(make, type) and issubclass(make, CompressedMeanAlgorithm) and hasattr(make, "ratio")
-    }
+_SPARSE: Mapping[str, Callable[..., Algorithm]] = {
+    "topk": TopKAlgorithm,
+    "blockk": partial(TopKAlgorithm, selection="block"),
+    "randomk": RandomKAlgorithm,
+}
 
 
 class SparsifiedAggregation(AlgorithmAggregation):
     """The mean of a share of the gradients' elements, over all ranks. The rest is added to what is sent next.
 
-    What is sent, and what is kept of each parameter, is that of the algorithm that is registered under the name
-    `compression`: for "topk" see `TopKAlgorithm`. All ranks get the same bits. The op is "avg_world"; `denom` is
-    without effect.
+    What is sent, and what is kept of each parameter, is that of `TopKAlgorithm`, with `selection="block"` for "blockk",
+    or of `RandomKAlgorithm`. All ranks get the same bits. The op is "avg_world"; `denom` is without effect.
 
     - Errors change with each call whose mean is finite. With a GradScaler, call its `unscale_` first: errors are kept
       without the loss scale. A call with NaN or Inf on any rank leaves the errors as they are.
@@ -124,7 +119,8 @@ class SparsifiedAggregation(AlgorithmAggregation):
     Args:
         model: the model whose gradients are aggregated.
         use_cuda: without effect, see `Aggregation`.
-        compression: the name of an algorithm that sends a share of the elements.
+        compression: which elements are sent. "topk": the largest of each block. "blockk": those of the run of
+            neighbours with the largest norm. "randomk": those that all ranks draw alike.
         ratio: the share of elements that is sent, above 0 and at most 1.
         process_group: see `Aggregation`.
         observers: see `Aggregation`.
@@ -143,11 +139,11 @@ class SparsifiedAggregation(AlgorithmAggregation):
         process_group: dist.ProcessGroup | BaguaProcessGroup | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        known = sparse_algorithms()
-        if compression not in known:
-            raise ValueError(f"SparsifiedAggregation: compression must be one of {sorted(known)}, got {compression!r}")
-        algorithm = Algorithm.init(compression, ratio=ratio)
-        super().__init__(model, algorithm, use_cuda, process_group=process_group, observers=observers)
+        if compression not in _SPARSE:
+            raise ValueError(f"SparsifiedAggregation: compression must be one of {list(_SPARSE)}, got {compression!r}")
+        super().__init__(
+            model, _SPARSE[compression](ratio=ratio), use_cuda, process_group=process_group, observers=observers
+        )
 
     def agg_model(self, by_layer: bool = False) -> AggregationFunction:
         """Raise NotImplementedError."""
