@@ -118,10 +118,6 @@ class QAdamAlgorithm(Algorithm):
                 "out that training fails where it is lost"
             )
 
-    def make_compressor(self) -> Compressor:
-        """Return what `compression` and `block` stand for."""
-        return by_name(self.compression, **({} if self.block == _BLOCK_OF_CODEC else {"block": self.block}))
-
     @classmethod
     def for_optimizers(cls, optimizers: Sequence[torch.optim.Optimizer], **arguments: Any) -> "QAdamAlgorithm":
         """Return the algorithm of the QAdamOptimizer in `optimizers`. Raises ValueError unless there is one."""
@@ -168,7 +164,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def __init__(self, process_group: BaguaProcessGroup, algorithm: QAdamAlgorithm) -> None:
         super().__init__(process_group, algorithm)
         self.q_adam = algorithm.q_adam_optimizer
-        self.compressor = algorithm.make_compressor()
+        own_block = {} if algorithm.block == _BLOCK_OF_CODEC else {"block": algorithm.block}
+        self.compressor = by_name(algorithm.compression, **own_block)
         self.parameter_state = residual_state("QAdamAlgorithm") if algorithm.error_feedback else None
         self._past_warmup: list[int] = []
         self._has_changed_kinds = False  # which travel as momenta, since the last backward

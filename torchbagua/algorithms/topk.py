@@ -90,20 +90,8 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
                 f"begins, got {self.warmup_steps} with ratio={self.ratio}"
             )
 
-    def codec(self, ratio: float) -> Compressor:
-        """Return what keeps the share `ratio` of every block."""
-        return _SELECTIONS[self.selection](self.block, ratio)
-
     def make_compressors(self) -> tuple[Compressor, Compressor]:
-        return self.codec(self.ratio), Identity()
-
-    def ratio_of(self, stage: int) -> float:
-        """Return the share that is sent in a stage of the warm-up: 0.25, and geometrically on to `ratio`."""
-        if stage == _NUM_STAGES:
-            return self.ratio
-        # Roots and products, which are the same on all machines: powers need not be.
-        factor = math.sqrt(math.sqrt(self.ratio / _FIRST_RATIO))
-        return math.prod([factor] * stage, start=_FIRST_RATIO)
+        return _codec(self, _NUM_STAGES), Identity()
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
         """Return `error_feedback` and `momentum`."""
@@ -128,6 +116,16 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
         return TopKAlgorithmImpl(process_group, self)
 
 
+def _codec(algorithm: TopKAlgorithm, stage: int) -> Compressor:
+    """Return what encodes in a stage of the warm-up: it keeps 0.25 of a block, and geometrically on to `ratio`."""
+    ratio = algorithm.ratio
+    if stage < _NUM_STAGES:
+        # Roots and products, which are the same on all machines: powers need not be.
+        factor = math.sqrt(math.sqrt(ratio / _FIRST_RATIO))
+        ratio = math.prod([factor] * stage, start=_FIRST_RATIO)
+    return _SELECTIONS[algorithm.selection](algorithm.block, ratio)
+
+
 class TopKAlgorithmImpl(PhasedFeedbackImpl, CompressedAllReduceAlgorithmImpl):
     """See `TopKAlgorithm`."""
 
@@ -146,7 +144,7 @@ class TopKAlgorithmImpl(PhasedFeedbackImpl, CompressedAllReduceAlgorithmImpl):
         return min(num_backward_passes * _NUM_STAGES // num_steps, _NUM_STAGES) if num_steps else _NUM_STAGES
 
     def begin_phase(self, phase: int) -> None:
-        self.compressor = self.algorithm.codec(self.algorithm.ratio_of(phase))
+        self.compressor = _codec(self.algorithm, phase)
 
     def on_backward_begin(self) -> None:
         """Count the backward; a scheduler may have given the optimizer a momentum since the last."""
