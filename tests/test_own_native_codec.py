@@ -95,7 +95,7 @@ def checkout(tmp_path: Path) -> Iterator[Path]:
     """A copy of the sources with the codec in plain torch: a file, and a line in a list."""
     checkout = copy_sources(tmp_path / "checkout")
     shutil.copy(OWN / "largest.py", checkout / "torchbagua" / "native")
-    add(checkout / "torchbagua" / "native" / "__init__.py", "import low_rank, ", "import largest, low_rank, ")
+    add(checkout / "torchbagua" / "native" / "__init__.py", "import blockk, ", "import blockk, largest, ")
     return checkout
 
 

@@ -47,7 +47,7 @@ template <typename Put>
 TORCHBAGUA_ELEMENT void draw_elements(const DrawnBlock& block, int draw, const Put& put) {
   unsigned int words[kWordsOfADraw];
   philox(block.key, static_cast<unsigned int>(draw), words);
-#if defined(__CUDACC__)
+#if defined(__CUDA_ARCH__)
 #pragma unroll  // words stay in registers
 #endif
   for (int word = 0; word < kWordsOfADraw; ++word) {
