@@ -80,6 +80,7 @@ def needed_libraries(library: Path) -> set[str]:
     return {line.split("[")[1].split(".so")[0] for line in printed.splitlines() if "(NEEDED)" in line}
 
 
+@pytest.mark.slow
 def test_bindings_compile_without_a_warning_and_launch_what_gives_the_bytes_of_the_reference(
     host_kernels: HostKernels, tmp_path: Path
 ) -> None:
