@@ -76,7 +76,7 @@ class SparsifiedSGD(torch.optim.Optimizer):
                     update = parameter.grad.add(parameter, alpha=group["weight_decay"])
                     memory = state["memory"].add_(update, alpha=group["lr"])
                     count = min(group["sparse_grad_size"], memory.numel())
-                    is_sent = torch.zeros_like(memory, dtype=torch.bool).view(-1)
+                    is_sent = torch.zeros(memory.numel(), dtype=torch.bool, device=memory.device)
                     is_sent[memory.reshape(-1).abs().topk(count).indices] = True
                     is_sent = is_sent.view(memory.shape)
                     parameter.sub_(memory.where(is_sent, 0))

@@ -41,6 +41,13 @@ class AggregatingOptimizer(torch.optim.Optimizer):
         self._model, self._op, self._of_gradients = model, op, agg_grad
         self._aggregate = aggregation.agg_grad(by_layer) if agg_grad else aggregation.agg_model(by_layer)
 
+    def _centralize(
+        self, aggregation: AllReduceAggregation, model: torch.nn.Module, *, by_layer: bool, agg_grad: bool
+    ) -> None:
+        self._aggregate_with(aggregation, model, AVG_WORLD, by_layer=by_layer, agg_grad=agg_grad)
+        if not agg_grad:
+            self._aggregate(model, AVG_WORLD)
+
     def step(self, closure: Closure = None, tracker: Any = None) -> float | None:  # type: ignore[override]
         """Take a step, and aggregate. Collective.
 
@@ -139,9 +146,7 @@ class CentralizedSGD(AggregatingOptimizer, torch.optim.SGD):
         aggregation = AllReduceAggregation(
             world_size, use_cuda=use_cuda, process_group=process_group, observers=observers
         )
-        self._aggregate_with(aggregation, model, AVG_WORLD, by_layer=by_layer, agg_grad=agg_grad)
-        if not agg_grad:
-            self._aggregate(model, AVG_WORLD)
+        self._centralize(aggregation, model, by_layer=by_layer, agg_grad=agg_grad)
 
 
 class CentralizedAdam(AggregatingOptimizer, torch.optim.Adam):
@@ -187,9 +192,7 @@ class CentralizedAdam(AggregatingOptimizer, torch.optim.Adam):
         aggregation = AllReduceAggregation(
             world_size, use_cuda=use_cuda, process_group=process_group, observers=observers
         )
-        self._aggregate_with(aggregation, model, AVG_WORLD, by_layer=by_layer, agg_grad=agg_grad)
-        if not agg_grad:
-            self._aggregate(model, AVG_WORLD)
+        self._centralize(aggregation, model, by_layer=by_layer, agg_grad=agg_grad)
 
 
 class PowerSGD(AggregatingOptimizer, torch.optim.SGD):
