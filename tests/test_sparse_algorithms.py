@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
@@ -55,6 +56,27 @@ def test_what_was_sent_and_the_residuals_are_the_gradients(
         if received.numel() > 400:
             assert (received == 0).float().mean() > 0.5, "most of it is in the residuals"
             assert left_out.any()
+
+
+def test_a_gradient_of_which_only_zeros_are_drawn_waits() -> None:
+    """The average is zero then, as in a gradient that DDP has left alone."""
+    model = torch.nn.Embedding(64, 1)
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        with tb.attach(ddp, optimizer, tb.RandomKAlgorithm(0.02)) as attachment:
+            for _ in range(6):
+                optimizer.zero_grad()
+                ddp(torch.tensor([5])).sum().backward()
+                optimizer.step()
+            waiting: torch.Tensor = attachment.impl.state_dict()["sent"]["weight"]
+        return model.weight.detach() - ddp.module.weight.detach() + waiting
+
+    every_step = torch.zeros(64, 1)
+    every_step[5] = 6.0
+    for moved_and_waiting in run_ranks(2, body):
+        torch.testing.assert_close(moved_and_waiting, every_step, rtol=1e-6, atol=0)  # of rounding in float32
 
 
 @pytest.mark.parametrize("algorithm", [TOPK, RANDOMK], ids=lambda algorithm: type(algorithm).__name__)

@@ -1,22 +1,28 @@
 """What DDP has put into gradients: whether it has, and whether that is still there when something is added to it."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 
-def with_average(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return those into whose gradient DDP has put an average.
+def with_average(averages: Mapping[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    """Return those of some parameters into whose gradient DDP has put an average.
 
-    What no rank has used it leaves as it was: None, or the zeros that zero_grad(set_to_none=False) has written.
+    What no rank has used it leaves as it was: None, or the zeros that zero_grad(set_to_none=False) has written. Where
+    the average is zero too, as of RandomK if only zeros are drawn, it has been put there for all that one can tell.
+
+    Args:
+        averages: by the parameter, the average that DDP had.
     """
-    gradients = {p: p.grad for p in parameters if p.grad is not None and p.grad.numel()}
+    gradients = {p: p.grad for p in averages if p.grad is not None and p.grad.numel()}
     # Where it is not zero, and it seldom is, the first element says it.
     first = _which_are_not_zero({p: gradient[(0,) * gradient.dim()] for p, gradient in gradients.items()})
     rest = _which_are_not_zero({p: gradient.any() for p, gradient in gradients.items() if p not in first})
-    return [*first, *rest]
+    zeros = gradients.keys() - first - rest
+    left_out = _which_are_not_zero({p: averages[p].any() for p in zeros})
+    return [p for p in gradients if p not in left_out]
 
 
 def _which_are_not_zero(numbers: Mapping[torch.Tensor, torch.Tensor]) -> set[torch.Tensor]:
@@ -41,35 +47,36 @@ class AverageInGradient:
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = weakref.ref(parameter)
         self._hook: RemovableHandle | None = None
-        self._is_watched = False
+        self._average: torch.Tensor | None = None
         self._is_uncleared = True
         self._num_additions = 0
 
-    def begin(self) -> None:
-        """Watch from here on, where DDP is about to write an average into the gradient."""
+    def begin(self, average: torch.Tensor) -> None:
+        """Watch from here on. The average is about to be formed in `average`, and written into the gradient."""
         parameter = self._parameter()
         if self._hook is None and parameter is not None and parameter.requires_grad:
             self._hook = parameter.register_hook(self._before_addition)
-        self._is_watched, self._is_uncleared, self._num_additions = True, True, 0
+        self._average, self._is_uncleared, self._num_additions = average, True, 0
 
     def end(self) -> None:
         """Watch no more."""
-        self._is_watched = False
+        self._average = None
 
     def close(self) -> None:
         """Let go of the parameter."""
+        self.end()
         if self._hook is not None:
             self._hook.remove()
 
     @property
-    def is_used_or_cleared(self) -> bool:
-        """Whether the average is known to be used, or gone: it was cleared before something was added."""
-        return not (self._is_watched and self._is_uncleared)
+    def pending(self) -> torch.Tensor | None:
+        """The average, unless it is known to be used, or gone: it was cleared before something was added."""
+        return self._average if self._is_uncleared else None
 
     @property
     def is_still_in_gradient(self) -> bool:
         """Whether the average is still in the gradient, beside what has been added to it since."""
-        return not self.is_used_or_cleared and (self._num_additions > 0 or self._holds_something())
+        return self.pending is not None and (self._num_additions > 0 or self._holds_something())
 
     @property
     def is_untouched_in_gradient(self) -> bool:
@@ -77,7 +84,7 @@ class AverageInGradient:
         return self.is_still_in_gradient and self._num_additions == 0
 
     def _before_addition(self, _: torch.Tensor) -> None:
-        if self._is_watched:
+        if self._average is not None:
             self._num_additions += 1
             self._is_uncleared = self._is_uncleared and self._holds_something()
 

@@ -126,15 +126,15 @@ class ParameterState(Generic[S]):
         """
         still_there: list[slice] = []
         for tensor in bucket.tensors:
-            average = self._averages[id(tensor.parameter)]
+            average, place = self._averages[id(tensor.parameter)], self._places[id(tensor.parameter)][1]
             if average.is_untouched_in_gradient:
                 raise RuntimeError(
                     f"{self._owner}: {tensor.name} must have a gradient in every synchronised backward pass of a step "
                     "or in none, got one and then none; accumulate gradients under ddp.no_sync()"
                 )
             if average.is_still_in_gradient:
-                still_there.append(self._places[id(tensor.parameter)][1])
-            average.begin()
+                still_there.append(place)
+            average.begin(bucket.flat[place])
         self._places[id(bucket.tensors[0].parameter)][0].continue_from_staged(still_there)
 
     def commit(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -142,10 +142,12 @@ class ParameterState(Generic[S]):
 
         What is staged for the others stays: nothing that was sent of them has been used.
         """
-        unused = [
-            one for one in parameters if id(one) in self._places and not self._averages[id(one)].is_used_or_cleared
-        ]
-        used_ids = {id(parameter) for parameter in with_average(unused)}
+        pending = {
+            parameter: average
+            for parameter in parameters
+            if id(parameter) in self._places and (average := self._averages[id(parameter)].pending) is not None
+        }
+        used_ids = {id(parameter) for parameter in with_average(pending)}
         by_state: dict[int, tuple[S, list[slice], list[slice]]] = {}
         for parameter_id, (state, part) in self._places.items():
             _, taken, left = by_state.setdefault(id(state), (state, [], []))

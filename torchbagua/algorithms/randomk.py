@@ -30,6 +30,8 @@ class RandomKAlgorithm(CompressedMeanAlgorithm):
 
     - The draws do not depend on how DDP forms its buckets, nor on the number of ranks. Behind the plain hook that is so
       if `reify` was given the optimizer.
+    - Accumulate under `no_sync`. Of several synchronised backward passes before a step, those are lost for a parameter
+      of which only zeros were drawn.
     - The number of backward passes, by which they are drawn, is in `Attachment.state_dict`. A resumed run draws what
       the run would have drawn.
 
