@@ -85,6 +85,8 @@ def test_it_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_name("few_largest", block=64, num_kept=5) == FewLargest(64, num_kept=5)
     with pytest.raises(ValueError, match="a compressor named 'few_largest' is registered already"):
         register_compressor("few_largest", FewLargest)
+    with pytest.raises(ValueError, match="'few_largest' needs error_feedback=True"):
+        tb.CompressedAllReduceAlgorithm("few_largest")
 
 
 def test_half_a_codec_is_none() -> None:

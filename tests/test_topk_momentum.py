@@ -202,9 +202,9 @@ def test_parameters_that_would_have_no_momentum_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"momentum": 1.0}, "momentum must be None, or above 0 and below 1, got 1.0"),
-        ({"momentum": 0.0}, "momentum must be None, or above 0 and below 1, got 0.0"),
-        ({"momentum": "0.9"}, "momentum must be a number, got '0.9'"),
+        ({"momentum": 1.0}, "momentum must be None, or a number above 0 and below 1, got 1.0"),
+        ({"momentum": -1}, "momentum must be None, or a number above 0 and below 1, got -1"),
+        ({"momentum": "0.9"}, "momentum must be None, or a number above 0 and below 1, got '0.9'"),
         ({"momentum_masking": 1}, "momentum_masking must be True or False, got 1"),
         ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
         ({"warmup_steps": 1.5}, "warmup_steps must be an integer, got 1.5"),

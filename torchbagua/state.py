@@ -107,7 +107,8 @@ class ParameterState(Generic[S]):
             raise RuntimeError(
                 f"{self._owner}: DDP has formed its buckets anew between two synchronised backward passes of one "
                 f"step, as it does once after its first, and what was kept of {unresolved[0]} in the first of them is "
-                "not known in the other bucket; accumulate gradients under ddp.no_sync()"
+                "not known in the other bucket; accumulate gradients under ddp.no_sync(), and clear those "
+                "of parameters that no optimizer has with ddp.zero_grad()"
             )
         is_new = not any(id(parameter) in known for parameter in parameters for known in (self._places, self._loaded))
         state = self._make(bucket, None if is_new else [self._held(parameter) for parameter in parameters])

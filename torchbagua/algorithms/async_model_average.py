@@ -14,8 +14,8 @@ from torchbagua.algorithms.compressed_rounds import CompressedDifferences
 from torchbagua.algorithms.gradient_warm_up import average_gradients
 from torchbagua.algorithms.votes import Outcome, Reason
 from torchbagua.bucket import BaguaBucket
-from torchbagua.collectives import BaguaProcessGroup, needs_feedback
-from torchbagua.compressors import Compressor, Identity, by_name, check_compression
+from torchbagua.collectives import BaguaProcessGroup
+from torchbagua.compressors import Compressor, Identity, by_name, check_compression, needs_feedback
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.user_warning import warn_user
 from torchbagua.weights import WeightBucket

@@ -9,8 +9,8 @@ import torch
 from torchbagua.algorithms.base import Algorithm, check_flags, register
 from torchbagua.algorithms.feedback import FeedbackImpl
 from torchbagua.bucket import BaguaBucket
-from torchbagua.collectives import BaguaProcessGroup, TwoPhaseResiduals, needs_feedback
-from torchbagua.compressors import Compressor, by_name, check_compression
+from torchbagua.collectives import BaguaProcessGroup, TwoPhaseResiduals
+from torchbagua.compressors import Compressor, by_name, check_compression, needs_feedback
 from torchbagua.state import residual_state
 
 
@@ -98,8 +98,8 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
             )
         if needs_feedback(self.intra_compression):
             raise ValueError(
-                f"{name}: intra_compression must not be sign1bit, topk or blockk, which need error feedback, and "
-                f"what is left out within nodes is not added; got {self.intra_compression!r}"
+                f"{name}: intra_compression must not be one that needs error feedback, since what is left out "
+                f"within nodes is not added; got {self.intra_compression!r}"
             )
         if not self.error_feedback and needs_feedback(self.compression):
             raise ValueError(

@@ -11,7 +11,7 @@ from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.q_adam_optimizer import QAdamOptimizer
 from torchbagua.algorithms.sub_buckets import append_sub_buckets, sub_bucket_of
 from torchbagua.bucket import BaguaBucket
-from torchbagua.collectives import BaguaProcessGroup, needs_feedback, require_same_progress
+from torchbagua.collectives import BaguaProcessGroup, require_same_progress
 from torchbagua.compressors import (
     Compressor,
     Identity,
@@ -21,6 +21,7 @@ from torchbagua.compressors import (
     by_name,
     check_block,
     check_compression,
+    needs_feedback,
 )
 from torchbagua.description import describe
 from torchbagua.memory_order import flatten_like

@@ -79,10 +79,10 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
             raise ValueError(f"TopKAlgorithm: selection must be one of {sorted(_SELECTIONS)}, got {self.selection!r}")
         check_ratio("TopKAlgorithm", self.ratio)
         check_sparse_block("TopKAlgorithm", self.block)
-        if self.momentum is not None:
-            check_at_least(self, "momentum", 0, float | int)
-            if not 0 < self.momentum < 1:
-                raise ValueError(f"TopKAlgorithm: momentum must be None, or above 0 and below 1, got {self.momentum!r}")
+        if self.momentum is not None and not (isinstance(self.momentum, float | int) and 0 < self.momentum < 1):
+            raise ValueError(
+                f"TopKAlgorithm: momentum must be None, or a number above 0 and below 1, got {self.momentum!r}"
+            )
         check_at_least(self, "warmup_steps", 0)
         if self.warmup_steps and self.ratio >= _FIRST_RATIO:
             raise ValueError(

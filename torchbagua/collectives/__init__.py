@@ -6,7 +6,7 @@ from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.clamp import clamp_to_mean
 from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.error_feedback import TwoPhaseResiduals, needs_feedback
+from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.errors import CommunicationError, cause_of
 from torchbagua.collectives.low_precision_ring import Replicas, check_ring_compression, low_precision_ring
 from torchbagua.collectives.low_rank_mean import LowRankMean, product_table
@@ -43,7 +43,6 @@ __all__ = [
     "fingerprint",
     "low_precision_ring",
     "matrix_shape",
-    "needs_feedback",
     "neighbourhood_mean",
     "product_table",
     "require_same_progress",

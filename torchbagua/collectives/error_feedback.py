@@ -8,15 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from torchbagua.collectives.residuals import Momentum, Residual, StagedSlice, VelocityResidual
-from torchbagua.compressors import Compressor, Sign1Bit
-from torchbagua.compressors.sparse import SparseCodec
 from torchbagua.tracer import Tracer
-
-
-def needs_feedback(compression: str | Compressor | None) -> bool:
-    """Return whether a codec leaves so much out that training fails where that is lost."""
-    # By their names: making a codec loads the kernels, which is not for a description of an algorithm to do.
-    return isinstance(compression, (Sign1Bit, SparseCodec)) or compression in ("sign1bit", "topk", "blockk")
 
 
 class TwoPhaseResiduals:

@@ -11,11 +11,10 @@ import torch
 from torchbagua.collectives.clamp import clamp_to_mean
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.encoding_error import EncodingErrorProbe
-from torchbagua.collectives.error_feedback import needs_feedback
 from torchbagua.collectives.exchange import ElementCounts, Exchange
 from torchbagua.collectives.hierarchical import BetweenNodes, Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.compressors import DEFAULT_BLOCK, Compressor, TensorSpec, check_compression
+from torchbagua.compressors import DEFAULT_BLOCK, Compressor, TensorSpec, check_compression, needs_feedback
 from torchbagua.compressors.base import divide
 from torchbagua.events import Details, Phase
 from torchbagua.tracer import Span

@@ -31,6 +31,7 @@ __all__ = [
     "by_name",
     "check_block",
     "check_compression",
+    "needs_feedback",
     "register_compressor",
     "sum_dtype",
 ]
@@ -47,6 +48,13 @@ def check_compression(argument: str, compression: object) -> None:
         return
     if not isinstance(compression, str) or compression not in REGISTRY:
         raise ValueError(f"{argument} must be None, a Compressor or one of {sorted(REGISTRY)}, got {compression!r}")
+
+
+def needs_feedback(compression: str | Compressor | None) -> bool:
+    """Return `Compressor.needs_feedback` of what `check_compression` takes."""
+    # Of the class: making a codec loads the kernels, which is not for a description of an algorithm to do.
+    codec = REGISTRY[compression] if isinstance(compression, str) else compression
+    return getattr(codec, "needs_feedback", False)
 
 
 def by_name(compression: str | Compressor | None, **options: Any) -> Compressor:

@@ -3,6 +3,7 @@
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -22,7 +23,13 @@ class Compressor(ABC):
     A subclass is a frozen dataclass and implements `wire_bytes`, `encode` and `decode`. The other methods follow from
     these. Override them if there is a faster way, with the same bits. For a codec that works block by block, with a
     header and a payload for each, subclass `BlockCodec`.
+
+    Attributes:
+        needs_feedback: whether it leaves so much out that training fails where that is lost. Algorithms then take it
+            with error feedback alone.
     """
+
+    needs_feedback: ClassVar[bool] = False
 
     @property
     def block_elements(self) -> int:

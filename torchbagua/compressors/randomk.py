@@ -68,9 +68,7 @@ class RandomK(SparseCodec):
 
     def _table(self, layout: WireLayout) -> torch.Tensor:
         assert self.step is not None
-        table = layout.table.clone()
-        table[:, _KEY] += self.step
-        return table
+        return layout.table + torch.nn.functional.pad(self.step, (_KEY, 0))
 
     def _keys(self, spec: TensorSpec) -> torch.Tensor:
         """Return the keys of all blocks for step 0, int64."""

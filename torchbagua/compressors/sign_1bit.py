@@ -24,6 +24,7 @@ class Sign1Bit(NativeBlockCodec):
     """
 
     op_prefix: ClassVar[str] = "sign_1bit"
+    needs_feedback = True
 
 
 register_compressor("sign1bit", Sign1Bit)

@@ -79,6 +79,7 @@ class SparseCodec(NativeBlockCodec):
     """
 
     format: ClassVar[SparseFormat]
+    needs_feedback = True
 
     block: int = DEFAULT_BLOCK
     ratio: float = 0.01
