@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchbagua.compressors import MinMaxUInt4, MinMaxUInt8, RandomK, Sign1Bit, TensorSpec, TopK
+from torchbagua.compressors import BlockK, MinMaxUInt4, MinMaxUInt8, RandomK, Sign1Bit, TensorSpec, TopK
 
 OPS = torch.ops.torchbagua
 BLOCK = 2048
@@ -26,8 +26,8 @@ FEED_FORWARD = [4 * WIDTH * WIDTH, 4 * WIDTH, 4 * WIDTH * WIDTH, WIDTH]
 LAYER = [*NORM, *ATTENTION, *NORM, *FEED_FORWARD]
 OF_ALL = " of all"
 
-Codec = type[MinMaxUInt8 | MinMaxUInt4 | Sign1Bit | TopK | RandomK]
-CODECS: tuple[Codec, ...] = (MinMaxUInt8, MinMaxUInt4, Sign1Bit, TopK, RandomK)
+Codec = type[MinMaxUInt8 | MinMaxUInt4 | Sign1Bit | TopK | BlockK | RandomK]
+CODECS: tuple[Codec, ...] = (MinMaxUInt8, MinMaxUInt4, Sign1Bit, TopK, BlockK, RandomK)
 Arguments = tuple[Any, ...]
 
 
