@@ -49,17 +49,8 @@ def num_entries(rank: int) -> int:
 
 def gram(factors: Tensor, table: Tensor, products: Tensor) -> None:
     """Write to `products` [T, W] the inner products of the vectors of each piece: entries of a lower triangle."""
-    rows = _rows_within(
-        "gram",
-        table,
-        lambda start, stride, rank, length, matrix: (
-            length <= PIECE_ELEMENTS
-            and _vectors_lie_within(start, stride, rank, length, len(factors))
-            and num_entries(rank) <= products.shape[1]
-            and 0 <= matrix < 2**62
-        ),
-    )
-    for index, (start, stride, rank, length, _) in enumerate(rows):
+    pieces = _pieces_within("gram", table, factors, products, 2**62)  # `gram` does not look at matrices
+    for index, (start, stride, rank, length, _) in enumerate(pieces):
         padded = factors.new_zeros(rank, -(-length // _LANES) * _LANES, dtype=torch.float64)
         padded[:, :length] = factors.as_strided((rank, length), (stride, 1), start)
         terms = padded.view(rank, -1, _LANES)
@@ -129,17 +120,8 @@ def _inverse_length(square_of_part: float, square: float) -> float:
 
 def combine(coefficients: Tensor, table: Tensor, factors: Tensor) -> None:
     """Replace the vectors of each piece by their combinations, formed in float64."""
-    rows = _rows_within(
-        "combine",
-        table,
-        lambda start, stride, rank, length, matrix: (
-            length <= PIECE_ELEMENTS
-            and _vectors_lie_within(start, stride, rank, length, len(factors))
-            and num_entries(rank) <= coefficients.shape[1]
-            and 0 <= matrix < len(coefficients)
-        ),
-    )
-    for start, stride, rank, length, matrix in rows:
+    pieces = _pieces_within("combine", table, factors, coefficients, len(coefficients))
+    for start, stride, rank, length, matrix in pieces:
         vectors = factors.as_strided((rank, length), (stride, 1), start)
         before = vectors.double()
         for i in range(rank):
@@ -184,6 +166,20 @@ def _rows_within(operation: str, table: Tensor, lies_within: Callable[..., bool]
             allowed = "rows that lie within the other tensors"
             raise refusal(f"low_rank_{operation}", "table", allowed, f"another row {index}")
     return rows
+
+
+def _pieces_within(operation: str, table: Tensor, factors: Tensor, grid: Tensor, num_matrices: int) -> list[list[int]]:
+    """The same of a table of pieces of `factors`, for each of which a row of `grid` holds a lower triangle."""
+    return _rows_within(
+        operation,
+        table,
+        lambda start, stride, rank, length, matrix: (
+            length <= PIECE_ELEMENTS
+            and _vectors_lie_within(start, stride, rank, length, len(factors))
+            and num_entries(rank) <= grid.shape[1]
+            and 0 <= matrix < num_matrices
+        ),
+    )
 
 
 def _lies_within(first: int, length: int, size: int) -> bool:
