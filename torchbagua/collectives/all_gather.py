@@ -3,17 +3,19 @@
 Shape suffixes: N elements, W wire bytes, L elements of a chunk.
 """
 
+from collections.abc import Sequence
+
 import torch
 
-from torchbagua.collectives.exchange import Exchange
-from torchbagua.collectives.rank_chunks import RankChunks
+from torchbagua.collectives.exchange import Exchange, Stage, run_stages
+from torchbagua.collectives.rank_chunks import Piece, RankChunks
 
 
 class AllGather:
     """Each rank encodes its own chunk and sends it to all others, and all decode all chunks, their own one too.
 
-    So all ranks end with the same bits. Between CPUs a chunk is decoded as soon as it is there, while others are under
-    way; on a GPU all are decoded at once. Scratch memory, one wire, is the communicator's.
+    So all ranks end with the same bits. Between CPUs this is done piece by piece, each while others are under way.
+    Scratch memory, one wire, is the communicator's.
 
     Args:
         chunks: the tensor's chunks, and how they lie on the wire.
@@ -28,10 +30,7 @@ class AllGather:
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
-        gathering = self.begin(out_N)
-        with self.chunks.span("encode", "all_gather", self.chunks.rank):
-            self.chunks.compressor.encode(x_L, self.chunks.own_layout, gathering.own_wire)
-        gathering.run()
+        self.begin(out_N).run(x_L)
 
     def begin(self, out_N: torch.Tensor) -> "Gathering":
         """Return a gathering into `out_N`, whose receives may be posted already."""
@@ -39,52 +38,82 @@ class AllGather:
 
 
 class Gathering:
-    """One all-gather under way: `own_wire` is to be written, then `run`.
+    """One all-gather under way.
 
     It receives into the wire that a reduce-scatter with the same chunks sends from. It may be made before that is done,
-    since a rank sends its mean only when it has received that chunk from everybody.
-
-    Attributes:
-        own_wire: memory for the wire of own chunk.
+    since a rank sends its mean only when it has received that piece from everybody.
     """
 
     def __init__(self, chunks: RankChunks, out_N: torch.Tensor) -> None:
         self._chunks = chunks
         self._out_N = out_N
         self._wire_W = chunks.wire(out_N)
-        self.own_wire = self._wire_W[chunks.layout.byte_slices[chunks.rank]]
-        self._exchange: Exchange | None = None
+        self._exchanges: list[Exchange] = []
         if not chunks.nccl_moves_all_at_once:
-            wires = [self._wire_W[own_bytes] for own_bytes in chunks.layout.byte_slices]
-            self._exchange = Exchange(
-                chunks.communicator, "all_gather", wires, chunks.name, counts=chunks.gather_counts
-            )
+            for piece in chunks.pieces:
+                wires, counts = [self._wire_W[one] for one in piece.byte_slices], piece.gather_counts
+                self._exchanges.append(
+                    Exchange(chunks.communicator, "all_gather", wires, chunks.name, counts=counts, piece=piece.index)
+                )
 
     def post_first_receive(self) -> None:
         """Let the first sender send; worth a call where the caller computes before it runs."""
-        if self._exchange is not None:
-            self._exchange.post_first_receive()
+        for exchange in self._exchanges[:1]:
+            exchange.post_receives(1)
 
-    def run(self) -> None:
+    def own_wire(self, piece: Piece) -> torch.Tensor:
+        """Return memory for the wire of own part of a piece, which is to be written before that is sent."""
+        return self._wire_W[piece.byte_slices[self._chunks.rank]]
+
+    def own_part(self, piece: Piece) -> torch.Tensor:
+        """Return own part of a piece in the result, which is written when that is decoded: memory until then."""
+        return self._out_N[piece.elements[self._chunks.rank]]
+
+    def run(self, x_L: torch.Tensor | None = None) -> None:
         """Send own chunk's wire, receive the others', and decode all.
+
+        Args:
+            x_L: own chunk, which is encoded; None where `own_wire` holds it already.
 
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
         chunks = self._chunks
-        if self._exchange is None:
-            chunks.all_gather(self._wire_W, self.own_wire)
-        elif chunks.are_coded_at_once:
-            self._exchange.run(lambda peer: self.own_wire)
+        if x_L is not None:
+            for piece in chunks.pieces:
+                with chunks.span("encode", "all_gather", piece, chunks.rank):
+                    chunks.compressor.encode(x_L[piece.within_own], piece.layouts[chunks.rank], self.own_wire(piece))
+        if self._exchanges:
+            run_stages(self.stages())
         else:
-            self._exchange.run(lambda peer: self.own_wire, self._decode)
-            self._decode(chunks.rank)
-            return
-        with chunks.span("decode", "all_gather"):
-            chunks.compressor.decode(self._wire_W, chunks.layout, self._out_N)
+            chunks.all_gather(self._wire_W, self.own_wire(chunks.pieces[0]))
+            self._decode_all()
 
-    def _decode(self, peer: int) -> None:
-        chunks = self._chunks
-        with chunks.span("decode", "all_gather", peer):
-            wire_W = self._wire_W[chunks.layout.byte_slices[peer]]
-            chunks.compressor.decode(wire_W, chunks.chunk_layouts[peer], self._out_N[chunks.layout.elements[peer]])
+    def stages(self, after: Sequence[Exchange | None] = ()) -> list[Stage]:
+        """Return a stage for each piece.
+
+        Args:
+            after: the exchange by which own part of each piece becomes known; default: all are known.
+        """
+        return [
+            self._stage(*one)
+            for one in zip(self._exchanges, self._chunks.pieces, after or [None] * len(self._exchanges), strict=True)
+        ]
+
+    def _stage(self, exchange: Exchange, piece: Piece, after: Exchange | None) -> Stage:
+        chunks, own_wire = self._chunks, self.own_wire(piece)
+        if chunks.are_coded_at_once:
+            return Stage(exchange, lambda peer: own_wire, on_finished=self._decode_all, after=after)
+
+        def decode(owner: int) -> None:
+            with chunks.span("decode", "all_gather", piece, owner):
+                wire_W, out_L = self._wire_W[piece.byte_slices[owner]], self._out_N[piece.elements[owner]]
+                chunks.compressor.decode(wire_W, piece.layouts[owner], out_L)
+
+        return Stage(
+            exchange, lambda peer: own_wire, on_sent=lambda: decode(chunks.rank), on_received=decode, after=after
+        )
+
+    def _decode_all(self) -> None:
+        with self._chunks.span("decode", "all_gather", self._chunks.pieces[0]):
+            self._chunks.compressor.decode(self._wire_W, self._chunks.layout, self._out_N)

@@ -1,4 +1,4 @@
-"""An exchange: every rank of a group sends one tensor to each of its peers, and receives one from each."""
+"""Exchanges: in each, every rank of a group sends one tensor to each of its peers, and receives one from each."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -10,8 +10,11 @@ from torchbagua.collectives.private_groups import all_to_all
 from torchbagua.events import Details
 from torchbagua.tracer import NO_SPAN, Span
 
-# Exchanges of different operations may be under way at the same time.
+# Exchanges of different operations, and of different pieces, may be under way at the same time.
 _TAGS = {"all_to_all": 0, "all_gather": 1, "peer_exchange": 2, "agreement": 3}
+
+# While a round is under way gloo already has what the next one sends, so that no link waits for a processor.
+_ROUNDS_AHEAD = 2
 
 # 5 Gbit/s. What is faster, as between ranks of one machine, waits for processors and not for links.
 _FAST_LINK_BYTES_PER_S = 0.625e9
@@ -31,7 +34,7 @@ class ElementCounts(NamedTuple):
 
 
 class Exchange:
-    """Receives, which are posted when this is made unless turns come one at a time, and sends, which `run` makes.
+    """Receives, which are posted when this is made unless turns come one at a time, and sends: see `run_stages`.
 
     In each turn a rank sends to one peer and receives from one; by default, in turn d, it sends to the rank d places
     after it and receives from the one d places before it. Where messages are long and not every link is known to be
@@ -52,6 +55,11 @@ class Exchange:
         bucket: what it serves, in events and errors.
         turns: (target, source) of each turn, no rank twice in either place; default: all others, around the ring.
         counts: what the messages hold; default: tensors as they are.
+        piece: tells exchanges of one operation apart that are under way at the same time.
+
+    Attributes:
+        rounds: the turns that are under way together: all, or one.
+        is_on_nccl: whether NCCL moves the tensors.
 
     Raises:
         CommunicationError: a peer is gone.
@@ -65,69 +73,73 @@ class Exchange:
         bucket: str,
         turns: Sequence[tuple[int, int]] | None = None,
         counts: ElementCounts | None = None,
+        piece: int = 0,
     ) -> None:
         self._communicator = communicator
         self._operation = operation
         self._receives = receives
         self._bucket = bucket
         self._counts = counts
+        self._tag = _TAGS[operation] + piece * len(_TAGS)
+        self._purpose = f"{operation} of {bucket}"
         if turns is None:
             distances = range(1, communicator.size)
             turns = [(communicator.rank_after(distance), communicator.rank_before(distance)) for distance in distances]
-        self._turns = turns
         sources = [source for _, source in turns]
-        self._is_on_nccl = any(communicator.is_on_nccl(receives[source].device) for source in sources)
-        self._is_one_at_a_time = (
-            max((receives[source].nbytes for source in sources), default=0) > SMALL_MESSAGE_BYTES
+        self.is_on_nccl = any(communicator.is_on_nccl(receives[source].device) for source in sources)
+        self.is_one_at_a_time = (
+            len(sources) > 1
+            and not self.is_on_nccl
+            and max(receives[source].nbytes for source in sources) > SMALL_MESSAGE_BYTES
             and min(communicator.link_bytes_per_s[source] for source in sources) < _FAST_LINK_BYTES_PER_S
         )
+        self.rounds = [[turn] for turn in turns] if self.is_one_at_a_time else [list(turns)]
         self._num_posted = 0
-        if not self._is_one_at_a_time:
-            self._post_receives(len(turns))
-
-    def post_first_receive(self) -> None:
-        """Let the first sender send; `run` does so too. Worth a call where the caller computes before it runs."""
-        self._post_receives(1)
+        self._sending: list[tuple[int, Span]] = []
+        if not self.is_one_at_a_time:
+            self.post_receives(1)
 
     def run(
         self, send: Callable[[int], torch.Tensor], on_received: Callable[[int], None] = lambda source: None
     ) -> None:
-        """Send `send(r)` to every peer r and wait until everything is sent and received.
+        """Run this exchange alone; see `Stage` and `run_stages`."""
+        run_stages([Stage(self, send, on_received=on_received)])
 
-        Both functions compute while other data is under way. Sizes agree between the two sides of a pair, and may be
-        zero.
+    def post_receives(self, num_rounds: int) -> None:
+        """Post the receives of the first rounds, where that is still to be done: their senders send from now on.
 
-        Args:
-            send: returns the tensor for a rank; called once for each, in the order in which they are sent.
-            on_received: called with the rank whose tensor has arrived.
-
-        Raises:
-            CommunicationError: a peer is gone, or did not take part within the group's timeout.
+        Worth a call where the caller computes before it runs this. NCCL needs none.
         """
-        if self._is_on_nccl:
-            self._run_on_nccl(send, on_received)
-            return
-        communicator = self._communicator
-        sends: list[Span] = []
-        for index, (target, _) in enumerate(self._turns):
-            self._post_receives(index + 1)
-            tensor = send(target)
-            sends.append(self._span("send", target, tensor))
-            sends[-1].begin()
-            communicator.post("sending to", target, tensor, tag=self._tag, purpose=self._purpose)
-            if self._is_one_at_a_time:
-                self._receive(index, on_received)
-        if not self._is_one_at_a_time:
-            for index in range(len(self._turns)):
-                self._receive(index, on_received)
-        for (target, _), span in zip(self._turns, sends, strict=True):
-            communicator.wait("sending to", target, tag=self._tag, purpose=self._purpose)
-            span.end()
+        while not self.is_on_nccl and self._num_posted < num_rounds:
+            for _, source in self.rounds[self._num_posted]:
+                tensor = self._receives[source]
+                self._communicator.post("receiving from", source, tensor, tag=self._tag, purpose=self._purpose)
+            self._num_posted += 1
 
-    def _run_on_nccl(self, send: Callable[[int], torch.Tensor], on_received: Callable[[int], None]) -> None:
-        """Do the same on the current stream, where the functions only launch kernels."""
-        sends = {target: send(target) for target, _ in self._turns}
-        receives = {source: self._receives[source] for _, source in self._turns}
+    def send(self, target: int, tensor: torch.Tensor) -> None:
+        """Start to send `tensor`."""
+        span = self._span("send", target, tensor)
+        span.begin()
+        self._communicator.post("sending to", target, tensor, tag=self._tag, purpose=self._purpose)
+        self._sending.append((target, span))
+
+    def wait_for_receive(self, source: int) -> None:
+        """Wait for what `source` sends."""
+        with self._span("receive", source, self._receives[source]):
+            self._communicator.wait("receiving from", source, tag=self._tag, purpose=self._purpose)
+
+    def wait_for_sends(self) -> None:
+        """Wait until everything is sent."""
+        for target, span in self._sending:
+            self._communicator.wait("sending to", target, tag=self._tag, purpose=self._purpose)
+            span.end()
+        self._sending.clear()
+
+    def run_on_nccl(self, send: Callable[[int], torch.Tensor], on_received: Callable[[int], None]) -> None:
+        """Do all of it on the current stream, where the functions only launch kernels."""
+        turns = self.rounds[0]
+        sends = {target: send(target) for target, _ in turns}
+        receives = {source: self._receives[source] for _, source in turns}
         nothing = next(iter(sends.values())).new_empty(0)
         everybody = range(self._communicator.size)
 
@@ -144,33 +156,6 @@ class Exchange:
         for source in receives:
             on_received(source)
 
-    @property
-    def _tag(self) -> int:
-        return _TAGS[self._operation]
-
-    @property
-    def _purpose(self) -> str:
-        return f"{self._operation} of {self._bucket}"
-
-    def _post_receives(self, num_turns: int) -> None:
-        """Post the receives of the first turns, where that is still to be done; NCCL needs none."""
-        if self._is_on_nccl:
-            return
-        while self._num_posted < min(num_turns, len(self._turns)):
-            _, source = self._turns[self._num_posted]
-            self._num_posted += 1
-            self._communicator.post(
-                "receiving from", source, self._receives[source], tag=self._tag, purpose=self._purpose
-            )
-
-    def _receive(self, index: int, on_received: Callable[[int], None]) -> None:
-        """Finish the receive of one turn; the next sender sends while `on_received` computes."""
-        _, source = self._turns[index]
-        with self._span("receive", source, self._receives[source]):
-            self._communicator.wait("receiving from", source, tag=self._tag, purpose=self._purpose)
-        self._post_receives(index + 2)
-        on_received(source)
-
     def _span(self, phase: Literal["send", "receive"], peer: int, tensor: torch.Tensor) -> Span:
         if self._communicator.tracer.is_idle or not tensor.numel():  # which is not sent either
             return NO_SPAN
@@ -184,4 +169,89 @@ class Exchange:
         details = Details(
             self._operation, self._bucket, num_elements=num_elements, raw_bytes=raw_bytes, wire_bytes=tensor.nbytes
         )
-        return self._communicator.message_span(phase, peer, details, on_nccl=self._is_on_nccl)
+        return self._communicator.message_span(phase, peer, details, on_nccl=self.is_on_nccl)
+
+
+class Stage(NamedTuple):
+    """An exchange, and what is computed around it.
+
+    Attributes:
+        exchange: the exchange.
+        send: returns the tensor for a rank; called once for each, in the order in which they are sent.
+        on_sent: called when it has been given to gloo, before `on_received`.
+        on_received: called with the rank whose tensor has arrived.
+        on_finished: called when all have arrived, after `on_received`.
+        after: an earlier exchange, which must be finished before this one sends.
+    """
+
+    exchange: Exchange
+    send: Callable[[int], torch.Tensor]
+    on_sent: Callable[[], None] = lambda: None
+    on_received: Callable[[int], None] = lambda source: None
+    on_finished: Callable[[], None] = lambda: None
+    after: Exchange | None = None
+
+
+def run_stages(stages: Sequence[Stage]) -> None:
+    """Run exchanges in this order, and wait until everything is sent and received. All ranks run the same ones.
+
+    The functions of the stages compute while the rounds after theirs are under way. Sizes agree between the two sides
+    of a pair, and may be zero.
+
+    Raises:
+        CommunicationError: a peer is gone, or did not take part within the group's timeout.
+    """
+    if any(stage.exchange.is_on_nccl for stage in stages):
+        for stage in stages:
+            stage.exchange.run_on_nccl(stage.send, stage.on_received)
+            stage.on_sent()
+            stage.on_finished()
+        return
+    rounds = [(stage, number) for stage in stages for number in range(len(stage.exchange.rounds))]
+    finished: list[Exchange] = []
+    outgoing = _Outgoing(rounds)
+    for index, (stage, number) in enumerate(rounds):
+        stage.exchange.post_receives(number + 1)
+        outgoing.compute(index + 1, finished)
+        outgoing.send(index + 1)
+        outgoing.compute(index + 2, finished)
+        if not stage.exchange.is_one_at_a_time:
+            outgoing.send(index + 2)
+        for _, source in stage.exchange.rounds[number]:
+            stage.exchange.wait_for_receive(source)
+            for following, next_number in rounds[index + 1 : index + 2]:
+                following.exchange.post_receives(next_number + 1)
+            stage.on_received(source)
+        if number + 1 == len(stage.exchange.rounds):
+            stage.on_finished()
+            finished.append(stage.exchange)
+            if stage.after is not None:  # whoever sends what comes after has received
+                stage.after.wait_for_sends()
+    for stage in stages:
+        stage.exchange.wait_for_sends()
+
+
+class _Outgoing:
+    """What rounds send: computed ahead, as far as it is known, and sent."""
+
+    def __init__(self, rounds: Sequence[tuple[Stage, int]]) -> None:
+        self._rounds = rounds
+        self._computed: list[list[torch.Tensor]] = []
+        self._num_sent = 0
+
+    def compute(self, num_rounds: int, finished: Sequence[Exchange]) -> None:
+        """Compute what the first rounds send, up to one that must come after an exchange that is not finished."""
+        for stage, number in self._rounds[len(self._computed) : num_rounds]:
+            if stage.after is not None and stage.after not in finished:
+                return
+            self._computed.append([stage.send(target) for target, _ in stage.exchange.rounds[number]])
+
+    def send(self, num_rounds: int) -> None:
+        """Send what the first rounds send, as far as it is computed."""
+        for index in range(self._num_sent, min(num_rounds, len(self._computed))):
+            stage, number = self._rounds[index]
+            for (target, _), tensor in zip(stage.exchange.rounds[number], self._computed[index], strict=True):
+                stage.exchange.send(target, tensor)
+            if number + 1 == len(stage.exchange.rounds):
+                stage.on_sent()
+            self._num_sent = index + 1

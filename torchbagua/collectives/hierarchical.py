@@ -15,7 +15,7 @@ from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
 from torchbagua.compressors import Compressor, Identity, TensorSpec, sum_dtype
-from torchbagua.compressors.cast import sum_of_rows, typed
+from torchbagua.compressors.cast import typed
 
 
 class BetweenNodes(Protocol):
@@ -81,30 +81,18 @@ class Hierarchical:
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
-        out_N = x_N if out_N is None else out_N
-        scattering = self._scatter.begin(x_N)
         # Made before own shards are sent from the memory into which it receives: a rank sends a result only when it
         # has received that shard from everybody.
-        gathering = self._gather.begin(out_N)
-        received_RW = scattering.run()
+        gathering = self._gather.begin(x_N if out_N is None else out_N)
+        sum_L = self._sum_L(x_N.device)
+        self._scatter(x_N, sum_L)
         gathering.post_first_receive()
         if self._between_nodes is not None:
-            with self._chunks.span("reduce", "all_to_all", self._chunks.rank):
-                sum_L = self._sum(received_RW)
             self._between_nodes(sum_L, round_index)
-            if self._chunks.compressor.wire_is_tensor:
-                # This part of `out_N` is the wire that is gathered: full precision is sent as it lies.
-                out_N[self._chunks.own] = sum_L
-            else:
-                with self._chunks.span("encode", "all_gather", self._chunks.rank):
-                    self._chunks.compressor.encode(sum_L, self._chunks.own_layout, gathering.own_wire)
-        gathering.run()
+        gathering.run(sum_L)
 
-    def _sum(self, received_RW: torch.Tensor) -> torch.Tensor:
-        """Return the sum of own shard's copies, in the dtype that sums are formed in."""
-        compressor, layout = self._chunks.compressor, self._chunks.own_layout
-        if compressor.wire_is_tensor:
-            return sum_of_rows(typed(received_RW, self._dtype))
-        sum_L = torch.empty(layout.elements[0].stop, dtype=sum_dtype(self._dtype), device=received_RW.device)
-        compressor.decode_mean(received_RW, layout, 1.0, sum_L)
-        return sum_L
+    def _sum_L(self, device: torch.device) -> torch.Tensor:
+        """Return memory for the sum of own shard's copies, in the dtype that sums are formed in."""
+        own, dtype = self._chunks.own, sum_dtype(self._dtype)
+        memory = self._chunks.communicator.scratch("sum", (own.stop - own.start) * dtype.itemsize, device)
+        return typed(memory, dtype)

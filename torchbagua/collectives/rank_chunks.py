@@ -1,21 +1,47 @@
 """A flat tensor cut into one chunk for each rank: what reduce-scatter and all-gather send, and how NCCL moves it.
 
+A *piece* is one of the parts in which chunks are sent: of each chunk the first part, of each the second, and so on.
+
 Shape suffixes: N elements, W wire bytes, R ranks.
 """
 
+import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, Communicator
 from torchbagua.collectives.exchange import ElementCounts
 from torchbagua.collectives.private_groups import all_gather_equal, all_to_all_equal
 from torchbagua.compressors import Compressor, TensorSpec, WireLayout
 from torchbagua.events import Details, Phase
 from torchbagua.tracer import NO_SPAN, Span
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One part of every chunk, by the rank that owns the chunk.
+
+    Attributes:
+        index: which one.
+        elements: of the tensor.
+        byte_slices: of its wire.
+        layouts: each in a tensor and a wire of its own.
+        within_own: the elements of own chunk, which are owned by this rank.
+        scatter_counts, gather_counts: elements of the messages when chunks go to their owners, and when owners send
+            them to all.
+    """
+
+    index: int
+    elements: Sequence[slice]
+    byte_slices: Sequence[slice]
+    layouts: Sequence[WireLayout]
+    within_own: slice
+    scatter_counts: ElementCounts
+    gather_counts: ElementCounts
 
 
 class RankChunks:
@@ -29,18 +55,15 @@ class RankChunks:
 
     Attributes:
         communicator, compressor: the same.
-        name, element_bytes: the tensor's.
+        name: the tensor's.
         rank: own place in the communicator.
-        layout: of all chunks.
+        layout: of all pieces of the first chunk, then of the second, and so on.
         own: the elements of this rank's chunk.
-        own_layout: of that chunk, in a tensor and a wire of its own.
-        lengths: elements of each chunk.
-        scatter_counts, gather_counts: elements of the messages when chunks go to their owners, and when owners send
-            them to all.
+        pieces: in which chunks are sent, so that one is computed while another is under way. It is one where a codec
+            needs whole chunks, and on a GPU, where one launch computes all.
         nccl_moves_all_at_once: whether NCCL moves all chunks with one call of its own, for which they are padded to
             equal length.
-        are_coded_at_once: whether one launch encodes or decodes all chunks, as on a GPU; else it is done chunk by
-            chunk, while others are under way.
+        are_coded_at_once: whether one launch encodes or decodes all chunks, as on a GPU.
 
     Raises:
         ValueError: `cuts` are none of this tensor.
@@ -52,23 +75,33 @@ class RankChunks:
         self.communicator = communicator
         self.compressor = compressor
         self.name = spec.name
-        self.element_bytes = spec.dtype.itemsize
         self.rank = communicator.rank
+        self._element_bytes = spec.dtype.itemsize
         is_on_nccl = communicator.is_on_nccl(spec.device)
         self.nccl_moves_all_at_once = is_on_nccl and not compressor.wire_is_tensor
         self.are_coded_at_once = is_on_nccl or spec.device.type == "cuda"
-        self.layout = compressor.layout(spec, cuts, equal_bytes=self.nccl_moves_all_at_once)
-        self.own = self.layout.elements[self.rank]
-        self.own_layout = self.layout.chunk(self.rank)
-        self.lengths = [elements.stop - elements.start for elements in self.layout.elements]
-        own_length = [self.lengths[self.rank]] * communicator.size
-        self.scatter_counts = ElementCounts(self.lengths, own_length, self.element_bytes)
-        self.gather_counts = ElementCounts(own_length, self.lengths, self.element_bytes)
+        num_pieces = 1 if self.are_coded_at_once else _num_pieces(compressor, spec, cuts)
+        all_cuts = spec.cuts_within(cuts, num_pieces, compressor.block_elements) if num_pieces > 1 else cuts
+        self.layout = compressor.layout(spec, all_cuts, equal_bytes=self.nccl_moves_all_at_once)
+        self.own = slice(cuts[self.rank], cuts[self.rank + 1])
+        self.pieces = [self._piece(index, num_pieces) for index in range(num_pieces)]
 
-    @cached_property
-    def chunk_layouts(self) -> list[WireLayout]:
-        """The layout of each chunk, in a tensor and a wire of its own."""
-        return [self.layout.chunk(rank) for rank in range(self.communicator.size)]
+    def _piece(self, index: int, num_pieces: int) -> Piece:
+        """Return a piece, of which a part is at `index` and every `num_pieces` further in the layout."""
+        size = self.communicator.size
+        elements = self.layout.elements[index::num_pieces]
+        lengths = [one.stop - one.start for one in elements]
+        own_length = [lengths[self.rank]] * size
+        own = elements[self.rank]
+        return Piece(
+            index=index,
+            elements=elements,
+            byte_slices=self.layout.byte_slices[index::num_pieces],
+            layouts=[self.layout.chunk(index + owner * num_pieces) for owner in range(size)],
+            within_own=slice(own.start - self.own.start, own.stop - self.own.start),
+            scatter_counts=ElementCounts(lengths, own_length, self._element_bytes),
+            gather_counts=ElementCounts(own_length, lengths, self._element_bytes),
+        )
 
     def wire(self, x_N: torch.Tensor) -> torch.Tensor:
         """Return memory for the wire of `x_N`: its own, or the communicator's scratch."""
@@ -76,33 +109,35 @@ class RankChunks:
             return x_N.view(torch.uint8)
         return self.communicator.scratch("wire", self.layout.num_bytes, x_N.device)
 
-    def received(self, device: torch.device) -> torch.Tensor:
-        """Return memory for own chunk's wire from each rank, [R, W]: the communicator's scratch."""
-        size, num_bytes = self.communicator.size, self.own_layout.num_bytes
-        return self.communicator.scratch("received", size * num_bytes, device).view(size, num_bytes)
+    def received(self, device: torch.device) -> list[torch.Tensor]:
+        """Return memory for own part of each piece from each rank, [R, W] each: the communicator's scratch."""
+        size = self.communicator.size
+        lengths = [size * piece.layouts[self.rank].num_bytes for piece in self.pieces]
+        memory = self.communicator.scratch("received", sum(lengths), device)
+        return [part.view(size, -1) if len(part) else part.view(size, 0) for part in memory.split(lengths)]
 
     def all_to_all(self, received_RW: torch.Tensor, wire_W: torch.Tensor) -> None:
         """Send each rank its chunk's part of `wire_W` and receive own chunk from all, in one call of NCCL."""
-        with self._launching("all_to_all", self.scatter_counts) as nccl:
+        with self._launching("all_to_all", self.pieces[0].scatter_counts) as nccl:
             all_to_all_equal(nccl, received_RW.view(-1), wire_W)
 
     def all_gather(self, wire_W: torch.Tensor, own_wire: torch.Tensor) -> None:
         """Send `own_wire`, own part of `wire_W`, to all ranks and receive theirs, in one call of NCCL."""
-        with self._launching("all_gather", self.gather_counts) as nccl:
+        with self._launching("all_gather", self.pieces[0].gather_counts) as nccl:
             all_gather_equal(nccl, wire_W, own_wire)
 
-    def span(self, phase: Phase, operation: str, peer: int | None = None) -> Span:
-        """Return a phase of the work on the chunk that `peer` owns, or on all chunks."""
+    def span(self, phase: Phase, operation: str, piece: Piece, owner: int | None = None) -> Span:
+        """Return a phase of the work on a piece of the chunk of `owner`, or on that of all chunks."""
         if self.communicator.tracer.is_idle:
             return NO_SPAN
-        num_elements = sum(self.lengths) if peer is None else self.lengths[peer]
-        byte_slice = slice(0, self.layout.num_bytes) if peer is None else self.layout.byte_slices[peer]
-        details = self._details(operation, num_elements, byte_slice.stop - byte_slice.start)
-        return self.communicator.span(phase, details)
+        owners = range(self.communicator.size) if owner is None else [owner]
+        num_elements = sum(piece.scatter_counts.sent[one] for one in owners)
+        wire_bytes = sum(piece.layouts[one].num_bytes for one in owners)
+        return self.communicator.span(phase, self._details(operation, num_elements, wire_bytes))
 
     def _launching(self, operation: str, counts: ElementCounts) -> AbstractContextManager[dist.ProcessGroup]:
         communicator = self.communicator
-        own_bytes = self.own_layout.num_bytes
+        own_bytes = self.pieces[0].layouts[self.rank].num_bytes
 
         def messages() -> list[Span]:
             peers = [peer for peer in range(communicator.size) if peer != communicator.rank]
@@ -122,6 +157,17 @@ class RankChunks:
             operation,
             self.name,
             num_elements=num_elements,
-            raw_bytes=num_elements * self.element_bytes,
+            raw_bytes=num_elements * self._element_bytes,
             wire_bytes=wire_bytes,
         )
+
+
+def _num_pieces(compressor: Compressor, spec: TensorSpec, cuts: Sequence[int]) -> int:
+    """Return in how many pieces chunks are sent, the same on all ranks: in halves where these are long messages still.
+
+    Each message costs some 0.3 ms of processor time, so that more of them gained nothing where links are slow, and lost
+    where they are fast.
+    """
+    longest = max((stop - start for start, stop in itertools.pairwise(cuts)), default=0)
+    num_bytes = compressor.wire_bytes(longest, -(-longest // compressor.block_elements), spec.dtype)
+    return 2 if compressor.codes_blocks_alone and num_bytes > 2 * SMALL_MESSAGE_BYTES else 1

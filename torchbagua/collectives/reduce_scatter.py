@@ -3,13 +3,19 @@
 Shape suffixes: N elements, W wire bytes, R ranks, L elements of a chunk.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from torchbagua.collectives.encoding_error import EncodingErrorProbe
-from torchbagua.collectives.exchange import Exchange
-from torchbagua.collectives.rank_chunks import RankChunks
+from torchbagua.collectives.exchange import Exchange, Stage, run_stages
+from torchbagua.collectives.rank_chunks import Piece, RankChunks
 from torchbagua.collectives.residuals import Residual
 from torchbagua.compressors import WireLayout
+
+# Wires by the rank that they come from, [R, W]. Where the wire is the tensor, a list: own row stays where it is.
+Rows = Any
 
 
 class ReduceScatter:
@@ -19,8 +25,8 @@ class ReduceScatter:
     2. All-to-all: each rank receives its own chunk from all others.
     3. Decode the copies of own chunk, add them in rank order, in float32 or float64, divide.
 
-    Between CPUs a chunk is encoded just before it is sent, while others are under way. On a GPU all are encoded at
-    once. Scratch memory, one wire and the chunks that are received, is the communicator's.
+    Between CPUs this is done piece by piece, each while others are under way. Scratch memory, one wire and the chunks
+    that are received, is the communicator's.
 
     Args:
         chunks: the tensor's chunks, and how they lie on the wire.
@@ -34,7 +40,7 @@ class ReduceScatter:
         self._divisor = divisor
         self._residual = residual
         self._error_probe = EncodingErrorProbe(
-            chunks.communicator.tracer, chunks.compressor, chunks.own_layout, chunks.name
+            chunks.communicator.tracer, chunks.compressor, chunks.pieces[0].layouts[chunks.rank], chunks.name
         )
 
     def __call__(self, x_N: torch.Tensor, out_L: torch.Tensor) -> None:
@@ -45,39 +51,44 @@ class ReduceScatter:
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
-        received_RW = self.begin(x_N).run()
-        if out_L.numel():
-            with self.chunks.span("reduce", "all_to_all", self.chunks.rank):
-                self.chunks.compressor.decode_mean(received_RW, self.chunks.own_layout, self._divisor, out_L)
+        self.begin(x_N).run(lambda piece, rows: self.decode_mean(piece, rows, out_L[piece.within_own]))
 
     def begin(self, x_N: torch.Tensor) -> "Scattering":
         """Return a scattering of `x_N`, whose receives may be posted already."""
         return Scattering(self, x_N)
 
+    def decode_mean(self, piece: Piece, rows: Rows, out_L: torch.Tensor) -> None:
+        """Write the mean of own part of a piece to `out_L`, in the dtype that sums are formed in."""
+        self.chunks.compressor.decode_mean(rows, piece.layouts[self.chunks.rank], self._divisor, out_L)
+
+    def decode_mean_encode(self, piece: Piece, rows: Rows, wire_W: torch.Tensor) -> None:
+        """Encode the mean of own part of a piece into `wire_W`."""
+        self.chunks.compressor.decode_mean_encode(rows, piece.layouts[self.chunks.rank], self._divisor, wire_W)
+
     def encode_all(self, x_N: torch.Tensor, wire_W: torch.Tensor) -> None:
         """Encode all chunks into `wire_W`."""
-        self._encode(x_N, self.chunks.layout, wire_W, slice(0, len(x_N)))
-        self._tell_error(x_N[self.chunks.own], wire_W[self.chunks.layout.byte_slices[self.chunks.rank]])
+        piece = self.chunks.pieces[0]
+        with self.chunks.span("encode", "all_to_all", piece):
+            self._encode(x_N, self.chunks.layout, wire_W, slice(0, len(x_N)))
+        self._tell_error(x_N[self.chunks.own], wire_W[piece.byte_slices[self.chunks.rank]])
 
-    def encode_chunk(self, x_N: torch.Tensor, peer: int, wire_W: torch.Tensor) -> torch.Tensor:
-        """Encode the chunk that `peer` owns into `wire_W`, and return that."""
-        elements = self.chunks.layout.elements[peer]
-        self._encode(x_N[elements], self.chunks.chunk_layouts[peer], wire_W, elements, peer)
-        if peer == self.chunks.rank:
+    def encode_piece(self, x_N: torch.Tensor, piece: Piece, owner: int, wire_W: torch.Tensor) -> torch.Tensor:
+        """Encode the part of a piece that `owner` owns into `wire_W`, and return that."""
+        elements = piece.elements[owner]
+        with self.chunks.span("encode", "all_to_all", piece, owner):
+            self._encode(x_N[elements], piece.layouts[owner], wire_W, elements)
+        if owner == self.chunks.rank and piece.index == 0:
             self._tell_error(x_N[elements], wire_W)
         return wire_W
 
-    def _encode(
-        self, x_L: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor, elements: slice, peer: int | None = None
-    ) -> None:
-        with self.chunks.span("encode", "all_to_all", peer):
-            if self._residual is None:
-                self.chunks.compressor.encode(x_L, layout, wire_W)
-            else:
-                self._residual.encode(x_L, self.chunks.compressor, layout, wire_W, elements)
+    def _encode(self, x_L: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor, elements: slice) -> None:
+        if self._residual is None:
+            self.chunks.compressor.encode(x_L, layout, wire_W)
+        else:
+            self._residual.encode(x_L, self.chunks.compressor, layout, wire_W, elements)
 
     def _tell_error(self, x_L: torch.Tensor, wire_W: torch.Tensor) -> None:
-        """Tell observers what encoding own chunk has left out of it."""
+        """Tell observers what encoding the beginning of own chunk has left out of it."""
         if self._error_probe.is_wanted:
             self._error_probe.tell(
                 x_L, wire_W, None if self._residual is None else self._residual.staged(self.chunks.own)
@@ -92,33 +103,70 @@ class Scattering:
         self._scatter = scatter
         self._x_N = x_N
         self._wire_W = chunks.wire(x_N)
-        self._received_RW = chunks.received(x_N.device)
-        self._exchange: Exchange | None = None
+        self._received = chunks.received(x_N.device)
+        self._exchanges: list[Exchange] = []
         if not chunks.nccl_moves_all_at_once:
-            received = list(self._received_RW)
-            self._exchange = Exchange(
-                chunks.communicator, "all_to_all", received, chunks.name, counts=chunks.scatter_counts
-            )
-            self._exchange.post_first_receive()
+            for piece, received_RW in zip(chunks.pieces, self._received, strict=True):
+                receives, counts = list(received_RW), piece.scatter_counts
+                self._exchanges.append(
+                    Exchange(chunks.communicator, "all_to_all", receives, chunks.name, counts=counts, piece=piece.index)
+                )
+            self._exchanges[0].post_receives(1)
 
-    def run(self) -> torch.Tensor:
-        """Encode and send the chunks; return [R, W], the wires of own chunk by the rank that they come from.
+    def run(self, take: Callable[[Piece, Rows], None]) -> None:
+        """Encode and send the chunks, and have `take` form the sum of each piece of own chunk.
+
+        Args:
+            take: called with the piece and the wires of its own part, by the rank that they come from.
 
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
+        chunks = self._scatter.chunks
+        if self._exchanges:
+            run_stages(self.stages(take))
+            return
+        self._scatter.encode_all(self._x_N, self._wire_W)
+        chunks.all_to_all(self._received[0], self._wire_W)
+        self._take(take, chunks.pieces[0], self._received[0])
+
+    def stages(self, take: Callable[[Piece, Rows], None]) -> list[Stage]:
+        """Return a stage for each piece: see `run`."""
+        if self._scatter.chunks.are_coded_at_once:
+            self._scatter.encode_all(self._x_N, self._wire_W)
+        return [
+            self._stage(exchange, piece, received_RW, take)
+            for exchange, piece, received_RW in zip(
+                self._exchanges, self._scatter.chunks.pieces, self._received, strict=True
+            )
+        ]
+
+    def _stage(
+        self, exchange: Exchange, piece: Piece, received_RW: torch.Tensor, take: Callable[[Piece, Rows], None]
+    ) -> Stage:
         scatter, chunks = self._scatter, self._scatter.chunks
-        x_N, wire_W, received_RW = self._x_N, self._wire_W, self._received_RW
-        if self._exchange is None:
-            scatter.encode_all(x_N, wire_W)
-            chunks.all_to_all(received_RW, wire_W)
-            return received_RW
-        wires = [wire_W[own_bytes] for own_bytes in chunks.layout.byte_slices]
-        if chunks.are_coded_at_once:
-            scatter.encode_all(x_N, wire_W)
-            received_RW[chunks.rank].copy_(wires[chunks.rank])
-            self._exchange.run(lambda peer: wires[peer])
-        else:
-            scatter.encode_chunk(x_N, chunks.rank, received_RW[chunks.rank])
-            self._exchange.run(lambda peer: scatter.encode_chunk(x_N, peer, wires[peer]))
-        return received_RW
+        own, wires = chunks.rank, [self._wire_W[part] for part in piece.byte_slices]
+
+        def send(peer: int) -> torch.Tensor:
+            return (
+                wires[peer] if chunks.are_coded_at_once else scatter.encode_piece(self._x_N, piece, peer, wires[peer])
+            )
+
+        def place_own() -> None:
+            if chunks.are_coded_at_once:
+                received_RW[own].copy_(wires[own])
+            elif not chunks.compressor.wire_is_tensor:
+                scatter.encode_piece(self._x_N, piece, own, received_RW[own])
+
+        def finish() -> None:
+            rows: Rows = received_RW
+            if chunks.compressor.wire_is_tensor:
+                rows = [*received_RW[:own], wires[own], *received_RW[own + 1 :]]
+            self._take(take, piece, rows)
+
+        return Stage(exchange, send, on_sent=place_own, on_finished=finish)
+
+    def _take(self, take: Callable[[Piece, Rows], None], piece: Piece, rows: Rows) -> None:
+        if piece.layouts[self._scatter.chunks.rank].num_bytes:
+            with self._scatter.chunks.span("reduce", "all_to_all", piece, self._scatter.chunks.rank):
+                take(piece, rows)

@@ -3,13 +3,16 @@
 Shape suffixes: N elements, W wire bytes, R ranks, L elements of a chunk.
 """
 
+import itertools
+
 import torch
 
-from torchbagua.collectives.all_gather import AllGather
+from torchbagua.collectives.all_gather import AllGather, Gathering
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals, tell_residuals
-from torchbagua.collectives.rank_chunks import RankChunks
-from torchbagua.collectives.reduce_scatter import ReduceScatter
+from torchbagua.collectives.exchange import run_stages
+from torchbagua.collectives.rank_chunks import Piece, RankChunks
+from torchbagua.collectives.reduce_scatter import ReduceScatter, Rows
 from torchbagua.compressors import Compressor, TensorSpec
 
 
@@ -40,7 +43,6 @@ class TwoPhaseMean:
         residuals: TwoPhaseResiduals | None = None,
         start: int = 0,
     ) -> None:
-        self._divisor = divisor
         self._residuals = residuals
         cuts = spec.even_cuts(communicator.size, compressor.block_elements)
         if residuals is not None:
@@ -59,25 +61,34 @@ class TwoPhaseMean:
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
-        out_N = x_N if out_N is None else out_N
         scattering = self._scatter.begin(x_N)
         # Before own chunks are sent, so that receives are posted early; `Gathering` says why it may share their wire.
-        gathering = self._gather.begin(out_N)
-        received_RW = scattering.run()
-        gathering.post_first_receive()
-        if received_RW.numel():
-            with self._chunks.span("reduce", "all_to_all", self._chunks.rank):
-                self._form_mean(received_RW, out_N[self._chunks.own], gathering.own_wire)
-        gathering.run()
+        gathering = self._gather.begin(x_N if out_N is None else out_N)
+
+        def form_mean(piece: Piece, rows: Rows) -> None:
+            self._form_mean(piece, rows, gathering)
+
+        if self._chunks.nccl_moves_all_at_once:
+            scattering.run(form_mean)
+            gathering.run()
+        else:
+            scatters = scattering.stages(form_mean)
+            gathers = gathering.stages([stage.exchange for stage in scatters])
+            # The second piece is on its way while the first is added up, and so on.
+            first, *others = scatters
+            pairs = [*itertools.chain.from_iterable(zip(others, gathers[:-1], strict=True))]
+            run_stages([first, *pairs, gathers[-1]])
         tracer = self._chunks.communicator.tracer
         if self._residuals is not None and tracer.samples:
             tell_residuals(tracer, self._chunks.name, self._residuals)
 
-    def _form_mean(self, received_RW: torch.Tensor, mean_L: torch.Tensor, mean_W: torch.Tensor) -> None:
-        """Write the encoded mean of own chunk's copies to `mean_W`; `mean_L` is memory for it."""
-        layout = self._chunks.own_layout
+    def _form_mean(self, piece: Piece, rows: Rows, gathering: Gathering) -> None:
+        """Encode the mean of own part of a piece."""
+        own_wire = gathering.own_wire(piece)
         if self._residuals is None:
-            self._chunks.compressor.decode_mean_encode(received_RW, layout, self._divisor, mean_W)
+            self._scatter.decode_mean_encode(piece, rows, own_wire)
             return
-        self._chunks.compressor.decode_mean(received_RW, layout, self._divisor, mean_L)
-        self._residuals.mean.encode(mean_L, self._chunks.compressor, layout, mean_W, slice(0, len(mean_L)))
+        mean_L = gathering.own_part(piece)
+        self._scatter.decode_mean(piece, rows, mean_L)
+        layout = piece.layouts[self._chunks.rank]
+        self._residuals.mean.encode(mean_L, self._chunks.compressor, layout, own_wire, piece.within_own)

@@ -1,6 +1,7 @@
 """The interface of a compressor, tensor -> bytes -> tensor, and the registry of names."""
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -38,12 +39,20 @@ class Compressor(ABC):
 
     @property
     def wire_is_tensor(self) -> bool:
-        """Whether the wire is the bytes of the tensor itself, so that a view of the tensor can be sent."""
+        """Whether the wire is the bytes of the tensor itself, so that a view of the tensor can be sent.
+
+        `decode_mean` and `decode_mean_encode` may then be given a list of R wires, of which one is such a view.
+        """
         return False
 
     @property
     def codes_blocks(self) -> bool:
         """Whether blocks are encoded as a whole, so that a chunk must begin where a block begins."""
+        return True
+
+    @property
+    def codes_blocks_alone(self) -> bool:
+        """Whether a block is coded by itself, so that a chunk may be coded in pieces."""
         return True
 
     def encodes(self, dtype: torch.dtype) -> bool:
@@ -147,6 +156,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def divide(x_N: torch.Tensor, divisor: float, out_N: torch.Tensor) -> None:
     """Write `x_N` divided by `divisor`, in its dtype, to `out_N`, which may be of another."""
+    if math.frexp(divisor)[0] == 0.5:  # a power of two: its reciprocal is exact, and so the product is the quotient
+        torch.mul(x_N, 1 / divisor, out=out_N)
+        return
     # By a tensor on the device: on CUDA, division by a Python number is a multiplication by its reciprocal.
     torch.div(x_N, torch.full((1,), divisor, dtype=x_N.dtype, device=x_N.device), out=out_N)
 

@@ -70,6 +70,10 @@ class BlockCodec(Compressor):
     def block_elements(self) -> int:
         return self.block or DEFAULT_BLOCK
 
+    @property
+    def codes_blocks_alone(self) -> bool:
+        return self.block is not None
+
     def wire_bytes(self, num_elements: int, num_blocks: int, dtype: torch.dtype) -> int:
         """Return the bytes of one chunk: what headers and payloads take at most."""
         num_headers = num_blocks if self.block else min(num_blocks, 1)

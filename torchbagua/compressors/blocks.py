@@ -7,6 +7,7 @@ codes a whole chunk as one, and blocks only say where chunks may begin.
 Shape suffixes in this package: N elements, C chunks, B blocks, L elements of a chunk, W wire bytes, R ranks.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -75,6 +76,19 @@ class TensorSpec:
         targets = torch.tensor([chunk * self.num_elements // num_chunks for chunk in range(num_chunks)])
         cuts: list[int] = bounds_B[torch.searchsorted(bounds_B, targets)].tolist()
         return (*cuts, self.num_elements)
+
+    def cuts_within(self, cuts: Sequence[int], num_pieces: int, block_elements: int) -> list[int]:
+        """Cut each chunk into pieces of whole blocks, with about as many elements in each. A piece may be empty.
+
+        Returns:
+            The cuts of the pieces of the first chunk, of the second, and so on.
+        """
+        bounds_B = self.block_bounds(block_elements)
+        pieces = []
+        for start, stop in itertools.pairwise(cuts):
+            targets = torch.tensor([start + piece * (stop - start) // num_pieces for piece in range(1, num_pieces)])
+            pieces += [start, *bounds_B[torch.searchsorted(bounds_B, targets)].clamp(max=stop).tolist()]
+        return [*pieces, self.num_elements]
 
     def restricted_to(self, elements: slice, dtype: torch.dtype) -> "TensorSpec":
         """Return the description of a tensor of `dtype` that consists of some of the elements."""

@@ -1,5 +1,6 @@
 """Compressors that only change the number format: Identity and Cast."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,7 @@ class Identity(Compressor):
             x_N.copy_(typed(wire_W, layout.dtype))
 
     def decode_mean(self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
-        divide(sum_of_rows(typed(wires_RW, layout.dtype)), divisor, x_N)
+        mean_of_rows([typed(wire_W, layout.dtype) for wire_W in wires_RW], divisor, x_N)
 
     def decode_mean_encode(
         self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
@@ -93,7 +94,7 @@ class Cast(Compressor):
             chunk_L.copy_(typed(wire_W[own_bytes], _DTYPES[self.dtype])[: len(chunk_L)])
 
     def decode_mean(self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
-        divide(sum_of_rows(typed(wires_RW, _DTYPES[self.dtype])[:, : x_N.numel()]), divisor, x_N)
+        mean_of_rows(list(typed(wires_RW, _DTYPES[self.dtype])[:, : x_N.numel()]), divisor, x_N)
 
     def decode_mean_encode(
         self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
@@ -107,12 +108,20 @@ def typed(wire: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return wire.view(dtype) if wire.numel() else wire.new_empty(wire.shape, dtype=dtype)
 
 
-def sum_of_rows(rows_RL: torch.Tensor) -> torch.Tensor:
-    """Return the sum of rows in their `sum_dtype`, added in the order of the rows; it may use their memory."""
-    total_L = rows_RL[0].to(sum_dtype(rows_RL.dtype))
-    for row_L in rows_RL[1:]:
-        total_L.add_(row_L)
-    return total_L
+def mean_of_rows(rows: Sequence[torch.Tensor], divisor: float, out_L: torch.Tensor) -> None:
+    """Write the sum of rows in their `sum_dtype`, added in the order of the rows, divided by `divisor`, to `out_L`.
+
+    `out_L` may be one of the rows.
+    """
+    dtype = sum_dtype(rows[0].dtype)
+    if len(rows) == 2 and rows[0].dtype == dtype:
+        total_L = torch.add(rows[0], rows[1], out=out_L if out_L.dtype == dtype else None)
+    else:
+        total_L = rows[0].to(dtype, copy=True)
+        for row_L in rows[1:]:
+            total_L.add_(row_L)
+    if divisor != 1 or total_L is not out_L:
+        divide(total_L, divisor, out_L)
 
 
 for _dtype in _DTYPES:

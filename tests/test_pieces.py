@@ -1,0 +1,54 @@
+"""Chunks that are long messages are sent in two pieces: the results are those of short buckets, to the bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchbagua as tb
+from ranks import run_ranks
+from torchbagua.collectives import TwoPhaseMean, TwoPhaseResiduals
+from torchbagua.compressors import Compressor, Identity, MinMaxUInt8, TensorSpec
+
+SEGMENTS = (300 * 2048, 7, 500 * 2048, 200 * 2048 + 5)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "has_feedback"),
+    [(MinMaxUInt8(), False), (MinMaxUInt8(), True), (Identity(), False)],
+    ids=["codec", "feedback", "full precision"],
+)
+@pytest.mark.parametrize("is_fast", [False, True], ids=["slow", "fast"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_means_in_pieces_are_those_of_short_buckets(
+    size: int, is_fast: bool, compressor: Compressor, has_feedback: bool
+) -> None:
+    lengths = tuple(length * (size if length > 7 else 1) for length in SEGMENTS)
+    values = torch.randn(size, sum(lengths), generator=torch.Generator().manual_seed(0))
+
+    def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, int]:
+        recorder = tb.traces.Recorder()
+        own = tb.BaguaProcessGroup(group, observers=[recorder])
+        own.world.link_bytes_per_s = [1e12 if is_fast else -1e12] * size
+
+        def third_mean(x_N: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+            """Return what two means before it have left out of it, too."""
+            spec = TensorSpec(lengths, torch.float32, x_N.device, "numbers")
+            residuals = TwoPhaseResiduals(x_N.device) if has_feedback else None
+            mean = TwoPhaseMean(own.world, compressor, spec, float(size), residuals=residuals)
+            for _ in range(3):
+                mean(out_N := x_N.clone())
+                if residuals is not None:
+                    residuals.commit()
+            return out_N
+
+        x_N = values[group.rank()]
+        of_long = third_mean(x_N, lengths)
+        own.tracer.end()
+        num_sent = sum(event.phase == "send" for event in recorder.events)
+        of_short = torch.cat([third_mean(part_N, (len(part_N),)) for part_N in x_N.split(lengths)])
+        own.close()
+        return of_long, of_short, num_sent
+
+    for of_long, of_short, num_sent in run_ranks(size, body):
+        assert torch.equal(of_long, of_short)
+        assert num_sent == 3 * 2 * 2 * (size - 1)  # means, phases, pieces, peers
