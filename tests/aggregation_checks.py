@@ -70,6 +70,12 @@ def check_reference_values(rank: int, make: Callable[..., Aggregation]) -> None:
                 assert aggregation.agg_model(by_layer)(model, op, denom) is None
                 assert model.weight.grad.flatten().tolist() == expected
                 assert model.weight.flatten().tolist() == expected
+            model = constant_model(rank)
+            aggregation.agg_grad()(model, "avg_custom", 2.0 ** (rank + 1))  # ranks may have their own
+            assert model.weight.grad[0, 0] == (1.0 if divide_before else 3 / 2 ** (rank + 1))
+            model = constant_model(rank).half()
+            aggregation.agg_grad()(model, "avg_custom", 2**17)  # float16 ends before it
+            assert (model.weight.grad.double() * 2**17).flatten().tolist() == [3.0, 6.0, 9.0, 12.0]
 
 
 def check_every_kind_of_parameter(rank: int, size: int, aggregation: Aggregation, *, by_layer: bool) -> None:
@@ -98,7 +104,7 @@ def check_every_kind_of_parameter(rank: int, size: int, aggregation: Aggregation
 def check_bad_denominators(rank: int, aggregation: Aggregation) -> None:
     """All of two ranks hear of rank 1's, nothing is sent, and they can go on."""
     model = constant_model(rank)
-    bad: list[Any] = [None, 0, torch.zeros(1), torch.ones(2), float("nan"), "4"]
+    bad: list[Any] = [None, 0, torch.zeros(1), torch.ones(2), torch.tensor(1j), float("nan"), 10**400, "4"]
     for denom in bad:
         with pytest.raises(ValueError, match=r"not on rank 1|Denominator should be one element tensor") as error:
             aggregation.agg_grad()(model, "avg_custom", 4 if rank == 0 else denom)

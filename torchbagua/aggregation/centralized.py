@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
+from numbers import Real
 from typing import Any
 
 import torch
@@ -108,11 +110,12 @@ def check_world_size(owner: str, world_size: int, size: int) -> None:
 
 def _number(denom: Denominator) -> float:
     """Return the denominator; ValueError, in mlbench's words, where it is none."""
-    has_one = denom.numel() == 1 if isinstance(denom, torch.Tensor) else isinstance(denom, int | float)
-    number = float(denom) if has_one else math.nan  # type: ignore[arg-type]
+    number = math.nan
+    if isinstance(denom, Real | torch.Tensor):
+        with suppress(ValueError, RuntimeError, OverflowError):  # of a tensor with several elements, say
+            number = float(denom)
     if number == 0 or not math.isfinite(number):
-        got = f"{list(denom.shape)}" if isinstance(denom, torch.Tensor) and not has_one else repr(denom)
         raise ValueError(
-            f"Denominator should be one element tensor, or a number, finite and other than zero, got {got}"
+            f"Denominator should be one element tensor, or a number, finite and other than zero, got {denom!r}"
         )
     return number

@@ -155,12 +155,12 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def divide(x_N: torch.Tensor, divisor: float, out_N: torch.Tensor) -> None:
-    """Write `x_N` divided by `divisor`, in its dtype, to `out_N`, which may be of another."""
+    """Write `x_N` divided by `divisor`, in the dtype of sums, to `out_N`, which may be of another."""
     if math.frexp(divisor)[0] == 0.5:  # a power of two: its reciprocal is exact, and so the product is the quotient
         torch.mul(x_N, 1 / divisor, out=out_N)
         return
     # By a tensor on the device: on CUDA, division by a Python number is a multiplication by its reciprocal.
-    torch.div(x_N, torch.full((1,), divisor, dtype=x_N.dtype, device=x_N.device), out=out_N)
+    torch.div(x_N, torch.full((1,), divisor, dtype=sum_dtype(x_N.dtype), device=x_N.device), out=out_N)
 
 
 # By name. Filled at import: each compressor's file registers its own, and __init__.py imports the files.
