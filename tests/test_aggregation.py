@@ -91,6 +91,18 @@ def test_every_kind_of_parameter(make: Make, by_layer: bool) -> None:
     run_ranks(3, body)
 
 
+def test_a_gradient_that_autograd_leaves_to_be_conjugated() -> None:
+    def body(group: dist.ProcessGroup) -> list[complex]:
+        model = nn.ParameterList([torch.zeros(2, dtype=torch.complex64)])
+        (model[0].conj() * (group.rank() + 1 + 1j)).real.sum().backward()
+        assert model[0].grad.is_conj()
+        with all_reduce(group) as aggregation:
+            aggregation.agg_grad()(model, "avg_world")
+        return model[0].grad.tolist()
+
+    assert run_ranks(2, body) == [[1.5 + 1j] * 2] * 2
+
+
 def test_a_subclass_that_overrides_agg_alone() -> None:
     class Largest(Aggregation):
         """Over a group, and with the shape of a layer."""
@@ -213,6 +225,8 @@ def test_what_is_refused_before_anything_is_sent() -> None:
         sparse(torch.tensor([1])).sum().backward()
         with pytest.raises(ValueError, match="gradients of weight must be dense"):
             all_reduce(group).agg_grad()(sparse, "avg_world")
+        with pytest.raises(ValueError, match=r"weights of 1\.weight must be on the CPU or on a CUDA device, got meta"):
+            all_reduce(group).agg_model()(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), "avg_world")
         with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
             all_reduce(group).agg_grad()([1], "avg_world")
         with pytest.raises(TypeError, match="process_group must be"):

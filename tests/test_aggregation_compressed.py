@@ -159,14 +159,15 @@ def test_reference_values_of_power() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*2 of 10 parameters in full precision, because .* does not encode torch.float64")
+@pytest.mark.filterwarnings("error:torchbagua")
 @pytest.mark.parametrize("make", [sparsified, power])
 def test_dtypes_and_storage_stay(make: Make) -> None:
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
         model = nn.ModuleList(nn.Linear(30, 40).to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64))
         model.append(nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last))
-        model.append(nn.Linear(3, 3))  # unused
+        model.extend([nn.Linear(3, 3), nn.Linear(3, 3).double().requires_grad_(False)])  # unused, and frozen
         draw = torch.Generator().manual_seed(group.rank())
-        used = list(model.parameters())[:-2]
+        used = list(model[:-2].parameters())
         for one in used:
             one.grad = torch.empty_like(one).copy_(torch.randn(one.shape, generator=draw))
         gradients = [one.grad for one in used]
@@ -174,7 +175,7 @@ def test_dtypes_and_storage_stay(make: Make) -> None:
         with make(model, group) as aggregation:
             aggregation.agg_grad()(model, op_of(aggregation))
         assert [(one.grad.data_ptr(), one.grad.stride(), one.grad.dtype) for one in used] == places
-        assert all(one.grad is None for one in model[-1].parameters())
+        assert all(one.grad is None for one in model[-2:].parameters())
         return gradients
 
     first, second = run_ranks(2, body)

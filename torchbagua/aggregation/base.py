@@ -275,8 +275,8 @@ class Aggregation:
 
 
 def _member(name: str, parameter: torch.Tensor, of_gradients: bool) -> Member:
-    if of_gradients and parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+    if of_gradients:  # autograd may have put off a complex one's conjugation
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.resolve_conj()
     values = parameter.grad if of_gradients else parameter
     assert values is not None
     values = values.detach()
