@@ -13,6 +13,7 @@ from torchbagua.aggregation.decentralized import DecentralizedAggregation
 from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.events import Observer
 from torchbagua.optimizers import parameters_of
+from torchbagua.torch_private import unhooked_step
 
 Closure = Callable[[], float] | None
 Group = dist.ProcessGroup | BaguaProcessGroup | None
@@ -72,7 +73,8 @@ class AggregatingOptimizer(torch.optim.Optimizer):
                 self._aggregate(self._model, self._op)
                 _record(tracker, "record_batch_agg")
             if not scaling or self._has_finite_gradients():
-                super().step()
+                # `step` has called the hooks.
+                unhooked_step(super().step.__func__)(self)  # type: ignore[attr-defined]
             _record(tracker, "record_batch_opt_step")
             if not self._of_gradients:
                 self._aggregate(self._model, self._op)
@@ -89,12 +91,6 @@ class AggregatingOptimizer(torch.optim.Optimizer):
 def _record(tracker: Any, what: str) -> None:
     if tracker:
         getattr(tracker, what)()
-
-
-def _check_set(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if value is None:
-            raise ValueError(f'"{name}" not set for optimizer')
 
 
 def _check_average(average_world: bool) -> None:
@@ -119,14 +115,14 @@ class CentralizedSGD(AggregatingOptimizer, torch.optim.SGD):
         observers: see `Aggregation`.
 
     Raises:
-        ValueError: an argument does not fit, or is missing.
+        ValueError: an argument does not fit.
     """
 
     def __init__(
         self,
-        world_size: int | None = None,
-        model: torch.nn.Module | None = None,
-        lr: float | None = None,
+        world_size: int,
+        model: torch.nn.Module,
+        lr: float,
         momentum: float = 0,
         dampening: float = 0,
         weight_decay: float = 0,
@@ -138,10 +134,6 @@ class CentralizedSGD(AggregatingOptimizer, torch.optim.SGD):
         process_group: Group = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        _check_set(world_size=world_size, model=model, lr=lr)
-        assert world_size is not None
-        assert model is not None
-        assert lr is not None
         torch.optim.SGD.__init__(self, model.parameters(), lr, momentum, dampening, weight_decay, nesterov)
         aggregation = AllReduceAggregation(
             world_size, use_cuda=use_cuda, process_group=process_group, observers=observers
@@ -165,14 +157,14 @@ class CentralizedAdam(AggregatingOptimizer, torch.optim.Adam):
         observers: see `Aggregation`.
 
     Raises:
-        ValueError: an argument does not fit, or is missing.
+        ValueError: an argument does not fit.
     """
 
     def __init__(
         self,
-        world_size: int | None = None,
-        model: torch.nn.Module | None = None,
-        lr: float | None = None,
+        world_size: int,
+        model: torch.nn.Module,
+        lr: float,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0,
@@ -184,10 +176,6 @@ class CentralizedAdam(AggregatingOptimizer, torch.optim.Adam):
         process_group: Group = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        _check_set(world_size=world_size, model=model, lr=lr)
-        assert world_size is not None
-        assert model is not None
-        assert lr is not None
         torch.optim.Adam.__init__(self, model.parameters(), lr, betas, eps, weight_decay, amsgrad)
         aggregation = AllReduceAggregation(
             world_size, use_cuda=use_cuda, process_group=process_group, observers=observers
@@ -211,14 +199,14 @@ class PowerSGD(AggregatingOptimizer, torch.optim.SGD):
         observers: see `Aggregation`.
 
     Raises:
-        ValueError: an argument does not fit, or is missing.
+        ValueError: an argument does not fit.
         NotImplementedError: `average_world` is False.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module | None = None,
-        lr: float | None = None,
+        model: torch.nn.Module,
+        lr: float,
         momentum: float = 0,
         weight_decay: float = 0,
         dampening: float = 0,
@@ -233,9 +221,6 @@ class PowerSGD(AggregatingOptimizer, torch.optim.SGD):
         process_group: Group = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        _check_set(model=model, lr=lr)
-        assert model is not None
-        assert lr is not None
         _check_average(average_world)
         torch.optim.SGD.__init__(self, model.parameters(), lr, momentum, dampening, weight_decay, nesterov)
         aggregation = PowerAggregation(
@@ -261,16 +246,16 @@ class DecentralizedSGD(AggregatingOptimizer, torch.optim.SGD):
         observers: see `Aggregation`.
 
     Raises:
-        ValueError: an argument does not fit, or is missing.
+        ValueError: an argument does not fit.
         NotImplementedError: `average_world` is False.
     """
 
     def __init__(
         self,
-        rank: int | None = None,
-        neighbors: Sequence[int] | None = None,
-        model: torch.nn.Module | None = None,
-        lr: float | None = None,
+        rank: int,
+        neighbors: Sequence[int],
+        model: torch.nn.Module,
+        lr: float,
         momentum: float = 0,
         dampening: float = 0,
         weight_decay: float = 0,
@@ -282,11 +267,6 @@ class DecentralizedSGD(AggregatingOptimizer, torch.optim.SGD):
         process_group: Group = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        _check_set(rank=rank, neighbors=neighbors, model=model, lr=lr)
-        assert rank is not None
-        assert neighbors is not None
-        assert model is not None
-        assert lr is not None
         _check_average(average_world)
         torch.optim.SGD.__init__(self, model.parameters(), lr, momentum, dampening, weight_decay, nesterov)
         aggregation = DecentralizedAggregation(
