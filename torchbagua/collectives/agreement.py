@@ -44,8 +44,8 @@ def gather_settings(store: dist.Store, rank: int, size: int, settings: Settings,
     missing = [other for other, text in enumerate(found) if text is None]
     missing = missing or [other for other, text in enumerate(found) if text == _WITHDRAWN]
     raise TimeoutError(
-        f"torchbagua: ranks {missing} of {size} did not reach reify or attach within {timeout.total_seconds():g} s "
-        f"(every rank of the group must call it, in the same order)"
+        f"torchbagua: ranks {missing} of {size} did not come within {timeout.total_seconds():g} s: every rank of the "
+        "group must call reify, attach or an aggregation, in the same order"
     )
 
 
