@@ -10,6 +10,8 @@ if ! ls "$folder"/*.whl 2>/dev/null; then
     tar -xzf "$work"/horovod-0.28.1.tar.gz -C "$work"
     # Torch's headers need C++17, and gloo's in the same library must be compiled alike. Horovod's master has it so.
     sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 17/' "$work"/horovod-0.28.1/{CMakeLists.txt,horovod/torch/CMakeLists.txt}
+    # CMake 4 refuses gloo, which asks for a CMake of 2.8, without it.
+    export CMAKE_POLICY_VERSION_MINIMUM=3.5
     export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 HOROVOD_CPU_OPERATIONS=GLOO
     export HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
     MAKEFLAGS=-j$(nproc) pip wheel --no-deps --no-build-isolation --wheel-dir "$folder" "$work"/horovod-0.28.1

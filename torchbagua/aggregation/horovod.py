@@ -20,8 +20,8 @@ from torchbagua.tracer import Tracer
 _RECIPE = (
     "horovod 0.28.1 does not build with a torch newer than 2.0 as it is: unpack its source package, write "
     "CMAKE_CXX_STANDARD 17 for 14 in CMakeLists.txt and horovod/torch/CMakeLists.txt, and install it with "
-    "HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 pip install --no-build-isolation; `make test-horovod` does that. "
-    "AllReduceAggregation gives the same sums without Horovod"
+    "CMAKE_POLICY_VERSION_MINIMUM=3.5 HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 pip install --no-build-isolation; "
+    "`make test-horovod` does that. AllReduceAggregation gives the same sums without Horovod"
 )
 
 
