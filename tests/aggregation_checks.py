@@ -8,24 +8,28 @@ import pytest
 import torch
 from torch import nn
 
+from devices import CPU
 from torchbagua.aggregation import Aggregation
 
 
 class Mixed(nn.Module):
-    """Parameters of every kind: a matrix, a number, several dtypes, channels last, with gaps, complex, tied, frozen."""
+    """Parameters of every kind: a matrix, a number, several dtypes, channels last, with gaps, complex, tied, frozen.
 
-    def __init__(self) -> None:
+    Some are on `device`.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(0)
 
-        def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
-            return nn.Parameter(torch.randn(shape, dtype=dtype, generator=draw))
+        def parameter(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> nn.Parameter:
+            return nn.Parameter(torch.randn(shape, dtype=dtype, generator=draw).to(device))
 
-        self.matrix = parameter(5, 7)
+        self.matrix = parameter(5, 7, device=device)
         self.number = parameter()
-        self.bf16 = parameter(3, 4, dtype=torch.bfloat16)
+        self.bf16 = parameter(3, 4, dtype=torch.bfloat16, device=device)
         self.f64 = parameter(6, dtype=torch.float64)
-        self.c64 = parameter(2, 3, dtype=torch.complex64)
+        self.c64 = parameter(2, 3, dtype=torch.complex64, device=device)
         self.last = nn.Parameter(parameter(2, 3, 4, 5).detach().to(memory_format=torch.channels_last))
         self.gaps = nn.Parameter(parameter(4, 6).detach()[:, ::2])
         self.tied = self.matrix
@@ -78,9 +82,11 @@ def check_reference_values(rank: int, make: Callable[..., Aggregation]) -> None:
             assert (model.weight.grad.double() * 2**17).flatten().tolist() == [3.0, 6.0, 9.0, 12.0]
 
 
-def check_every_kind_of_parameter(rank: int, size: int, aggregation: Aggregation, *, by_layer: bool) -> None:
+def check_every_kind_of_parameter(
+    rank: int, size: int, aggregation: Aggregation, *, by_layer: bool, device: torch.device = CPU
+) -> None:
     """In place, the mean bit for bit; what a rank lacks is zeros, and what all lack stays away."""
-    model = random_gradients(Mixed(), rank)
+    model = random_gradients(Mixed(device), rank)
     with torch.no_grad():
         model.frozen.fill_(rank)
         model.unused.fill_(rank)
@@ -98,7 +104,7 @@ def check_every_kind_of_parameter(rank: int, size: int, aggregation: Aggregation
         values = [real(torch.zeros_like(one[name]) if one[name].grad is None else one[name].grad) for one in own]
         wide = [one.to(torch.promote_types(one.dtype, torch.float32)) for one in values]
         mean = sum(wide[1:], wide[0]).div(torch.tensor(float(size)))
-        assert torch.equal(real(parameter.grad), mean.to(values[0].dtype)), name
+        assert torch.equal(real(parameter.grad).cpu(), mean.to(values[0].dtype)), name
 
 
 def check_bad_denominators(rank: int, aggregation: Aggregation) -> None:

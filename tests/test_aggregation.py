@@ -83,12 +83,12 @@ def test_weights_of_neighbours() -> None:
 
 @pytest.mark.parametrize("by_layer", BY_LAYER)
 @pytest.mark.parametrize("make", [all_reduce, ring])
-def test_every_kind_of_parameter(make: Make, by_layer: bool) -> None:
+def test_every_kind_of_parameter(device: torch.device, make: Make, by_layer: bool) -> None:
     def body(group: dist.ProcessGroup) -> None:
         with make(group) as aggregation:
-            check_every_kind_of_parameter(group.rank(), 3, aggregation, by_layer=by_layer)
+            check_every_kind_of_parameter(group.rank(), 3, aggregation, by_layer=by_layer, device=device)
 
-    run_ranks(3, body)
+    run_ranks(3, body, device=device)
 
 
 def test_a_gradient_that_autograd_leaves_to_be_conjugated() -> None:

@@ -161,9 +161,10 @@ def test_reference_values_of_power() -> None:
 @pytest.mark.filterwarnings("ignore:.*2 of 10 parameters in full precision, because .* does not encode torch.float64")
 @pytest.mark.filterwarnings("error:torchbagua")
 @pytest.mark.parametrize("make", [sparsified, power])
-def test_dtypes_and_storage_stay(make: Make) -> None:
+def test_dtypes_devices_and_storage_stay(device: torch.device, make: Make) -> None:
     def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
-        model = nn.ModuleList(nn.Linear(30, 40).to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64))
+        dtypes = (torch.float32, torch.bfloat16, torch.float64)
+        model = nn.ModuleList(nn.Linear(30, 40, device=device, dtype=dtype) for dtype in dtypes)
         model.append(nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last))
         model.extend([nn.Linear(3, 3), nn.Linear(3, 3).double().requires_grad_(False)])  # unused, and frozen
         draw = torch.Generator().manual_seed(group.rank())
@@ -178,7 +179,7 @@ def test_dtypes_and_storage_stay(make: Make) -> None:
         assert all(one.grad is None for one in model[-2:].parameters())
         return gradients
 
-    first, second = run_ranks(2, body)
+    first, second = run_ranks(2, body, device=device)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 

@@ -77,18 +77,18 @@ class DecentralizedAggregation(Aggregation):
         self.neighbors = neighbors
         self.weights = _with_own(self._owner, rank, neighbors, weights)
         self._topology: Neighbours | None = None
-        self._means: dict[str, NeighbourhoodMean] = {}
+        self._means: dict[TensorSpec, NeighbourhoodMean] = {}
 
     def _agg(self, data: torch.Tensor, op: str, denom: Denominator = None) -> torch.Tensor:
         group = self.group
         if not self.neighbors:
             return data
         assert self._topology is not None
-        if self._name not in self._means:
-            spec = TensorSpec((data.numel(),), data.dtype, data.device, self._name)
-            self._means[self._name] = neighbourhood_mean(group, self._topology, spec, hierarchical=False)
+        spec = TensorSpec((data.numel(),), data.dtype, data.device, self._name)
+        if spec not in self._means:
+            self._means[spec] = neighbourhood_mean(group, self._topology, spec, hierarchical=False)
         out = torch.empty_like(data.view(-1))
-        self._means[self._name](data.view(-1), out, 0)
+        self._means[spec](data.view(-1), out, 0)
         return out
 
     def _check_op(self, op: str) -> None:
