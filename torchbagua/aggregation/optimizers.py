@@ -186,6 +186,8 @@ class CentralizedAdam(AggregatingOptimizer, torch.optim.Adam):
 class PowerSGD(AggregatingOptimizer, torch.optim.SGD):
     """SGD on the mean of gradients as products of two factors, see `PowerAggregation`.
 
+    Its `state_dict` is that of torch.optim.SGD. The errors of this rank are in that of `aggregation`.
+
     Args:
         model: whose parameters are trained.
         lr, momentum, weight_decay, dampening, nesterov: see torch.optim.SGD.
