@@ -159,6 +159,9 @@ def test_a_world_of_one_needs_no_process_group() -> None:
             aggregation.agg_grad()(model, "avg_world")
             aggregation.agg_model(by_layer=True)(model, "avg_world")
             assert torch.equal(model.weight, constant_model(1).weight)
+        SparsifiedAggregation(model).agg_grad()(model, "avg_world")
+        PowerAggregation(model).agg_grad(by_layer=True)(model, "avg")
+        assert torch.equal(model.weight.grad, constant_model(1).weight)
         AllReduceAggregation(1).agg_grad()(model, "avg_custom", 4)
         assert torch.equal(model.weight.grad, constant_model(1).weight / 4)
         with pytest.raises(ValueError, match="world_size must be 1, the number of ranks in the group, got 2"):

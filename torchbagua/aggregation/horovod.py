@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torchbagua.aggregation.base import Denominator
 from torchbagua.aggregation.centralized import AllReduceAggregation
 from torchbagua.collectives import BaguaProcessGroup, broadcast_tensors
+from torchbagua.compressors.base import divide
 from torchbagua.environment import environment
 from torchbagua.events import Details, Observer, Run
 from torchbagua.tracer import Tracer
@@ -89,7 +90,7 @@ class AllReduceAggregationHVD(AllReduceAggregation):
             with self._tracer.span("send", details):
                 wide = self._hvd.allreduce(wide, op=self._hvd.Sum)
             if average:
-                wide = wide / torch.full((1,), float(size), dtype=wide.dtype, device=wide.device)
+                divide(wide, float(size), wide)
             data = wide.to(data.dtype)
         return data
 
