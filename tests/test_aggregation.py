@@ -136,7 +136,7 @@ def test_few_parameters_and_empty_ones(sizes: list[tuple[int, ...]]) -> None:
         model = nn.ParameterList([torch.full(size, group.rank() + 1.0) for size in sizes])
         for by_layer in BY_LAYER:
             for aggregation in (
-                all_reduce(group),
+                all_reduce(group, divide_before=True),
                 ring(group),
                 SparsifiedAggregation(model, ratio=1, process_group=group),
                 PowerAggregation(model, world_size=2, process_group=group),

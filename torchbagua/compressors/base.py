@@ -160,7 +160,7 @@ def divide(x_N: torch.Tensor, divisor: float, out_N: torch.Tensor) -> None:
         torch.mul(x_N, 1 / divisor, out=out_N)
         return
     # By a tensor on the device: on CUDA, division by a Python number is a multiplication by its reciprocal.
-    torch.div(x_N, torch.full((1,), divisor, dtype=sum_dtype(x_N.dtype), device=x_N.device), out=out_N)
+    torch.div(x_N, torch.full((1,) * x_N.dim(), divisor, dtype=sum_dtype(x_N.dtype), device=x_N.device), out=out_N)
 
 
 # By name. Filled at import: each compressor's file registers its own, and __init__.py imports the files.
