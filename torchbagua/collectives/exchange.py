@@ -1,5 +1,6 @@
 """Exchanges: in each, every rank of a group sends one tensor to each of its peers, and receives one from each."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -95,7 +96,6 @@ class Exchange:
         )
         self.rounds = [[turn] for turn in turns] if self.is_one_at_a_time else [list(turns)]
         self._num_posted = 0
-        self._sending: list[tuple[int, Span]] = []
         if not self.is_one_at_a_time:
             self.post_receives(1)
 
@@ -116,24 +116,21 @@ class Exchange:
                 self._communicator.post("receiving from", source, tensor, tag=self._tag, purpose=self._purpose)
             self._num_posted += 1
 
-    def send(self, target: int, tensor: torch.Tensor) -> None:
-        """Start to send `tensor`."""
+    def send(self, target: int, tensor: torch.Tensor) -> Span:
+        """Start to send `tensor`, and return the phase that has begun."""
         span = self._span("send", target, tensor)
         span.begin()
         self._communicator.post("sending to", target, tensor, tag=self._tag, purpose=self._purpose)
-        self._sending.append((target, span))
+        return span
 
     def wait_for_receive(self, source: int) -> None:
         """Wait for what `source` sends."""
         with self._span("receive", source, self._receives[source]):
             self._communicator.wait("receiving from", source, tag=self._tag, purpose=self._purpose)
 
-    def wait_for_sends(self) -> None:
-        """Wait until everything is sent."""
-        for target, span in self._sending:
-            self._communicator.wait("sending to", target, tag=self._tag, purpose=self._purpose)
-            span.end()
-        self._sending.clear()
+    def wait_for_send(self, target: int) -> None:
+        """Wait until `target` has got what is sent to it."""
+        self._communicator.wait("sending to", target, tag=self._tag, purpose=self._purpose)
 
     def run_on_nccl(self, send: Callable[[int], torch.Tensor], on_received: Callable[[int], None]) -> None:
         """Do all of it on the current stream, where the functions only launch kernels."""
@@ -212,6 +209,7 @@ def run_stages(stages: Sequence[Stage]) -> None:
     outgoing = _Outgoing(rounds)
     for index, (stage, number) in enumerate(rounds):
         stage.exchange.post_receives(number + 1)
+        outgoing.finish(index)  # so that no more than two messages are on their way to a peer
         outgoing.compute(index + 1, finished)
         outgoing.send(index + 1)
         outgoing.compute(index + 2, finished)
@@ -225,10 +223,7 @@ def run_stages(stages: Sequence[Stage]) -> None:
         if number + 1 == len(stage.exchange.rounds):
             stage.on_finished()
             finished.append(stage.exchange)
-            if stage.after is not None:  # whoever sends what comes after has received
-                stage.after.wait_for_sends()
-    for stage in stages:
-        stage.exchange.wait_for_sends()
+    outgoing.finish(len(rounds))
 
 
 class _Outgoing:
@@ -238,6 +233,8 @@ class _Outgoing:
         self._rounds = rounds
         self._computed: list[list[torch.Tensor]] = []
         self._num_sent = 0
+        self._on_the_way: deque[tuple[Exchange, int, Span]] = deque()  # with the peer
+        self._num_finished = 0
 
     def compute(self, num_rounds: int, finished: Sequence[Exchange]) -> None:
         """Compute what the first rounds send, up to one that must come after an exchange that is not finished."""
@@ -251,7 +248,16 @@ class _Outgoing:
         for index in range(self._num_sent, min(num_rounds, len(self._computed))):
             stage, number = self._rounds[index]
             for (target, _), tensor in zip(stage.exchange.rounds[number], self._computed[index], strict=True):
-                stage.exchange.send(target, tensor)
+                self._on_the_way.append((stage.exchange, target, stage.exchange.send(target, tensor)))
             if number + 1 == len(stage.exchange.rounds):
                 stage.on_sent()
             self._num_sent = index + 1
+
+    def finish(self, num_rounds: int) -> None:
+        """Wait until what the first rounds send is there."""
+        for stage, number in self._rounds[self._num_finished : num_rounds]:
+            for _ in stage.exchange.rounds[number]:
+                exchange, target, span = self._on_the_way.popleft()
+                exchange.wait_for_send(target)
+                span.end()
+            self._num_finished += 1

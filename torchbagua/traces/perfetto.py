@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -140,10 +141,10 @@ def _find_messages(files: Iterable[RankFile]) -> tuple[int, list[tuple[_Span, _S
     received: dict[_Message, _Span] = {}
     origin_ns = sys.maxsize
     for file in files:
-        rank = file.run.rank
+        rank, tracks = file.run.rank, _Tracks()
         for event in file.events_on_common_clock():
             origin_ns = min(origin_ns, event.start_ns)
-            span = _Span(event.start_ns, event.end_ns, rank, _track(event)[0])
+            span = _Span(event.start_ns, event.end_ns, rank, tracks.of(event)[0])
             if event.phase == "send":
                 sent[_Message(event.scope, event.ranks, rank, event.peers[0], event.message)] = span
             elif event.phase == "receive":
@@ -151,21 +152,31 @@ def _find_messages(files: Iterable[RankFile]) -> tuple[int, list[tuple[_Span, _S
     return origin_ns, [(sent[message], received[message]) for message in sent if message in received]
 
 
-def _track(event: CommEvent) -> tuple[int, str]:
-    """Return number and name of the track that an event is shown on."""
-    if event.phase == "send":
-        return 10 + event.peers[0], f"to rank {event.peers[0]}"
-    return (1, "training") if event.phase in _TRAINING_PHASES else (2, "lane")
+class _Tracks:
+    """On which track each event of a rank is shown, as they come."""
+
+    def __init__(self) -> None:
+        self._last_ns: Counter[int] = Counter()  # when the track of a peer is free again
+
+    def of(self, event: CommEvent) -> tuple[int, str]:
+        """Return number and name of the track."""
+        if event.phase != "send":
+            return (1, "training") if event.phase in _TRAINING_PHASES else (2, "lane")
+        (peer,) = event.peers
+        if event.start_ns < self._last_ns[peer]:  # given to gloo while the message before was on its way
+            return 11 + 2 * peer, f"to rank {peer}, next"
+        self._last_ns[peer] = event.end_ns
+        return 10 + 2 * peer, f"to rank {peer}"
 
 
 def _rows_of_rank(file: RankFile, origin_ns: int) -> Iterator[Row]:
     rank = file.run.rank
     yield from _named("process", rank, 0, f"rank {rank}, node {file.run.nodes[rank]}", order=rank)
-    tracks = set()
+    tracks, named = _Tracks(), set()
     for event in file.events_on_common_clock():
-        track, name = _track(event)
-        if track not in tracks:
-            tracks.add(track)
+        track, name = tracks.of(event)
+        if track not in named:
+            named.add(track)
             yield from _named("thread", rank, track, name, order=track)
         yield {
             "name": _NAMES.get(event.phase, event.phase).format(event=event),
