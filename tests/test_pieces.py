@@ -1,4 +1,6 @@
-"""Chunks that are long messages are sent in two pieces: the results are those of short buckets, to the bit."""
+"""Over slow links long chunks are sent in two pieces: the results are those of short buckets, to the bit."""
+
+import math
 
 import pytest
 import torch
@@ -6,22 +8,28 @@ import torch.distributed as dist
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.collectives import TwoPhaseMean, TwoPhaseResiduals
+from torchbagua.collectives import TwoPhaseMean, TwoPhaseResiduals, two_phase_mean
 from torchbagua.compressors import Compressor, Identity, MinMaxUInt8, TensorSpec
 
 SEGMENTS = (300 * 2048, 7, 500 * 2048, 200 * 2048 + 5)
 
 
 @pytest.mark.parametrize(
-    ("compressor", "has_feedback"),
-    [(MinMaxUInt8(), False), (MinMaxUInt8(), True), (Identity(), False)],
-    ids=["codec", "feedback", "full precision"],
+    ("size", "is_fast", "compressor", "has_feedback"),
+    [
+        (2, False, MinMaxUInt8(), False),
+        (3, False, MinMaxUInt8(), True),
+        (3, False, Identity(), False),
+        (3, True, MinMaxUInt8(), False),
+        (2, True, MinMaxUInt8(), True),
+        (2, True, Identity(), False),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("is_fast", [False, True], ids=["slow", "fast"])
-@pytest.mark.parametrize("size", [2, 3])
 def test_means_in_pieces_are_those_of_short_buckets(
-    size: int, is_fast: bool, compressor: Compressor, has_feedback: bool
+    size: int, is_fast: bool, compressor: Compressor, has_feedback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(two_phase_mean, "_SLOW_BYTES_PER_S", 0.0 if is_fast else math.inf)
     lengths = tuple(length * (size if length > 7 else 1) for length in SEGMENTS)
     values = torch.randn(size, sum(lengths), generator=torch.Generator().manual_seed(0))
 
@@ -30,25 +38,26 @@ def test_means_in_pieces_are_those_of_short_buckets(
         own = tb.BaguaProcessGroup(group, observers=[recorder])
         own.world.link_bytes_per_s = [1e12 if is_fast else -1e12] * size
 
-        def third_mean(x_N: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-            """Return what two means before it have left out of it, too."""
+        def fifth_mean(x_N: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+            """Return what four means before it have left out of it, too."""
             spec = TensorSpec(lengths, torch.float32, x_N.device, "numbers")
             residuals = TwoPhaseResiduals(x_N.device) if has_feedback else None
             mean = TwoPhaseMean(own.world, compressor, spec, float(size), residuals=residuals)
-            for _ in range(3):
+            for _ in range(5):
                 mean(out_N := x_N.clone())
                 if residuals is not None:
                     residuals.commit()
             return out_N
 
         x_N = values[group.rank()]
-        of_long = third_mean(x_N, lengths)
+        of_long = fifth_mean(x_N, lengths)
         own.tracer.end()
-        num_sent = sum(event.phase == "send" for event in recorder.events)
-        of_short = torch.cat([third_mean(part_N, (len(part_N),)) for part_N in x_N.split(lengths)])
+        num_sent = sum(event.phase == "send" and event.operation != "agreement" for event in recorder.events)
+        of_short = torch.cat([fifth_mean(part_N, (len(part_N),)) for part_N in x_N.split(lengths)])
         own.close()
         return of_long, of_short, num_sent
 
     for of_long, of_short, num_sent in run_ranks(size, body):
         assert torch.equal(of_long, of_short)
-        assert num_sent == 3 * 2 * 2 * (size - 1)  # means, phases, pieces, peers
+        num_pieces = 3 * 2 + 2 * (1 if is_fast else 2)
+        assert num_sent == num_pieces * 2 * (size - 1)  # phases, peers

@@ -5,7 +5,6 @@ A *piece* is one of the parts in which chunks are sent: of each chunk the first 
 Shape suffixes: N elements, W wire bytes, R ranks.
 """
 
-import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, Communicator
+from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.exchange import ElementCounts
 from torchbagua.collectives.private_groups import all_gather_equal, all_to_all_equal
 from torchbagua.compressors import Compressor, TensorSpec, WireLayout
@@ -52,6 +51,7 @@ class RankChunks:
         compressor: makes bytes of them; it encodes the tensor's dtype.
         spec: the tensor.
         cuts: where chunks begin and end, one for each rank, see `TensorSpec.even_cuts`.
+        num_pieces: in how many pieces chunks are sent; one on a GPU, where one launch codes all.
 
     Attributes:
         communicator, compressor: the same.
@@ -59,8 +59,7 @@ class RankChunks:
         rank: own place in the communicator.
         layout: of all pieces of the first chunk, then of the second, and so on.
         own: the elements of this rank's chunk.
-        pieces: in which chunks are sent, so that one is computed while another is under way. It is one where a codec
-            needs whole chunks, and on a GPU, where one launch computes all.
+        pieces: in which chunks are sent, so that one is computed while another is under way.
         nccl_moves_all_at_once: whether NCCL moves all chunks with one call of its own, for which they are padded to
             equal length.
         are_coded_at_once: whether one launch encodes or decodes all chunks, as on a GPU.
@@ -70,7 +69,12 @@ class RankChunks:
     """
 
     def __init__(
-        self, communicator: Communicator, compressor: Compressor, spec: TensorSpec, cuts: Sequence[int]
+        self,
+        communicator: Communicator,
+        compressor: Compressor,
+        spec: TensorSpec,
+        cuts: Sequence[int],
+        num_pieces: int = 1,
     ) -> None:
         self.communicator = communicator
         self.compressor = compressor
@@ -80,7 +84,7 @@ class RankChunks:
         is_on_nccl = communicator.is_on_nccl(spec.device)
         self.nccl_moves_all_at_once = is_on_nccl and not compressor.wire_is_tensor
         self.are_coded_at_once = is_on_nccl or spec.device.type == "cuda"
-        num_pieces = 1 if self.are_coded_at_once else _num_pieces(compressor, spec, cuts)
+        assert num_pieces == 1 or not self.are_coded_at_once
         all_cuts = spec.cuts_within(cuts, num_pieces, compressor.block_elements) if num_pieces > 1 else cuts
         self.layout = compressor.layout(spec, all_cuts, equal_bytes=self.nccl_moves_all_at_once)
         self.own = slice(cuts[self.rank], cuts[self.rank + 1])
@@ -160,14 +164,3 @@ class RankChunks:
             raw_bytes=num_elements * self._element_bytes,
             wire_bytes=wire_bytes,
         )
-
-
-def _num_pieces(compressor: Compressor, spec: TensorSpec, cuts: Sequence[int]) -> int:
-    """Return in how many pieces chunks are sent, the same on all ranks: in halves where these are long messages still.
-
-    Each message costs some 0.3 ms of processor time, so that more of them gained nothing where links are slow, and lost
-    where they are fast.
-    """
-    longest = max((stop - start for start, stop in itertools.pairwise(cuts)), default=0)
-    num_bytes = compressor.wire_bytes(longest, -(-longest // compressor.block_elements), spec.dtype)
-    return 2 if compressor.codes_blocks_alone and num_bytes > 2 * SMALL_MESSAGE_BYTES else 1

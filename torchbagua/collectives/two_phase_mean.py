@@ -4,16 +4,27 @@ Shape suffixes: N elements, W wire bytes, R ranks, L elements of a chunk.
 """
 
 import itertools
+import math
+import time
+from collections.abc import Sequence
 
 import torch
 
+from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.all_gather import AllGather, Gathering
-from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, Communicator
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals, tell_residuals
 from torchbagua.collectives.exchange import run_stages
 from torchbagua.collectives.rank_chunks import Piece, RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter, Rows
 from torchbagua.compressors import Compressor, TensorSpec
+
+# 1.6 Gbit/s, of everything that a mean takes. Where that is faster, another message costs more processor time than what
+# is gained by computing beside the first.
+_SLOW_BYTES_PER_S = 0.2e9
+
+# The first runs tell how fast it is.
+_RUNS_IN_PIECES = 3
 
 
 class TwoPhaseMean:
@@ -22,6 +33,9 @@ class TwoPhaseMean:
     1. Reduce-scatter: each rank decodes what all ranks have sent of its own chunk, adds it in rank order and divides.
     2. The mean of own chunk is encoded: in one pass with that, with residuals in a second.
     3. All-gather: all ranks decode all means, of their own chunk too, so they end with the same bits.
+
+    Between CPUs long chunks are sent in two pieces, so that a link carries one while the other is computed; unless the
+    first runs were fast on all ranks.
 
     Args:
         communicator: whose ranks take part.
@@ -43,17 +57,20 @@ class TwoPhaseMean:
         residuals: TwoPhaseResiduals | None = None,
         start: int = 0,
     ) -> None:
+        self._communicator = communicator
+        self._compressor = compressor
+        self._spec = spec
+        self._divisor = divisor
         self._residuals = residuals
-        cuts = spec.even_cuts(communicator.size, compressor.block_elements)
+        self._cuts = cuts = spec.even_cuts(communicator.size, compressor.block_elements)
         if residuals is not None:
             own = slice(*cuts[communicator.rank : communicator.rank + 2])
             residuals.assign_slices(
                 sent=slice(start, start + spec.num_elements), mean=slice(start + own.start, start + own.stop)
             )
-        sent = None if residuals is None else residuals.sent
-        self._chunks = RankChunks(communicator, compressor, spec, cuts)
-        self._scatter = ReduceScatter(self._chunks, divisor=divisor, residual=sent)
-        self._gather = AllGather(self._chunks)
+        self._num_runs = 0
+        self._shortest_s = math.inf
+        self._cut(2 if _is_long(compressor, spec, cuts) else 1)
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
         """Write the mean of `x_N` over the ranks to `out_N`, another tensor like it; by default in place.
@@ -61,9 +78,20 @@ class TwoPhaseMean:
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
+        if self._num_runs == _RUNS_IN_PIECES and len(self._chunks.pieces) > 1 and self._is_fast():
+            self._cut(1)
+        self._num_runs += 1
+        start_s = time.perf_counter()
+        self._run(x_N, x_N if out_N is None else out_N)
+        self._shortest_s = min(self._shortest_s, time.perf_counter() - start_s)
+        tracer = self._communicator.tracer
+        if self._residuals is not None and tracer.samples:
+            tell_residuals(tracer, self._spec.name, self._residuals)
+
+    def _run(self, x_N: torch.Tensor, out_N: torch.Tensor) -> None:
         scattering = self._scatter.begin(x_N)
         # Before own chunks are sent, so that receives are posted early; `Gathering` says why it may share their wire.
-        gathering = self._gather.begin(x_N if out_N is None else out_N)
+        gathering = self._gather.begin(out_N)
 
         def form_mean(piece: Piece, rows: Rows) -> None:
             self._form_mean(piece, rows, gathering)
@@ -78,9 +106,20 @@ class TwoPhaseMean:
             first, *others = scatters
             pairs = [*itertools.chain.from_iterable(zip(others, gathers[:-1], strict=True))]
             run_stages([first, *pairs, gathers[-1]])
-        tracer = self._chunks.communicator.tracer
-        if self._residuals is not None and tracer.samples:
-            tell_residuals(tracer, self._chunks.name, self._residuals)
+
+    def _cut(self, num_pieces: int) -> None:
+        """Cut chunks into so many pieces. The mean is the same, to the bit, since blocks are."""
+        self._chunks = RankChunks(self._communicator, self._compressor, self._spec, self._cuts, num_pieces)
+        sent = None if self._residuals is None else self._residuals.sent
+        self._scatter = ReduceScatter(self._chunks, divisor=self._divisor, residual=sent)
+        self._gather = AllGather(self._chunks)
+
+    def _is_fast(self) -> bool:
+        """Return whether no rank took long for what it has sent, the same on all ranks."""
+        size = self._communicator.size
+        sent_bytes = 2 * (size - 1) / size * self._chunks.layout.num_bytes
+        is_slow = sent_bytes < _SLOW_BYTES_PER_S * self._shortest_s
+        return not all_reduce_max(self._communicator, [is_slow], f"the pieces of {self._spec.name}")[0]
 
     def _form_mean(self, piece: Piece, rows: Rows, gathering: Gathering) -> None:
         """Encode the mean of own part of a piece."""
@@ -91,4 +130,13 @@ class TwoPhaseMean:
         mean_L = gathering.own_part(piece)
         self._scatter.decode_mean(piece, rows, mean_L)
         layout = piece.layouts[self._chunks.rank]
-        self._residuals.mean.encode(mean_L, self._chunks.compressor, layout, own_wire, piece.within_own)
+        self._residuals.mean.encode(mean_L, self._compressor, layout, own_wire, piece.within_own)
+
+
+def _is_long(compressor: Compressor, spec: TensorSpec, cuts: Sequence[int]) -> bool:
+    """Return whether the halves of the longest chunk are long messages still, the same on all ranks."""
+    if spec.device.type == "cuda" or not compressor.codes_blocks_alone:
+        return False
+    longest = max(stop - start for start, stop in itertools.pairwise(cuts))
+    num_bytes = compressor.wire_bytes(longest, -(-longest // compressor.block_elements), spec.dtype)
+    return num_bytes > 2 * SMALL_MESSAGE_BYTES
