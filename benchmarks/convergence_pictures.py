@@ -1,4 +1,4 @@
-"""The picture of the convergence benchmark: the grids of learning rates above, the reported trainings below."""
+"""The picture of the convergence benchmark: a task's grid of learning rates, and its reported trainings beside it."""
 
 import math
 import statistics
@@ -17,13 +17,13 @@ SHOWN_RANGE = 3  # times the distance of the median loss from the smallest: what
 
 
 def draw(sections: Sequence[Section]) -> Figure:
-    """Two panels for each task."""
-    figure = Figure(figsize=(6.5 * len(sections), 10), dpi=150, layout="constrained")
-    panels = figure.subplots(2, len(sections), squeeze=False)
+    """A row for each task, so narrow that a page shows the letters as large as its own."""
+    figure = Figure(figsize=(8, 3.4 * len(sections) + 1.4), dpi=200, layout="constrained")
+    panels = figure.subplots(len(sections), 2, squeeze=False)
     names = list(dict.fromkeys(row["contestant"] for section in sections for row in section["rows"]))
     labels: dict[str, object] = {}
-    for grid, curves, section in zip(*panels, sections, strict=True):
-        grid.set_title(caption(section), fontsize="medium")
+    for (grid, curves), section in zip(panels, sections, strict=True):
+        grid.set_title(caption(section), fontsize="medium", loc="left")
         for row in section["rows"]:
             style = _style(names.index(row["contestant"]), row)
             [line] = curves.plot(*_columns(row["curve"]), **style)
@@ -31,12 +31,15 @@ def draw(sections: Sequence[Section]) -> Figure:
             labels.setdefault(row["label"], line)
         _finish(grid, [loss for row in section["rows"] for _, loss in row["grid"]], section["loss_unit"])
         _finish(curves, [loss for row in section["rows"] for _, loss in row["curve"]], section["loss_unit"])
+        rates = sorted({rate for row in section["rows"] for rate, _ in row["grid"]})
         grid.set_xscale("log")
+        grid.set_xticks(rates, labels=[f"{rate:.2g}" for rate in rates], fontsize="small")
+        grid.minorticks_off()
         grid.set_xlabel("peak learning rate")
         curves.set_xlabel("optimizer step, at the best rate")
         if section["target"] is not None:
             curves.axhline(section["target"], color="black", linewidth=0.7)
-    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     return figure
 
 
@@ -47,7 +50,7 @@ def _style(index: int, row: Row) -> dict[str, object]:
     return {
         "color": COLOURS[index % len(COLOURS)],
         "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
-        "linewidth": 1.5,
+        "linewidth": 1.3,
     }
 
 
