@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "element/blocks.h"
 #include "instruction_set.h"
@@ -77,6 +78,16 @@ TORCHBAGUA_ELEMENT Block block_or_none(const Table& table, long long b) {
   return b < table.num_blocks ? table.blocks[b] : Block{0, 0, 0, 0};
 }
 
+// Starts to fetch a part of a block, in x and in the wire, one of which will be written: that reads its lines first. A
+// part now and then keeps the memory busy while others are coded from the L1 cache, where all at once would wait for
+// each other.
+template <typename Codec, typename T>
+TORCHBAGUA_ELEMENT void prefetch_part(const Block& block, long long first, const T* x, const uint8_t* wire) {
+  const long long length = std::min(kPart, block.length - first);
+  prefetch(x + block.start + first, length);
+  prefetch(wire + block.payload + Codec::payload_bytes(first), Codec::payload_bytes(length));
+}
+
 // Blocks that are coded together, as what their headers say is worked out for several at once.
 constexpr long long kBatch = 32;
 
@@ -105,10 +116,17 @@ struct DenseCodec {
     for (long long b = 0; b < table.num_blocks;) {
       const long long num_blocks = size_of_batch(table, b);
       decoders.read(wire, table.blocks + b, num_blocks);
-      for (long long i = 0; i < num_blocks; ++i, ++b) {
-        const Block block = table.blocks[b];
-        Codec::decode_payload(decoders.of(i), wire + block.payload, block.length, x + block.start);
+      for (long long i = 0; i < num_blocks; ++i) {
+        const Block block = table.blocks[b + i];
+        const Block ahead = block_or_none(table, b + num_blocks + i);
+        const auto decoder = decoders.of(i);
+        for (long long first = 0; first < block.length; first += kPart) {
+          prefetch_part<Codec>(ahead, first, x, wire);
+          Codec::decode_payload(decoder, wire + block.payload + Codec::payload_bytes(first),
+                                std::min(kPart, block.length - first), x + block.start + first);
+        }
       }
+      b += num_blocks;
     }
   }
 

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <limits>
+#include <type_traits>
 
 #include "codec.h"
 #include "element/minmax.h"
+#include "float16.h"
 
 namespace torchbagua::cpu {
 
@@ -12,10 +14,11 @@ namespace torchbagua::cpu {
 // instructions. Of positive floats the order is that of their bits, of negative ones the reverse, and NaN lies beyond
 // Inf on both sides. Empty to begin with.
 struct Extremes {
-  int smallest = std::numeric_limits<int>::max();
+  int smallest = std::numeric_limits<int>::max();  // formed where all have the same sign: else nothing depends on it
   int largest = std::numeric_limits<int>::min();
   unsigned int largest_unsigned = 0;
 
+  TORCHBAGUA_ELEMENT bool has_one_sign() const { return largest < 0 || largest_unsigned >> 31 == 0; }
   TORCHBAGUA_ELEMENT float min() const {
     return float_of(largest_unsigned >> 31 ? largest_unsigned : static_cast<unsigned int>(smallest));
   }
@@ -28,23 +31,48 @@ TORCHBAGUA_ELEMENT void join(Extremes& extremes, const Extremes& other) {
   extremes.largest_unsigned = std::max(extremes.largest_unsigned, other.largest_unsigned);
 }
 
+// The bits of an element, in its own width: twice as many of 16 bits are compared at once as of 32.
+TORCHBAGUA_ELEMENT int signed_bits_of(float value) { return static_cast<int>(bits_of(value)); }
+TORCHBAGUA_ELEMENT short signed_bits_of(BFloat16 value) { return static_cast<short>(value.bits); }
+TORCHBAGUA_ELEMENT short signed_bits_of(Float16 value) { return static_cast<short>(value.bits); }
+
+// The bits of a float from those of a T. The sign stays, and so does the order.
+template <typename T>
+TORCHBAGUA_ELEMENT unsigned int widened(std::make_unsigned_t<decltype(signed_bits_of(T{}))> bits) {
+  if constexpr (std::is_same_v<T, float>) {
+    return bits;
+  } else {
+    return bits_of(to_float(T{bits}));
+  }
+}
+
 template <typename T>
 TORCHBAGUA_ELEMENT Extremes extremes_of(const T* values, long long all) {
+  using Signed = decltype(signed_bits_of(T{}));
+  using Unsigned = std::make_unsigned_t<Signed>;
   Extremes extremes;
   with_length(all, [&](long long length) TORCHBAGUA_INLINED {
-    int smallest = extremes.smallest;
-    int largest = extremes.largest;
-    unsigned int largest_unsigned = extremes.largest_unsigned;
-#pragma omp simd reduction(min : smallest) reduction(max : largest, largest_unsigned)
+    Signed largest = std::numeric_limits<Signed>::min();
+    Unsigned largest_unsigned = 0;
+#pragma omp simd reduction(max : largest, largest_unsigned)
     for (long long i = 0; i < length; ++i) {
-      const unsigned int bits = bits_of(to_float(values[i]));
-      const int as_signed = static_cast<int>(bits);
-      smallest = as_signed < smallest ? as_signed : smallest;
-      largest = as_signed > largest ? as_signed : largest;
-      largest_unsigned = bits > largest_unsigned ? bits : largest_unsigned;
+      const Signed bits = signed_bits_of(values[i]);
+      const Unsigned as_unsigned = static_cast<Unsigned>(bits);
+      largest = bits > largest ? bits : largest;
+      largest_unsigned = as_unsigned > largest_unsigned ? as_unsigned : largest_unsigned;
     }
-    extremes = Extremes{smallest, largest, largest_unsigned};
+    extremes.largest = static_cast<int>(widened<T>(static_cast<Unsigned>(largest)));
+    extremes.largest_unsigned = widened<T>(largest_unsigned);
   });
+  if (extremes.has_one_sign()) {
+    Signed smallest = std::numeric_limits<Signed>::max();
+#pragma omp simd reduction(min : smallest)
+    for (long long i = 0; i < all; ++i) {
+      const Signed bits = signed_bits_of(values[i]);
+      smallest = bits < smallest ? bits : smallest;
+    }
+    extremes.smallest = static_cast<int>(widened<T>(static_cast<Unsigned>(smallest)));
+  }
   return extremes;
 }
 
@@ -85,7 +113,7 @@ TORCHBAGUA_ELEMENT void quantize_all(const T* values, long long all, const Coder
 template <typename Format, typename Use>
 TORCHBAGUA_ELEMENT void with_codes(const uint8_t* payload, long long all, const Use& use) {
   if constexpr (Format::kCodeBits == 8) {
-    use(0, all, payload);
+    with_length(all, [&](long long length) TORCHBAGUA_INLINED { use(0, length, payload); });
     return;
   }
   alignas(64) uint8_t codes[kPart];
@@ -181,16 +209,16 @@ struct MinMax : DenseCodec<MinMax<Format>> {
       }
       coders.write(extremes, wire, table.blocks + b, num_blocks);
       for (long long i = 0; i < num_blocks; ++i) {
-        // While the codes are formed from the L1 cache the memory is idle. A fetch now and then keeps it busy, where
-        // all of them at once would wait for each other.
         const Block block = table.blocks[b + i];
         const Block ahead = block_or_none(table, b + num_blocks + i);
         const T* values = x + block.start;
         const Coder coder = coders.of(i);
         for (long long first = 0; first < block.length; first += kPart) {
-          prefetch(x + ahead.start + first, std::min(kPart, ahead.length - first));
-          put_codes(values + first, std::min(kPart, block.length - first), coder,
-                    wire + block.payload + payload_bytes(first));
+          prefetch_part<MinMax>(ahead, first, x, wire);
+          const long long length = std::min(kPart, block.length - first);
+          with_fast_elements(values + first, length, [&](const auto* part) TORCHBAGUA_INLINED {
+            put_codes(part, length, coder, wire + block.payload + payload_bytes(first));
+          });
         }
       }
       b += num_blocks;
@@ -209,8 +237,16 @@ struct MinMax : DenseCodec<MinMax<Format>> {
   template <typename T>
   static TORCHBAGUA_ELEMENT void decode_payload(const Coder& coder, const uint8_t* payload, long long length,
                                                 T* values) {
-    decode_each(coder, payload, length,
-                [=](long long k, float value) TORCHBAGUA_INLINED { from_float(value, values[k]); });
+    if (is_usable(coder)) {
+      fill_numbers(values, length, [=](auto* part) TORCHBAGUA_INLINED {
+        decode_each(coder, payload, length,
+                    [=](long long k, float value) TORCHBAGUA_INLINED { from_number(value, part[k]); });
+      });
+    } else {
+      T nan;
+      from_float(not_a_number(), nan);
+      std::fill(values, values + length, nan);
+    }
   }
 
   template <typename Put>

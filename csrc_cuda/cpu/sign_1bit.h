@@ -4,6 +4,7 @@
 
 #include "codec.h"
 #include "element/sign_1bit.h"
+#include "float16.h"
 
 namespace torchbagua::cpu {
 
@@ -111,8 +112,16 @@ struct Sign1Bit : DenseCodec<Sign1Bit> {
   static TORCHBAGUA_ELEMENT void encode(const T* x, const Table& table, uint8_t* wire) {
     for (long long b = 0; b < table.num_blocks; ++b) {
       const Block block = table.blocks[b];
+      const Block ahead = block_or_none(table, b + 1);
       MagnitudeSums sums;
-      scan(x + block.start, block.length, sums, wire + block.payload);
+      for (long long first = 0; first < block.length; first += kPart) {
+        prefetch_part<Sign1Bit>(ahead, first, x, wire);
+        const long long length = std::min(kPart, block.length - first);
+        with_fast_elements(x + block.start + first, length, [&](const auto* part) TORCHBAGUA_INLINED {
+          with_length(length, [&](long long num)
+                                  TORCHBAGUA_INLINED { scan(part, num, sums, wire + block.payload + first / 8); });
+        });
+      }
       finish(block, sums, wire);
     }
   }

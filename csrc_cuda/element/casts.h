@@ -94,16 +94,15 @@ TORCHBAGUA_ELEMENT float to_float(Float16 value) {
   return float_of(sign | select(exponent == 0, bits_of(subnormal), shifted + rebias));
 }
 
-TORCHBAGUA_ELEMENT void from_float(float value, float& out) { out = value; }
+// Of a value that is a number: NaN has a pattern of its own, which from_float gives.
+TORCHBAGUA_ELEMENT void from_number(float value, float& out) { out = value; }
 
-TORCHBAGUA_ELEMENT void from_float(float value, BFloat16& out) {
+TORCHBAGUA_ELEMENT void from_number(float value, BFloat16& out) {
   const unsigned int bits = bits_of(value);
-  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  const unsigned int rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  out.bits = static_cast<unsigned short>(nan ? 0x7fc0u : rounded);
+  out.bits = static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-TORCHBAGUA_ELEMENT void from_float(float value, Float16& out) {
+TORCHBAGUA_ELEMENT void from_number(float value, Float16& out) {
   const unsigned int bits = bits_of(value);
   const unsigned int sign = (bits >> 16) & 0x8000u;
   const unsigned int magnitude = bits & 0x7fffffffu;
@@ -112,8 +111,24 @@ TORCHBAGUA_ELEMENT void from_float(float value, Float16& out) {
   const unsigned int subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
   unsigned int result = select(magnitude < 0x38800000u, subnormal, rounded);  // 2^-14, the smallest normal
   result = select(magnitude >= 0x47800000u, 0x7c00u, result);                 // 2^16 and more: Inf
-  result = select(magnitude > 0x7f800000u, 0x7e00u, result);
   out.bits = static_cast<unsigned short>(sign | result);
+}
+
+TORCHBAGUA_ELEMENT bool is_nan(unsigned int bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
+
+TORCHBAGUA_ELEMENT void from_float(float value, float& out) { out = value; }
+
+TORCHBAGUA_ELEMENT void from_float(float value, BFloat16& out) {
+  BFloat16 rounded;
+  from_number(value, rounded);
+  out.bits = static_cast<unsigned short>(is_nan(bits_of(value)) ? 0x7fc0u : rounded.bits);
+}
+
+TORCHBAGUA_ELEMENT void from_float(float value, Float16& out) {
+  Float16 rounded;
+  from_number(value, rounded);
+  out.bits =
+      static_cast<unsigned short>(select(is_nan(bits_of(value)), (rounded.bits & 0x8000u) | 0x7e00u, rounded.bits));
 }
 
 }  // namespace torchbagua
