@@ -136,7 +136,10 @@ struct DenseCodec {
   static TORCHBAGUA_ELEMENT void mean_of(const Rows& rows, const Table& table, float divisor, long long b,
                                          long long num_blocks, long long first, const Place& place) {
     typename Codec::Decoders decoders;
+    const float reciprocal = 1.0f / divisor;
     for (long long row = 0; row < rows.num_rows; ++row) {
+      const bool is_last = row + 1 == rows.num_rows;
+      const bool is_scaled = is_last && row > 0 && has_exact_reciprocal(divisor);  // while it is added
       const uint8_t* wire = rows.data + row * rows.row_bytes;
       decoders.read(wire, table.blocks + b, num_blocks);
       for (long long i = 0; i < num_blocks; ++i) {
@@ -144,29 +147,24 @@ struct DenseCodec {
         const Block next = block_or_none(table, b + num_blocks + i);
         const uint8_t* payload = wire + block.payload + Codec::payload_bytes(first);
         const long long length = std::min(kTile, block.length - first);
+        const auto decoder = decoders.of(i);
         float* mean = place(i);
         prefetch(wire + next.payload, Codec::payload_bytes(std::min(next.length, kTile)));
         if (row == 0) {
-          Codec::decode_payload(decoders.of(i), payload, length, mean);
+          Codec::decode_payload(decoder, payload, length, mean);
+        } else if (is_scaled) {
+          Codec::decode_each(decoder, payload, length, [=](long long k, float value) TORCHBAGUA_INLINED {
+            mean[k] = (mean[k] + value) * reciprocal;
+          });
         } else {
-          Codec::decode_each(decoders.of(i), payload, length,
+          Codec::decode_each(decoder, payload, length,
                              [=](long long k, float value) TORCHBAGUA_INLINED { mean[k] += value; });
         }
-      }
-    }
-    for (long long i = 0; i < num_blocks; ++i) {
-      float* mean = place(i);
-      const long long length = std::min(kTile, table.blocks[b + i].length - first);
-      if (has_exact_reciprocal(divisor)) {
-        const float reciprocal = 1.0f / divisor;
+        if (is_last && !is_scaled) {
 #pragma omp simd
-        for (long long k = 0; k < length; ++k) {
-          mean[k] *= reciprocal;
-        }
-      } else {
-#pragma omp simd
-        for (long long k = 0; k < length; ++k) {
-          mean[k] /= divisor;
+          for (long long k = 0; k < length; ++k) {
+            mean[k] /= divisor;
+          }
         }
       }
     }

@@ -109,6 +109,13 @@ TORCHBAGUA_ELEMENT void quantize_all(const T* values, long long all, const Coder
   }
 }
 
+// Of two bytes in a word, where the first one begins.
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+constexpr int kFirstByte = 8;
+#else
+constexpr int kFirstByte = 0;
+#endif
+
 // Calls `use(first, length, codes)` with the codes of a payload, a byte each: all at once, or kPart and less.
 template <typename Format, typename Use>
 TORCHBAGUA_ELEMENT void with_codes(const uint8_t* payload, long long all, const Use& use) {
@@ -116,16 +123,15 @@ TORCHBAGUA_ELEMENT void with_codes(const uint8_t* payload, long long all, const 
     with_length(all, [&](long long length) TORCHBAGUA_INLINED { use(0, length, payload); });
     return;
   }
-  alignas(64) uint8_t codes[kPart];
+  alignas(64) uint16_t codes[kPart / 2];  // two of a byte each, which one instruction parts
   for (long long first = 0; first < all; first += kPart) {
     with_length(std::min(kPart, all - first), [&](long long length) TORCHBAGUA_INLINED {
       const uint8_t* pairs = payload + first / 2;
 #pragma omp simd
       for (long long i = 0; i < (length + 1) / 2; ++i) {
-        codes[2 * i] = pairs[i] & 15;
-        codes[2 * i + 1] = pairs[i] >> 4;
+        codes[i] = static_cast<uint16_t>((pairs[i] << kFirstByte | pairs[i] << 4 >> kFirstByte) & 0x0f0f);
       }
-      use(first, length, codes);
+      use(first, length, reinterpret_cast<const uint8_t*>(codes));
     });
   }
 }
