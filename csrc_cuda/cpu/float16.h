@@ -11,6 +11,7 @@
 namespace torchbagua::cpu {
 
 constexpr long long kConverted = 16;  // elements of the widest instruction
+constexpr long long kMostConverted = 2 * kPart;
 
 #if TORCHBAGUA_X86_TARGETS
 // These convert a multiple of kConverted. What is widened is loaded at once, by the widest instructions: a load waits
@@ -37,13 +38,13 @@ __attribute__((target("avx,f16c"))) inline void narrow_avx2(const float* from, l
 }
 #endif
 
-// Calls `use` with these elements, at most kPart, in a type that vector instructions load fast.
+// Calls `use` with these elements, at most kMostConverted, in a type that vector instructions load fast.
 template <typename T, typename Use>
 TORCHBAGUA_ELEMENT void with_fast_elements(const T* values, long long length, const Use& use) {
 #if TORCHBAGUA_X86_TARGETS
   if constexpr (std::is_same_v<T, Float16>) {
     if (kInstructionSet != InstructionSet::kDefault) {
-      alignas(64) float part[kPart];
+      alignas(64) float part[kMostConverted];
       const long long most = length / kConverted * kConverted;
       (kInstructionSet == InstructionSet::kAvx512 ? widen_avx512 : widen_avx2)(values, most, part);
       for (long long i = most; i < length; ++i) {
@@ -57,14 +58,14 @@ TORCHBAGUA_ELEMENT void with_fast_elements(const T* values, long long length, co
   use(values);
 }
 
-// Calls `fill` with where to put floats, at most kPart, none of which is NaN, which then become these elements: with
-// their own place, or with another.
+// Calls `fill` with where to put floats, at most kMostConverted, none of which is NaN, which then become these
+// elements: with their own place, or with another.
 template <typename T, typename Fill>
 TORCHBAGUA_ELEMENT void fill_numbers(T* values, long long length, const Fill& fill) {
 #if TORCHBAGUA_X86_TARGETS
   if constexpr (std::is_same_v<T, Float16>) {
     if (kInstructionSet != InstructionSet::kDefault) {
-      alignas(64) float part[kPart];
+      alignas(64) float part[kMostConverted];
       fill(static_cast<float*>(part));
       const long long most = length / kConverted * kConverted;
       narrow_avx2(part, most, values);
