@@ -210,11 +210,11 @@ def run_stages(stages: Sequence[Stage]) -> None:
     for index, (stage, number) in enumerate(rounds):
         stage.exchange.post_receives(number + 1)
         outgoing.finish(index)  # so that no more than two messages are on their way to a peer
-        outgoing.compute(index + 1, finished)
-        outgoing.send(index + 1)
-        outgoing.compute(index + 2, finished)
-        if not stage.exchange.is_one_at_a_time:
-            outgoing.send(index + 2)
+        outgoing.send(index + 1, finished)
+        if any(one.exchange.is_one_at_a_time for one, _ in rounds[index : index + 2]):
+            outgoing.compute_next(finished)
+        else:
+            outgoing.send(index + 2, finished)
         for _, source in stage.exchange.rounds[number]:
             stage.exchange.wait_for_receive(source)
             for following, next_number in rounds[index + 1 : index + 2]:
@@ -227,31 +227,31 @@ def run_stages(stages: Sequence[Stage]) -> None:
 
 
 class _Outgoing:
-    """What rounds send: computed ahead, as far as it is known, and sent."""
+    """What rounds send, each tensor as soon as it is computed."""
 
     def __init__(self, rounds: Sequence[tuple[Stage, int]]) -> None:
         self._rounds = rounds
-        self._computed: list[list[torch.Tensor]] = []
         self._num_sent = 0
+        self._computed: deque[torch.Tensor] = deque()  # what the next round sends, where that is computed ahead
         self._on_the_way: deque[tuple[Exchange, int, Span]] = deque()  # with the peer
         self._num_finished = 0
 
-    def compute(self, num_rounds: int, finished: Sequence[Exchange]) -> None:
-        """Compute what the first rounds send, up to one that must come after an exchange that is not finished."""
-        for stage, number in self._rounds[len(self._computed) : num_rounds]:
-            if stage.after is not None and stage.after not in finished:
-                return
-            self._computed.append([stage.send(target) for target, _ in stage.exchange.rounds[number]])
-
-    def send(self, num_rounds: int) -> None:
-        """Send what the first rounds send, as far as it is computed."""
-        for index in range(self._num_sent, min(num_rounds, len(self._computed))):
-            stage, number = self._rounds[index]
-            for (target, _), tensor in zip(stage.exchange.rounds[number], self._computed[index], strict=True):
+    def send(self, num_rounds: int, finished: Sequence[Exchange]) -> None:
+        """Send what the first rounds send, up to one that must come after an exchange that is not finished."""
+        while self._num_sent < min(num_rounds, len(self._rounds)) and self._may_send(finished):
+            stage, number = self._rounds[self._num_sent]
+            for target, _ in stage.exchange.rounds[number]:
+                tensor = self._computed.popleft() if self._computed else stage.send(target)
                 self._on_the_way.append((stage.exchange, target, stage.exchange.send(target, tensor)))
             if number + 1 == len(stage.exchange.rounds):
                 stage.on_sent()
-            self._num_sent = index + 1
+            self._num_sent += 1
+
+    def compute_next(self, finished: Sequence[Exchange]) -> None:
+        """Compute what the next round sends, as far as that is possible now."""
+        if self._num_sent < len(self._rounds) and self._may_send(finished):
+            stage, number = self._rounds[self._num_sent]
+            self._computed.extend(stage.send(target) for target, _ in stage.exchange.rounds[number])
 
     def finish(self, num_rounds: int) -> None:
         """Wait until what the first rounds send is there."""
@@ -261,3 +261,8 @@ class _Outgoing:
                 exchange.wait_for_send(target)
                 span.end()
             self._num_finished += 1
+
+    def _may_send(self, finished: Sequence[Exchange]) -> bool:
+        """Return whether the next round need not wait for what others send."""
+        after = self._rounds[self._num_sent][0].after
+        return after is None or after in finished
