@@ -52,10 +52,13 @@ def test_means_in_pieces_are_those_of_short_buckets(
         x_N = values[group.rank()]
         of_long = fifth_mean(x_N, lengths)
         own.tracer.end()
-        num_sent = sum(event.phase == "send" and event.operation != "agreement" for event in recorder.events)
+        sends = [event for event in recorder.events if event.phase == "send" and event.operation != "agreement"]
+        for peer in range(size):
+            to_peer = sorted((event.start_ns, event.end_ns) for event in sends if event.peers == (peer,))
+            assert all(one[1] <= third[0] for one, third in zip(to_peer, to_peer[2:], strict=False)), "two at a time"
         of_short = torch.cat([fifth_mean(part_N, (len(part_N),)) for part_N in x_N.split(lengths)])
         own.close()
-        return of_long, of_short, num_sent
+        return of_long, of_short, len(sends)
 
     for of_long, of_short, num_sent in run_ranks(size, body):
         assert torch.equal(of_long, of_short)
