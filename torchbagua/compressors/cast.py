@@ -10,6 +10,9 @@ from torchbagua.compressors.blocks import WireLayout, pad_bytes
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
+# Elements, by each thread: 256 KiB of sums.
+_SUMMED_AT_ONCE = 1 << 16
+
 
 @dataclass(frozen=True)
 class Identity(Compressor):
@@ -114,14 +117,21 @@ def mean_of_rows(rows: Sequence[torch.Tensor], divisor: float, out_L: torch.Tens
     `out_L` may be one of the rows.
     """
     dtype = sum_dtype(rows[0].dtype)
-    if len(rows) == 2 and rows[0].dtype == dtype:
-        total_L = torch.add(rows[0], rows[1], out=out_L if out_L.dtype == dtype else None)
-    else:
-        total_L = rows[0].to(dtype, copy=True)
-        for row_L in rows[1:]:
-            total_L.add_(row_L)
-    if divisor != 1 or total_L is not out_L:
-        divide(total_L, divisor, out_L)
+    if len(rows) == 2 and rows[0].dtype == out_L.dtype == dtype:
+        divide(torch.add(rows[0], rows[1], out=out_L), divisor, out_L)
+        return
+    # Part by part, so that sums stay in the cache, and take no memory for all of them.
+    length = len(out_L) if out_L.is_cuda else min(len(out_L), _SUMMED_AT_ONCE * torch.get_num_threads())
+    sums = out_L.new_empty(length, dtype=dtype)
+    for out_P, first_P, *others in zip(*(one.split(max(length, 1)) for one in (out_L, *rows)), strict=True):
+        sum_P = sums[: len(out_P)]
+        if others and first_P.dtype == dtype:
+            torch.add(first_P, others.pop(0), out=sum_P)
+        else:
+            sum_P.copy_(first_P)
+        for other_P in others:
+            sum_P.add_(other_P)
+        divide(sum_P, divisor, out_P)
 
 
 for _dtype in _DTYPES:
