@@ -19,9 +19,9 @@ def with_average(averages: Mapping[torch.Tensor, torch.Tensor]) -> list[torch.Te
     gradients = {p: p.grad for p in averages if p.grad is not None and p.grad.numel()}
     # Where it is not zero, and it seldom is, the first element says it.
     first = _which_are_not_zero({p: gradient[(0,) * gradient.dim()] for p, gradient in gradients.items()})
-    rest = _which_are_not_zero({p: gradient.any() for p, gradient in gradients.items() if p not in first})
+    rest = _which_are_not_zero({p: _is_not_zero(gradient) for p, gradient in gradients.items() if p not in first})
     zeros = gradients.keys() - first - rest
-    left_out = _which_are_not_zero({p: averages[p].any() for p in zeros})
+    left_out = _which_are_not_zero({p: _is_not_zero(averages[p]) for p in zeros})
     return [p for p in gradients if p not in left_out]
 
 
@@ -36,6 +36,14 @@ def _which_are_not_zero(numbers: Mapping[torch.Tensor, torch.Tensor]) -> set[tor
         for parameter, number in zip(members, torch.stack([numbers[p] for p in members]).tolist(), strict=True)
         if number
     }
+
+
+def _is_not_zero(tensor: torch.Tensor) -> torch.Tensor:
+    """Return whether some element is not zero, which -0.0 may be said to be.
+
+    Of bytes, where that is possible: `any` of floats makes a bool of each first, in memory that is new every time.
+    """
+    return (tensor.view(torch.uint8) if tensor.dim() and tensor.stride(-1) == 1 else tensor).any()
 
 
 class AverageInGradient:
@@ -90,4 +98,4 @@ class AverageInGradient:
 
     def _holds_something(self) -> bool:
         parameter = self._parameter()
-        return parameter is not None and parameter.grad is not None and bool(parameter.grad.any())
+        return parameter is not None and parameter.grad is not None and bool(_is_not_zero(parameter.grad))

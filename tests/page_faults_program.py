@@ -1,0 +1,81 @@
+"""A program: prints the page faults of a training step, of ranks that are threads, with each algorithm."""
+
+import copy
+import json
+import resource
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import run_ranks
+
+# Of three ranks each has a chunk of 0.75 MiB of every bucket, and sums are not of the special case of two.
+SIZE = 3
+WIDTH = 768
+NUM_LAYERS = 3
+BUCKET_CAP_MB = 2
+WARM_UP_STEPS = 5
+NUM_STEPS = 2
+
+ALGORITHMS: dict[str, Callable[[], tb.Algorithm]] = {
+    "GradientAllReduce": tb.GradientAllReduceAlgorithm,
+    "ByteGrad": tb.ByteGradAlgorithm,
+    "4 bits, error feedback": lambda: tb.CompressedAllReduceAlgorithm("MinMaxUInt4", error_feedback=True),
+    "bfloat16": lambda: tb.CompressedAllReduceAlgorithm("bfloat16"),
+    "TopK": tb.TopKAlgorithm,
+    "RandomK": tb.RandomKAlgorithm,
+    "PowerSGD": lambda: tb.PowerSGDAlgorithm(start_step=2),
+    "Decentralized": tb.DecentralizedAlgorithm,
+    "low precision": tb.LowPrecisionDecentralizedAlgorithm,
+    "asynchronous": lambda: tb.AsyncModelAverageAlgorithm(warmup_steps=2, sync_interval_ms=1),
+}
+
+models = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))) for _ in range(SIZE)]
+together = threading.Barrier(SIZE)
+
+
+def page_faults(step: Callable[[], None]) -> float:
+    """Of all threads of this process, in a step of every rank."""
+    for _ in range(WARM_UP_STEPS):
+        step()
+    together.wait()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    together.wait()
+    for _ in range(NUM_STEPS):
+        step()
+    together.wait()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / NUM_STEPS
+
+
+def with_algorithm(group: dist.ProcessGroup, model: nn.Module, name: str) -> float:
+    x = torch.ones(2, WIDTH)
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=BUCKET_CAP_MB, gradient_as_bucket_view=True)
+    optimizer: torch.optim.Optimizer
+    if name == "QAdam":
+        optimizer = tb.QAdamOptimizer(model.parameters(), warmup_steps=2)
+        algorithm: tb.Algorithm = tb.QAdamAlgorithm(optimizer, compression="sign1bit", error_feedback=True)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        algorithm = ALGORITHMS[name]()
+
+    def step() -> None:
+        ddp(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    with tb.attach(ddp, optimizer, algorithm, process_group=tb.BaguaProcessGroup(group)):
+        return page_faults(step)
+
+
+def body(group: dist.ProcessGroup) -> dict[str, float]:
+    return {name: with_algorithm(group, copy.deepcopy(models[group.rank()]), name) for name in [*ALGORITHMS, "QAdam"]}
+
+
+torch.set_num_threads(1)
+gradients = SIZE * sum(parameter.nbytes for parameter in models[0].parameters())
+print(json.dumps({"gradient_bytes": gradients, "page_faults": run_ranks(SIZE, body)[0]}))
