@@ -21,6 +21,21 @@ def test_doctor_reports_every_operation(capsys: pytest.CaptureFixture[str]) -> N
     assert printed.endswith("torchbagua is usable here.\n")
 
 
+def test_doctor_says_what_page_faults_may_cost(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(1 << 40))
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    assert main(["doctor"]) == 0
+    assert "costs.md: MALLOC_MMAP_THRESHOLD_ not set" in capsys.readouterr().out
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 25))
+    assert main(["doctor"]) == 0
+    assert "not set" not in next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("freed memory")
+    )
+
+
 def test_status_tells_native_from_reference() -> None:
     torchbagua.native.load()
     rows = status()

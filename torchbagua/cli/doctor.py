@@ -64,6 +64,7 @@ def _findings() -> list[tuple[str, str]]:
         ("native sources", str(loader.sources())),
         ("cache", str(build.cache_folder())),
         (loader.VARIABLE, _forced()),
+        ("freed memory", _freed_memory()),
     ]
 
 
@@ -88,6 +89,16 @@ def _forced() -> str:
     forced = os.environ.get(loader.VARIABLE) or "not set: the best there is"
     has_gpu = loader.CUDA in loader.usable_devices()
     return f"{forced}, which is for GPUs, and there is none" if forced == "nvrtc" and not has_gpu else forced
+
+
+def _freed_memory() -> str:
+    """Whether the C library may give memory back in each step, which then causes page faults."""
+    if platform.libc_ver()[0] != "glibc":
+        return "the C library is not glibc: not known"
+    unset = [name for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_") if name not in os.environ]
+    if not unset:
+        return "kept, as far as the thresholds in the environment say"
+    return f"page faults may take a sixth of a step on CPUs, see docs/guides/costs.md: {' and '.join(unset)} not set"
 
 
 def _origin(kernels: loader.DeviceKernels) -> str:
