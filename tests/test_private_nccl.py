@@ -246,8 +246,7 @@ def test_what_nccl_is_not_done_with_ends_the_lane(nccl: Nccl) -> None:
         own, lane = watched_lane(group)
 
         def launch(purpose: str) -> None:
-            with own.world.launching(purpose, list):
-                pass
+            own.world.launch(purpose, lambda nccl: None, list)
 
         good = lane.submit(functools.partial(launch, "all_reduce of weight bucket 0"))
         good.result()
@@ -274,8 +273,7 @@ def test_what_another_failure_breaks_off_was_not_done(nccl: Nccl) -> None:
         own, lane = watched_lane(group)
 
         def launch() -> None:
-            with own.world.launching("all_to_all of weight bucket 0", list):
-                pass
+            own.world.launch("all_to_all of weight bucket 0", lambda nccl: None, list)
 
         def fail() -> None:
             raise tb.CommunicationError("rank 1 is gone")
@@ -297,8 +295,7 @@ def test_waits_of_the_host_for_the_gpu_are_bounded(nccl: Nccl) -> None:
             tb.CommunicationError, match=r"round 3 over .* rank 0: the GPU has not come to it within 1 s"
         ):
             own.wait_for_gpu(GPU, "averaging round 3")
-        with own.world.launching("all_to_all of weight bucket 0", list):
-            pass
+        own.world.launch("all_to_all of weight bucket 0", lambda nccl: None, list)
         with pytest.raises(tb.CommunicationError, match=OVERDUE):
             own.wait_for_gpu(GPU, "averaging round 3")
         for event in nccl.events:

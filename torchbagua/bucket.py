@@ -1,7 +1,6 @@
 """Buckets: a flat tensor of several parameters' values and the operations that a lane runs on it."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,19 +121,28 @@ class BaguaBucket(BucketOperations):
         An operation that raises fails the step. The groups of all operations are then closed, so that other ranks are
         told at once.
         """
-        with self._closed_on_failure(), self._span():
-            for operation in self.operations:
-                with self.group.tracer.range(operation.name):
-                    operation.run(self)
+        try:
+            with self._span():
+                for operation in self.operations:
+                    with self.group.tracer.range(operation.name):
+                        operation.run(self)
+        except BaseException:
+            self._close_groups()
+            raise
         self.round_index += 1
 
     def finish(self) -> None:
         """Do what the operations have left for later, such as telling neighbours of the low-precision ring."""
         rest = [operation.finish for operation in self.operations if operation.finish is not None]
-        if rest:
-            with self._closed_on_failure(), self._span():
+        if not rest:
+            return
+        try:
+            with self._span():
                 for finish in rest:
                     finish()
+        except BaseException:
+            self._close_groups()
+            raise
 
     def _span(self) -> Span:
         if self.group.tracer.is_idle:
@@ -142,11 +150,6 @@ class BaguaBucket(BucketOperations):
         details = Details(bucket=self.name, num_elements=self.flat.numel(), raw_bytes=self.flat.nbytes)
         return self.group.tracer.span("bucket", details)
 
-    @contextmanager
-    def _closed_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            for group in {self.group, *(operation.group for operation in self.operations)}:
-                group.close()
-            raise
+    def _close_groups(self) -> None:
+        for group in {self.group, *(operation.group for operation in self.operations)}:
+            group.close()

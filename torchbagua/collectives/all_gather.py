@@ -48,10 +48,11 @@ class Gathering:
         self._chunks = chunks
         self._out_N = out_N
         self._wire_W = chunks.wire(out_N)
+        self._wires = chunks.wires(self._wire_W)
         self._exchanges: list[Exchange] = []
         if not chunks.nccl_moves_all_at_once:
             for piece in chunks.pieces:
-                wires, counts = [self._wire_W[one] for one in piece.byte_slices], piece.gather_counts
+                wires, counts = self._wires[piece.index], piece.gather_counts
                 self._exchanges.append(
                     Exchange(chunks.communicator, "all_gather", wires, chunks.name, counts=counts, piece=piece.index)
                 )
@@ -63,7 +64,7 @@ class Gathering:
 
     def own_wire(self, piece: Piece) -> torch.Tensor:
         """Return memory for the wire of own part of a piece, which is to be written before that is sent."""
-        return self._wire_W[piece.byte_slices[self._chunks.rank]]
+        return self._wires[piece.index][self._chunks.rank]
 
     def own_part(self, piece: Piece) -> torch.Tensor:
         """Return own part of a piece in the result, which is written when that is decoded: memory until then."""
@@ -107,7 +108,7 @@ class Gathering:
 
         def decode(owner: int) -> None:
             with chunks.span("decode", "all_gather", piece, owner):
-                wire_W, out_L = self._wire_W[piece.byte_slices[owner]], self._out_N[piece.elements[owner]]
+                wire_W, out_L = self._wires[piece.index][owner], self._out_N[piece.elements[owner]]
                 chunks.compressor.decode(wire_W, piece.layouts[owner], out_L)
 
         return Stage(

@@ -51,7 +51,6 @@ class AllReduceMean:
                 communicator.message_span("receive", communicator.rank_before(1), details, on_nccl=True),
             ]
 
-        with communicator.launching(f"all_reduce of {self._name}", messages) as nccl:
-            all_reduce(nccl, out_N)
+        communicator.launch(f"all_reduce of {self._name}", lambda nccl: all_reduce(nccl, out_N), messages)
         if self._divisor is not None and not self._divides_first:
             out_N.div_(self._divisor)

@@ -2,8 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Literal, NamedTuple, NoReturn
 
@@ -78,7 +77,7 @@ class Communicator:
         self._staging = Staging(self._timeout_s)
         # A work holds the connections open, so what is posted and not waited for is kept where `close` ends it.
         self._pending: dict[tuple[int, Direction, int], _Pending] = {}
-        self._scratch: dict[str, torch.Tensor] = {}
+        self._scratch: dict[str, dict[int, torch.Tensor]] = {}  # by the role and the number of bytes
         self._num_messages: Counter[tuple[str, int]] = Counter()
         self._gloo: dist.ProcessGroup | None = None
         try:
@@ -106,12 +105,14 @@ class Communicator:
         """Have NCCL move tensors of GPUs over this group."""
         self.nccl, self.private_nccl = nccl.group, nccl
 
-    @contextmanager
-    def launching(self, purpose: str, messages: Callable[[], Sequence[Span]]) -> Iterator[dist.ProcessGroup]:
-        """Give NCCL's group for an operation on the current stream, which is launched within this context.
+    def launch(
+        self, purpose: str, operation: Callable[[dist.ProcessGroup], None], messages: Callable[[], Sequence[Span]]
+    ) -> None:
+        """Launch an operation of NCCL on the current stream.
 
         Args:
             purpose: what for, in errors.
+            operation: called with NCCL's group.
             messages: returns the messages of the operation, of which observers are told; called where somebody listens.
 
         Raises:
@@ -124,7 +125,7 @@ class Communicator:
         for span in spans:
             span.begin()
         try:
-            yield self.nccl
+            operation(self.nccl)
         except RuntimeError as error:
             raise self.failure(purpose, cause_of(error)) from error
         for span in spans:
@@ -143,12 +144,19 @@ class Communicator:
     def scratch(self, role: str, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Return memory for `role`, [num_bytes] uint8, that everybody who asks for that role shares.
 
+        It is the same tensor as for whoever asked for as much before, unless more has been asked for since.
+
         Users of one group come one after the other, and what the last has left in the caches the next one finds there.
         """
-        memory = self._scratch.get(role)
-        if memory is None or memory.numel() < num_bytes or memory.device != device:
-            memory = self._scratch[role] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        return memory[:num_bytes]
+        parts = self._scratch.setdefault(role, {})
+        part = parts.get(num_bytes)
+        if part is None or part.device != device:
+            largest = parts[max(parts)] if parts else None
+            if largest is None or largest.numel() < num_bytes or largest.device != device:
+                parts.clear()
+                largest = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            part = parts[num_bytes] = largest[:num_bytes]
+        return part
 
     def is_on_nccl(self, device: torch.device) -> bool:
         """Return whether NCCL moves tensors on `device`."""

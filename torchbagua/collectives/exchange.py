@@ -141,15 +141,12 @@ class Exchange:
         everybody = range(self._communicator.size)
 
         def messages() -> list[Span]:
-            sent = [self._span("send", target, tensor) for target, tensor in sends.items()]
-            return sent + [self._span("receive", source, tensor) for source, tensor in receives.items()]
+            spans = [self._span("send", target, tensor) for target, tensor in sends.items()]
+            return spans + [self._span("receive", source, tensor) for source, tensor in receives.items()]
 
-        with self._communicator.launching(self._purpose, messages) as nccl:
-            all_to_all(
-                nccl,
-                [receives.get(rank, nothing) for rank in everybody],
-                [sends.get(rank, nothing) for rank in everybody],
-            )
+        received = [receives.get(rank, nothing) for rank in everybody]
+        sent = [sends.get(rank, nothing) for rank in everybody]
+        self._communicator.launch(self._purpose, lambda nccl: all_to_all(nccl, received, sent), messages)
         for source in receives:
             on_received(source)
 

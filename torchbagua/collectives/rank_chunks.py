@@ -5,8 +5,7 @@ A *piece* is one of the parts in which chunks are sent: of each chunk the first 
 Shape suffixes: N elements, W wire bytes, R ranks.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +88,11 @@ class RankChunks:
         self.layout = compressor.layout(spec, all_cuts, equal_bytes=self.nccl_moves_all_at_once)
         self.own = slice(cuts[self.rank], cuts[self.rank + 1])
         self.pieces = [self._piece(index, num_pieces) for index in range(num_pieces)]
+        # Scratch memory, and its parts, which are the same as long as that is.
+        self._wire_W: torch.Tensor | None = None
+        self._wires: list[list[torch.Tensor]] = []
+        self._received_W: torch.Tensor | None = None
+        self._received: list[torch.Tensor] = []
 
     def _piece(self, index: int, num_pieces: int) -> Piece:
         """Return a piece, of which a part is at `index` and every `num_pieces` further in the layout."""
@@ -113,22 +117,34 @@ class RankChunks:
             return x_N.view(torch.uint8)
         return self.communicator.scratch("wire", self.layout.num_bytes, x_N.device)
 
+    def wires(self, wire_W: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Return the parts of a wire: of each piece, those of the chunks in the order of their owners."""
+        if wire_W is self._wire_W:
+            return self._wires
+        wires = [[wire_W[part] for part in piece.byte_slices] for piece in self.pieces]
+        if not self.compressor.wire_is_tensor:  # that is the caller's memory, and is not kept
+            self._wire_W, self._wires = wire_W, wires
+        return wires
+
     def received(self, device: torch.device) -> list[torch.Tensor]:
         """Return memory for own part of each piece from each rank, [R, W] each: the communicator's scratch."""
         size = self.communicator.size
         lengths = [size * piece.layouts[self.rank].num_bytes for piece in self.pieces]
         memory = self.communicator.scratch("received", sum(lengths), device)
-        return [part.view(size, -1) if len(part) else part.view(size, 0) for part in memory.split(lengths)]
+        if memory is not self._received_W:
+            self._received_W = memory
+            self._received = [part.view(size, part.numel() // size) for part in memory.split(lengths)]
+        return self._received
 
     def all_to_all(self, received_RW: torch.Tensor, wire_W: torch.Tensor) -> None:
         """Send each rank its chunk's part of `wire_W` and receive own chunk from all, in one call of NCCL."""
-        with self._launching("all_to_all", self.pieces[0].scatter_counts) as nccl:
-            all_to_all_equal(nccl, received_RW.view(-1), wire_W)
+        counts = self.pieces[0].scatter_counts
+        self._launch("all_to_all", lambda nccl: all_to_all_equal(nccl, received_RW.view(-1), wire_W), counts)
 
     def all_gather(self, wire_W: torch.Tensor, own_wire: torch.Tensor) -> None:
         """Send `own_wire`, own part of `wire_W`, to all ranks and receive theirs, in one call of NCCL."""
-        with self._launching("all_gather", self.pieces[0].gather_counts) as nccl:
-            all_gather_equal(nccl, wire_W, own_wire)
+        counts = self.pieces[0].gather_counts
+        self._launch("all_gather", lambda nccl: all_gather_equal(nccl, wire_W, own_wire), counts)
 
     def span(self, phase: Phase, operation: str, piece: Piece, owner: int | None = None) -> Span:
         """Return a phase of the work on a piece of the chunk of `owner`, or on that of all chunks."""
@@ -139,7 +155,7 @@ class RankChunks:
         wire_bytes = sum(piece.layouts[one].num_bytes for one in owners)
         return self.communicator.span(phase, self._details(operation, num_elements, wire_bytes))
 
-    def _launching(self, operation: str, counts: ElementCounts) -> AbstractContextManager[dist.ProcessGroup]:
+    def _launch(self, operation: str, launch: Callable[[dist.ProcessGroup], None], counts: ElementCounts) -> None:
         communicator = self.communicator
         own_bytes = self.pieces[0].layouts[self.rank].num_bytes
 
@@ -154,7 +170,7 @@ class RankChunks:
                 spans.append(communicator.message_span("receive", peer, details, on_nccl=True))
             return spans
 
-        return communicator.launching(f"{operation} of {self.name}", messages)
+        communicator.launch(f"{operation} of {self.name}", launch, messages)
 
     def _details(self, operation: str, num_elements: int, wire_bytes: int) -> Details:
         return Details(

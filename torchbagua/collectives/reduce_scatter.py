@@ -69,15 +69,16 @@ class ReduceScatter:
         """Encode all chunks into `wire_W`."""
         piece = self.chunks.pieces[0]
         with self.chunks.span("encode", "all_to_all", piece):
-            self._encode(x_N, self.chunks.layout, wire_W, slice(0, len(x_N)))
-        self._tell_error(x_N[self.chunks.own], wire_W[piece.byte_slices[self.chunks.rank]])
+            self._encode(x_N, self.chunks.layout, wire_W, slice(0, x_N.numel()))
+        if self._error_probe.is_wanted:
+            self._tell_error(x_N[self.chunks.own], self.chunks.wires(wire_W)[0][self.chunks.rank])
 
     def encode_piece(self, x_N: torch.Tensor, piece: Piece, owner: int, wire_W: torch.Tensor) -> torch.Tensor:
         """Encode the part of a piece that `owner` owns into `wire_W`, and return that."""
         elements = piece.elements[owner]
         with self.chunks.span("encode", "all_to_all", piece, owner):
             self._encode(x_N[elements], piece.layouts[owner], wire_W, elements)
-        if owner == self.chunks.rank and piece.index == 0:
+        if self._error_probe.is_wanted and owner == self.chunks.rank and piece.index == 0:
             self._tell_error(x_N[elements], wire_W)
         return wire_W
 
@@ -89,10 +90,7 @@ class ReduceScatter:
 
     def _tell_error(self, x_L: torch.Tensor, wire_W: torch.Tensor) -> None:
         """Tell observers what encoding the beginning of own chunk has left out of it."""
-        if self._error_probe.is_wanted:
-            self._error_probe.tell(
-                x_L, wire_W, None if self._residual is None else self._residual.staged(self.chunks.own)
-            )
+        self._error_probe.tell(x_L, wire_W, None if self._residual is None else self._residual.staged(self.chunks.own))
 
 
 class Scattering:
@@ -145,7 +143,7 @@ class Scattering:
         self, exchange: Exchange, piece: Piece, received_RW: torch.Tensor, take: Callable[[Piece, Rows], None]
     ) -> Stage:
         scatter, chunks = self._scatter, self._scatter.chunks
-        own, wires = chunks.rank, [self._wire_W[part] for part in piece.byte_slices]
+        own, wires = chunks.rank, chunks.wires(self._wire_W)[piece.index]
 
         def send(peer: int) -> torch.Tensor:
             return (
