@@ -1,4 +1,4 @@
-"""Over slow links long chunks are sent in two pieces: the results are those of short buckets, to the bit."""
+"""Over slow links long chunks and shards are sent in pieces: the results are those of short buckets, to the bit."""
 
 import math
 
@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.collectives import TwoPhaseMean, TwoPhaseResiduals, two_phase_mean
-from torchbagua.compressors import Compressor, Identity, MinMaxUInt8, TensorSpec
+from torchbagua.collectives import TwoPhaseMean, TwoPhaseResiduals, centralized_mean, first_runs
+from torchbagua.compressors import Cast, Compressor, Identity, MinMaxUInt8, TensorSpec
 
 SEGMENTS = (300 * 2048, 7, 500 * 2048, 200 * 2048 + 5)
 
@@ -29,7 +29,7 @@ SEGMENTS = (300 * 2048, 7, 500 * 2048, 200 * 2048 + 5)
 def test_means_in_pieces_are_those_of_short_buckets(
     size: int, is_fast: bool, compressor: Compressor, has_feedback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(two_phase_mean, "_SLOW_BYTES_PER_S", 0.0 if is_fast else math.inf)
+    monkeypatch.setattr(first_runs, "_SLOW_BYTES_PER_S", 0.0 if is_fast else math.inf)
     lengths = tuple(length * (size if length > 7 else 1) for length in SEGMENTS)
     values = torch.randn(size, sum(lengths), generator=torch.Generator().manual_seed(0))
 
@@ -64,3 +64,51 @@ def test_means_in_pieces_are_those_of_short_buckets(
         assert torch.equal(of_long, of_short)
         num_pieces = 3 * 2 + 2 * (1 if is_fast else 2)
         assert num_sent == num_pieces * 2 * (size - 1)  # phases, peers
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize(
+    ("nodes", "compressor", "intra_compressor"),
+    [
+        ([0, 0, 1, 1], MinMaxUInt8(), None),
+        ([0, 0, 0, 1, 1], MinMaxUInt8(), Cast()),  # one rank owns no shard
+        ([0, 1, 1, 1, 0, 2, 2], Identity(), None),
+        ([0, 0, 1], MinMaxUInt8(), MinMaxUInt8(2048 * 3)),
+    ],
+    ids=str,
+)
+def test_means_over_nodes_in_pieces_are_those_of_short_buckets(
+    nodes: list[int],
+    compressor: Compressor,
+    intra_compressor: Compressor | None,
+    is_fast: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(first_runs, "_SLOW_BYTES_PER_S", 0.0 if is_fast else math.inf)
+    values = torch.randn(len(nodes), sum(SEGMENTS), generator=torch.Generator().manual_seed(0))
+
+    def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, int]:
+        recorder = tb.traces.Recorder()
+        own = tb.BaguaProcessGroup(group, nodes=nodes, observers=[recorder])
+
+        def fifth_mean(x_N: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+            spec = TensorSpec(lengths, torch.float32, x_N.device, "numbers")
+            mean = centralized_mean(own, compressor, spec, hierarchical=True, intra_compressor=intra_compressor)
+            for index in range(5):
+                # Into another tensor, and in place.
+                mean(x_N, out_N := torch.empty_like(x_N)) if index % 2 else mean(out_N := x_N.clone())
+            return out_N
+
+        x_N = values[group.rank()]
+        of_long = fifth_mean(x_N, SEGMENTS)
+        own.tracer.end()
+        num_sent = sum(event.phase == "send" and event.operation != "agreement" for event in recorder.events)
+        of_short = torch.cat([fifth_mean(part_N, (len(part_N),)) for part_N in x_N.split(SEGMENTS)])
+        own.close()
+        return of_long, of_short, num_sent
+
+    for rank, (of_long, of_short, num_sent) in enumerate(run_ranks(len(nodes), body)):
+        assert torch.equal(of_long, of_short)
+        num_pieces = 3 * 2 + 2 * (1 if is_fast else 2)
+        if nodes == [0, 0, 1, 1]:
+            assert num_sent == num_pieces * 4, rank  # phases within nodes and between them, to one peer each

@@ -54,7 +54,7 @@ class Gathering:
             for piece in chunks.pieces:
                 wires, counts = self._wires[piece.index], piece.gather_counts
                 self._exchanges.append(
-                    Exchange(chunks.communicator, "all_gather", wires, chunks.name, counts=counts, piece=piece.index)
+                    Exchange(chunks.communicator, "all_gather", wires, chunks.name, counts=counts, piece=piece.number)
                 )
 
     def post_first_receive(self) -> None:
@@ -82,38 +82,52 @@ class Gathering:
         chunks = self._chunks
         if x_L is not None:
             for piece in chunks.pieces:
-                with chunks.span("encode", "all_gather", piece, chunks.rank):
-                    chunks.compressor.encode(x_L[piece.within_own], piece.layouts[chunks.rank], self.own_wire(piece))
+                self.encode(x_L[piece.within_own], piece)
         if self._exchanges:
             run_stages(self.stages())
         else:
             chunks.all_gather(self._wire_W, self.own_wire(chunks.pieces[0]))
             self._decode_all()
 
-    def stages(self, after: Sequence[Exchange | None] = ()) -> list[Stage]:
+    def encode(self, x_L: torch.Tensor, piece: Piece) -> None:
+        """Write `x_L`, own part of a piece, to its wire."""
+        chunks = self._chunks
+        with chunks.span("encode", "all_gather", piece, chunks.rank):
+            chunks.compressor.encode(x_L, piece.layouts[chunks.rank], self.own_wire(piece))
+
+    def stages(self, after: Sequence[Exchange | None] = (), x_L: torch.Tensor | None = None) -> list[Stage]:
         """Return a stage for each piece.
 
         Args:
             after: the exchange by which own part of each piece becomes known; default: all are known.
+            x_L: own chunk, which is encoded when it is sent; None where `own_wire` holds it by then.
         """
         return [
-            self._stage(*one)
+            self._stage(*one, x_L)
             for one in zip(self._exchanges, self._chunks.pieces, after or [None] * len(self._exchanges), strict=True)
         ]
 
-    def _stage(self, exchange: Exchange, piece: Piece, after: Exchange | None) -> Stage:
+    def _stage(self, exchange: Exchange, piece: Piece, after: Exchange | None, x_L: torch.Tensor | None) -> Stage:
         chunks, own_wire = self._chunks, self.own_wire(piece)
         if chunks.are_coded_at_once:
             return Stage(exchange, lambda peer: own_wire, on_finished=self._decode_all, after=after)
+        to_encode = [] if x_L is None else [x_L[piece.within_own]]
+
+        def encoded() -> torch.Tensor:
+            if to_encode:
+                self.encode(to_encode.pop(), piece)
+            return own_wire
+
+        def place_own() -> None:
+            encoded()  # also where there is nobody to send it to
+            decode(chunks.rank)
 
         def decode(owner: int) -> None:
             with chunks.span("decode", "all_gather", piece, owner):
                 wire_W, out_L = self._wires[piece.index][owner], self._out_N[piece.elements[owner]]
                 chunks.compressor.decode(wire_W, piece.layouts[owner], out_L)
 
-        return Stage(
-            exchange, lambda peer: own_wire, on_sent=lambda: decode(chunks.rank), on_received=decode, after=after
-        )
+        return Stage(exchange, lambda peer: encoded(), on_sent=place_own, on_received=decode, after=after)
 
     def _decode_all(self) -> None:
         with self._chunks.span("decode", "all_gather", self._chunks.pieces[0]):

@@ -8,6 +8,7 @@ from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.hierarchical import BetweenNodes, Hierarchical
+from torchbagua.collectives.hierarchical_mean import HierarchicalMean
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 from torchbagua.compressors import Compressor, Identity, TensorSpec
@@ -61,7 +62,13 @@ def centralized_mean(
             over_owners = TwoPhaseMean(owners, compressor, shard_spec, divisor, residuals=residuals, start=shard.start)
             return lambda sum_L, round_index: over_owners(sum_L)
 
-        mean = Hierarchical(group, spec, compressor.block_elements, mean_between_nodes, intra_compressor)
+        def make_whole() -> Mean:
+            return Hierarchical(group, spec, compressor.block_elements, mean_between_nodes, intra_compressor)
+
+        if residuals is None and HierarchicalMean.is_worthwhile(group, compressor, spec, intra_compressor):
+            mean = HierarchicalMean(group, compressor, spec, divisor, intra_compressor, make_whole)
+        else:
+            mean = make_whole()
     else:
         mean = TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals)
     if residuals is None:

@@ -56,12 +56,7 @@ class Hierarchical:
     ) -> None:
         assert group.intra_node is not None
         node = group.intra_node
-        # Between two blocks of both codecs.
-        cuts = spec.even_cuts(group.num_shards, math.lcm(block_elements, compressor.block_elements))
-        # Ranks of larger nodes that own no shard still send and receive.
-        cuts += (spec.num_elements,) * (node.size - group.num_shards)
-        self._dtype = spec.dtype
-        self._chunks = RankChunks(node, compressor, spec, cuts)
+        self._chunks = RankChunks(node, compressor, spec, shard_cuts(group, spec, block_elements, compressor))
         self._scatter = ReduceScatter(self._chunks)
         self._gather = AllGather(self._chunks)
         self._between_nodes: BetweenNodes | None = None
@@ -84,15 +79,26 @@ class Hierarchical:
         # Made before own shards are sent from the memory into which it receives: a rank sends a result only when it
         # has received that shard from everybody.
         gathering = self._gather.begin(x_N if out_N is None else out_N)
-        sum_L = self._sum_L(x_N.device)
+        sum_L = sum_of_shard(self._chunks)
         self._scatter(x_N, sum_L)
         gathering.post_first_receive()
         if self._between_nodes is not None:
             self._between_nodes(sum_L, round_index)
         gathering.run(sum_L)
 
-    def _sum_L(self, device: torch.device) -> torch.Tensor:
-        """Return memory for the sum of own shard's copies, in the dtype that sums are formed in."""
-        own, dtype = self._chunks.own, sum_dtype(self._dtype)
-        memory = self._chunks.communicator.scratch("sum", (own.stop - own.start) * dtype.itemsize, device)
-        return typed(memory, dtype)
+
+def shard_cuts(group: NodeGroups, spec: TensorSpec, block_elements: int, compressor: Compressor) -> tuple[int, ...]:
+    """Return the cuts of a tensor's shards, between two blocks of what is sent between nodes and of that within them.
+
+    Ranks of larger nodes that own no shard still send and receive.
+    """
+    assert group.intra_node is not None
+    cuts = spec.even_cuts(group.num_shards, math.lcm(block_elements, compressor.block_elements))
+    return cuts + (spec.num_elements,) * (group.intra_node.size - group.num_shards)
+
+
+def sum_of_shard(chunks: RankChunks) -> torch.Tensor:
+    """Return memory for the sum of own shard's copies, in the dtype that sums are formed in."""
+    dtype = sum_dtype(chunks.layout.dtype)
+    num_bytes = (chunks.own.stop - chunks.own.start) * dtype.itemsize
+    return typed(chunks.communicator.scratch("sum", num_bytes, chunks.device), dtype)

@@ -24,7 +24,8 @@ class Piece:
     """One part of every chunk, by the rank that owns the chunk.
 
     Attributes:
-        index: which one.
+        index: which one of these.
+        number: told apart by it are those that are under way at the same time.
         elements: of the tensor.
         byte_slices: of its wire.
         layouts: each in a tensor and a wire of its own.
@@ -34,6 +35,7 @@ class Piece:
     """
 
     index: int
+    number: int
     elements: Sequence[slice]
     byte_slices: Sequence[slice]
     layouts: Sequence[WireLayout]
@@ -49,13 +51,16 @@ class RankChunks:
         communicator: whose ranks own the chunks.
         compressor: makes bytes of them; it encodes the tensor's dtype.
         spec: the tensor.
-        cuts: where chunks begin and end, one for each rank, see `TensorSpec.even_cuts`.
-        num_pieces: in how many pieces chunks are sent; one on a GPU, where one launch codes all.
+        cuts: where chunks begin and end, one for each rank, see `TensorSpec.even_cuts`; or the pieces in which they are
+            sent, see `TensorSpec.cuts_within`. On a GPU, where one launch codes all, chunks have one piece.
+        part: of those tensors whose chunks are under way over this communicator at the same time, each another; every
+            one of them is sent in one piece.
 
     Attributes:
         communicator, compressor: the same.
         name: the tensor's.
         rank: own place in the communicator.
+        device: the tensor's.
         layout: of all pieces of the first chunk, then of the second, and so on.
         own: the elements of this rank's chunk.
         pieces: in which chunks are sent, so that one is computed while another is under way.
@@ -73,20 +78,23 @@ class RankChunks:
         compressor: Compressor,
         spec: TensorSpec,
         cuts: Sequence[int],
-        num_pieces: int = 1,
+        part: int = 0,
     ) -> None:
         self.communicator = communicator
         self.compressor = compressor
         self.name = spec.name
         self.rank = communicator.rank
+        self.device = spec.device
         self._element_bytes = spec.dtype.itemsize
         is_on_nccl = communicator.is_on_nccl(spec.device)
         self.nccl_moves_all_at_once = is_on_nccl and not compressor.wire_is_tensor
         self.are_coded_at_once = is_on_nccl or spec.device.type == "cuda"
-        assert num_pieces == 1 or not self.are_coded_at_once
-        all_cuts = spec.cuts_within(cuts, num_pieces, compressor.block_elements) if num_pieces > 1 else cuts
-        self.layout = compressor.layout(spec, all_cuts, equal_bytes=self.nccl_moves_all_at_once)
-        self.own = slice(cuts[self.rank], cuts[self.rank + 1])
+        num_pieces = (len(cuts) - 1) // communicator.size
+        assert num_pieces == 1 or not (self.are_coded_at_once or part)
+        self._part = part
+        self._roles = f"wire {part}", f"received {part}"  # of scratch memory
+        self.layout = compressor.layout(spec, cuts, equal_bytes=self.nccl_moves_all_at_once)
+        self.own = slice(cuts[self.rank * num_pieces], cuts[(self.rank + 1) * num_pieces])
         self.pieces = [self._piece(index, num_pieces) for index in range(num_pieces)]
         # Scratch memory, and its parts, which are the same as long as that is.
         self._wire_W: torch.Tensor | None = None
@@ -103,6 +111,7 @@ class RankChunks:
         own = elements[self.rank]
         return Piece(
             index=index,
+            number=self._part + index,
             elements=elements,
             byte_slices=self.layout.byte_slices[index::num_pieces],
             layouts=[self.layout.chunk(index + owner * num_pieces) for owner in range(size)],
@@ -115,7 +124,7 @@ class RankChunks:
         """Return memory for the wire of `x_N`: its own, or the communicator's scratch."""
         if self.compressor.wire_is_tensor:
             return x_N.view(torch.uint8)
-        return self.communicator.scratch("wire", self.layout.num_bytes, x_N.device)
+        return self.communicator.scratch(self._roles[0], self.layout.num_bytes, x_N.device)
 
     def wires(self, wire_W: torch.Tensor) -> list[list[torch.Tensor]]:
         """Return the parts of a wire: of each piece, those of the chunks in the order of their owners."""
@@ -130,7 +139,7 @@ class RankChunks:
         """Return memory for own part of each piece from each rank, [R, W] each: the communicator's scratch."""
         size = self.communicator.size
         lengths = [size * piece.layouts[self.rank].num_bytes for piece in self.pieces]
-        memory = self.communicator.scratch("received", sum(lengths), device)
+        memory = self.communicator.scratch(self._roles[1], sum(lengths), device)
         if memory is not self._received_W:
             self._received_W = memory
             self._received = [part.view(size, part.numel() // size) for part in memory.split(lengths)]

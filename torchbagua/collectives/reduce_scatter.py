@@ -107,7 +107,9 @@ class Scattering:
             for piece, received_RW in zip(chunks.pieces, self._received, strict=True):
                 receives, counts = list(received_RW), piece.scatter_counts
                 self._exchanges.append(
-                    Exchange(chunks.communicator, "all_to_all", receives, chunks.name, counts=counts, piece=piece.index)
+                    Exchange(
+                        chunks.communicator, "all_to_all", receives, chunks.name, counts=counts, piece=piece.number
+                    )
                 )
             self._exchanges[0].post_receives(1)
 

@@ -4,27 +4,18 @@ Shape suffixes: N elements, W wire bytes, R ranks, L elements of a chunk.
 """
 
 import itertools
-import math
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.all_gather import AllGather, Gathering
 from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, Communicator
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals, tell_residuals
-from torchbagua.collectives.exchange import run_stages
+from torchbagua.collectives.exchange import Stage, run_stages
+from torchbagua.collectives.first_runs import FirstRuns
 from torchbagua.collectives.rank_chunks import Piece, RankChunks
-from torchbagua.collectives.reduce_scatter import ReduceScatter, Rows
+from torchbagua.collectives.reduce_scatter import ReduceScatter, Rows, Scattering
 from torchbagua.compressors import Compressor, TensorSpec
-
-# 1.6 Gbit/s, of everything that a mean takes. Where that is faster, another message costs more processor time than what
-# is gained by computing beside the first.
-_SLOW_BYTES_PER_S = 0.2e9
-
-# The first runs tell how fast it is.
-_RUNS_IN_PIECES = 3
 
 
 class TwoPhaseMean:
@@ -45,6 +36,8 @@ class TwoPhaseMean:
         residuals: what compression left out before is added in both phases, and what it leaves out now is staged; for
             a float32 tensor that is averaged in place. They are assigned the slices that this rank sends and owns.
         start: the element of the residuals' bucket at which the tensor begins.
+        part: where means of several tensors are formed over this communicator at the same time, a number for each, see
+            `stages`; such a mean is sent in one piece.
     """
 
     def __init__(
@@ -56,6 +49,7 @@ class TwoPhaseMean:
         *,
         residuals: TwoPhaseResiduals | None = None,
         start: int = 0,
+        part: int | None = None,
     ) -> None:
         self._communicator = communicator
         self._compressor = compressor
@@ -68,9 +62,10 @@ class TwoPhaseMean:
             residuals.assign_slices(
                 sent=slice(start, start + spec.num_elements), mean=slice(start + own.start, start + own.stop)
             )
-        self._num_runs = 0
-        self._shortest_s = math.inf
-        self._cut(2 if _is_long(compressor, spec, cuts) else 1)
+        self._part = part
+        self._cut(2 if part is None and is_long(compressor, spec, cuts) else 1)
+        sent_bytes = 2 * (communicator.size - 1) / communicator.size * self._chunks.layout.num_bytes
+        self._first_runs = FirstRuns(communicator, sent_bytes, spec.name)
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
         """Write the mean of `x_N` over the ranks to `out_N`, another tensor like it; by default in place.
@@ -78,48 +73,50 @@ class TwoPhaseMean:
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
-        if self._num_runs == _RUNS_IN_PIECES and len(self._chunks.pieces) > 1 and self._is_fast():
+        if len(self._chunks.pieces) > 1 and self._first_runs.were_fast():
             self._cut(1)
-        self._num_runs += 1
-        start_s = time.perf_counter()
-        self._run(x_N, x_N if out_N is None else out_N)
-        self._shortest_s = min(self._shortest_s, time.perf_counter() - start_s)
+        self._first_runs.run(lambda: self._run(x_N, x_N if out_N is None else out_N))
         tracer = self._communicator.tracer
         if self._residuals is not None and tracer.samples:
             tell_residuals(tracer, self._spec.name, self._residuals)
 
+    def stages(self, x_N: torch.Tensor, out_N: torch.Tensor) -> list[Stage]:
+        """Return what `run_stages` forms the mean by, between CPUs, together with the stages of other operations."""
+        return self._stages(*self._begin(x_N, out_N))
+
     def _run(self, x_N: torch.Tensor, out_N: torch.Tensor) -> None:
-        scattering = self._scatter.begin(x_N)
-        # Before own chunks are sent, so that receives are posted early; `Gathering` says why it may share their wire.
-        gathering = self._gather.begin(out_N)
-
-        def form_mean(piece: Piece, rows: Rows) -> None:
-            self._form_mean(piece, rows, gathering)
-
+        scattering, gathering = self._begin(x_N, out_N)
         if self._chunks.nccl_moves_all_at_once:
-            scattering.run(form_mean)
+            scattering.run(self._mean_for(gathering))
             gathering.run()
         else:
-            scatters = scattering.stages(form_mean)
-            gathers = gathering.stages([stage.exchange for stage in scatters])
-            # The second piece is on its way while the first is added up, and so on.
-            first, *others = scatters
-            pairs = [*itertools.chain.from_iterable(zip(others, gathers[:-1], strict=True))]
-            run_stages([first, *pairs, gathers[-1]])
+            run_stages(self._stages(scattering, gathering))
+
+    def _begin(self, x_N: torch.Tensor, out_N: torch.Tensor) -> tuple[Scattering, Gathering]:
+        # The second before own chunks are sent, so that receives are posted early; `Gathering` says why it may share
+        # their wire.
+        return self._scatter.begin(x_N), self._gather.begin(out_N)
+
+    def _stages(self, scattering: Scattering, gathering: Gathering) -> list[Stage]:
+        scatters = scattering.stages(self._mean_for(gathering))
+        gathers = gathering.stages([stage.exchange for stage in scatters])
+        # The second piece is on its way while the first is added up, and so on.
+        first, *others = scatters
+        pairs = itertools.chain.from_iterable(zip(others, gathers[:-1], strict=True))
+        return [first, *pairs, gathers[-1]]
 
     def _cut(self, num_pieces: int) -> None:
         """Cut chunks into so many pieces. The mean is the same, to the bit, since blocks are."""
-        self._chunks = RankChunks(self._communicator, self._compressor, self._spec, self._cuts, num_pieces)
+        cuts = self._cuts
+        if num_pieces > 1:
+            cuts = self._spec.cuts_within(cuts, num_pieces, self._compressor.block_elements)
+        self._chunks = RankChunks(self._communicator, self._compressor, self._spec, cuts, self._part or 0)
         sent = None if self._residuals is None else self._residuals.sent
         self._scatter = ReduceScatter(self._chunks, divisor=self._divisor, residual=sent)
         self._gather = AllGather(self._chunks)
 
-    def _is_fast(self) -> bool:
-        """Return whether no rank took long for what it has sent, the same on all ranks."""
-        size = self._communicator.size
-        sent_bytes = 2 * (size - 1) / size * self._chunks.layout.num_bytes
-        is_slow = sent_bytes < _SLOW_BYTES_PER_S * self._shortest_s
-        return not all_reduce_max(self._communicator, [is_slow], f"the pieces of {self._spec.name}")[0]
+    def _mean_for(self, gathering: Gathering) -> Callable[[Piece, Rows], None]:
+        return lambda piece, rows: self._form_mean(piece, rows, gathering)
 
     def _form_mean(self, piece: Piece, rows: Rows, gathering: Gathering) -> None:
         """Encode the mean of own part of a piece."""
@@ -133,8 +130,8 @@ class TwoPhaseMean:
         self._residuals.mean.encode(mean_L, self._compressor, layout, own_wire, piece.within_own)
 
 
-def _is_long(compressor: Compressor, spec: TensorSpec, cuts: Sequence[int]) -> bool:
-    """Return whether the halves of the longest chunk are long messages still, the same on all ranks."""
+def is_long(compressor: Compressor, spec: TensorSpec, cuts: Sequence[int]) -> bool:
+    """Return whether the halves of the longest chunk are long messages, of CPUs; the same on all ranks."""
     if spec.device.type == "cuda" or not compressor.codes_blocks_alone:
         return False
     longest = max(stop - start for start, stop in itertools.pairwise(cuts))

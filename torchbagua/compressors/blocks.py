@@ -77,7 +77,7 @@ class TensorSpec:
         cuts: list[int] = bounds_B[torch.searchsorted(bounds_B, targets)].tolist()
         return (*cuts, self.num_elements)
 
-    def cuts_within(self, cuts: Sequence[int], num_pieces: int, block_elements: int) -> list[int]:
+    def cuts_within(self, cuts: Sequence[int], num_pieces: int, block_elements: int) -> tuple[int, ...]:
         """Cut each chunk into pieces of whole blocks, with about as many elements in each. A piece may be empty.
 
         Returns:
@@ -88,7 +88,7 @@ class TensorSpec:
         for start, stop in itertools.pairwise(cuts):
             targets = torch.tensor([start + piece * (stop - start) // num_pieces for piece in range(1, num_pieces)])
             pieces += [start, *bounds_B[torch.searchsorted(bounds_B, targets)].clamp(max=stop).tolist()]
-        return [*pieces, self.num_elements]
+        return (*pieces, self.num_elements)
 
     def restricted_to(self, elements: slice, dtype: torch.dtype) -> "TensorSpec":
         """Return the description of a tensor of `dtype` that consists of some of the elements."""

@@ -1,0 +1,45 @@
+"""The first runs of an operation that sends in pieces tell whether that pays."""
+
+import math
+import time
+from collections.abc import Callable
+
+from torchbagua.collectives.agreement import all_reduce_max
+from torchbagua.collectives.communicator import Communicator
+
+_NUM_RUNS = 3
+
+# 1.6 Gbit/s, of everything that an operation takes. Where that is faster, another message costs more processor time
+# than what is gained by computing beside the first.
+_SLOW_BYTES_PER_S = 0.2e9
+
+
+class FirstRuns:
+    """Counts the runs of an operation, and times them.
+
+    Args:
+        communicator: of all ranks that run it.
+        sent_bytes: what this rank sends in a run, over most of its links.
+        name: of the operation's tensor, in errors.
+    """
+
+    def __init__(self, communicator: Communicator, sent_bytes: float, name: str) -> None:
+        self._communicator = communicator
+        self._sent_bytes = sent_bytes
+        self._purpose = f"the pieces of {name}"
+        self._num_runs = 0
+        self._shortest_s = math.inf
+
+    def were_fast(self) -> bool:
+        """Return, once, whether no rank took long: between the first runs and the next, when it is collective."""
+        if self._num_runs != _NUM_RUNS:
+            return False
+        is_slow = self._sent_bytes < _SLOW_BYTES_PER_S * self._shortest_s
+        return not all_reduce_max(self._communicator, [is_slow], self._purpose)[0]
+
+    def run(self, operation: Callable[[], None]) -> None:
+        """Run it."""
+        start_s = time.perf_counter()
+        operation()
+        self._shortest_s = min(self._shortest_s, time.perf_counter() - start_s)
+        self._num_runs += 1
