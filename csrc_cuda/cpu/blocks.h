@@ -14,6 +14,10 @@
 #include "element/blocks.h"
 #include "instruction_set.h"
 
+#if TORCHBAGUA_X86_TARGETS
+#include <xmmintrin.h>
+#endif
+
 namespace torchbagua::cpu {
 
 // Elements: 16 KiB of float32, half of a small L1 cache.
@@ -70,6 +74,27 @@ TORCHBAGUA_ELEMENT void prefetch(const T* values, long long all) {
       __builtin_prefetch(values + i);
     }
   });
+#endif
+}
+
+// Copies floats that nobody reads soon: around the cache, so that what they replace is not read first.
+TORCHBAGUA_ELEMENT void write_around_cache(const float* from, long long length, float* to) {
+  long long done = 0;
+#if TORCHBAGUA_X86_TARGETS
+  constexpr long long kWritten = 4;  // at once, to a multiple of 16 bytes, by SSE, which every x86-64 has
+  done = std::min<long long>(length, -(reinterpret_cast<uintptr_t>(to) / sizeof(float)) % kWritten);
+  std::copy(from, from + done, to);
+  for (; done + kWritten <= length; done += kWritten) {
+    _mm_stream_ps(to + done, _mm_loadu_ps(from + done));
+  }
+#endif
+  std::copy(from + done, from + length, to + done);
+}
+
+// Whoever is told after this that they are written finds them written.
+TORCHBAGUA_ELEMENT void finish_writes_around_cache() {
+#if TORCHBAGUA_X86_TARGETS
+  _mm_sfence();
 #endif
 }
 
@@ -181,44 +206,68 @@ struct DenseCodec {
     }
   }
 
-  // Encodes x + residual, and writes what the wire leaves out of that, through which the sum has passed, batch by
-  // batch.
-  static TORCHBAGUA_ELEMENT void encode_feedback(const float* x, const float* residual, const Table& table,
-                                                 uint8_t* wire, float* left_out) {
+  // Encodes sums, and writes what the wire leaves out of them to left_out. `put_sums(b, num_blocks, place)` writes the
+  // sums of the blocks [b, b + num_blocks), those of the i-th to `place(i)`: in the cache, or in left_out where a block
+  // does not fit a tile. `prefetch_terms(first, length)` starts to fetch what these elements' sums are formed of.
+  template <typename PutSums, typename PrefetchTerms>
+  static TORCHBAGUA_ELEMENT void encode_sums(const Table& table, uint8_t* wire, float* left_out,
+                                             const PutSums& put_sums, const PrefetchTerms& prefetch_terms) {
+    alignas(64) float tile[kTile];
+    Block places[kBatch];  // the blocks, where their sums are
     typename Codec::Decoders decoders;
     for (long long b = 0; b < table.num_blocks;) {
       const long long num_blocks = size_of_batch(table, b);
+      const Block* blocks = table.blocks + b;
+      const bool fits = blocks[0].length <= kTile;
+      float* const sums = fits ? tile : left_out;
+      long long offset = fits ? 0 : blocks[0].start;
+      for (long long i = 0; i < num_blocks; ++i) {
+        places[i] = blocks[i];
+        places[i].start = offset;
+        offset += blocks[i].length;
+      }
+      put_sums(b, num_blocks, [&](long long i) TORCHBAGUA_INLINED { return sums + places[i].start; });
+      Codec::encode(static_cast<const float*>(sums), Table{places, num_blocks, table.num_fields}, wire);
+      decoders.read(wire, blocks, num_blocks);
+      for (long long i = 0; i < num_blocks; ++i) {
+        // Meanwhile the terms of the next blocks are fetched, a little at a time.
+        const Block next = block_or_none(table, b + num_blocks + i);
+        const auto decoder = decoders.of(i);
+        for (long long first = 0; first < blocks[i].length; first += kPart) {
+          prefetch_terms(next.start + first, std::min(kPart, next.length - first));
+          const long long length = std::min(kPart, blocks[i].length - first);
+          float* part = sums + places[i].start + first;
+          Codec::decode_each(decoder, wire + blocks[i].payload + Codec::payload_bytes(first), length,
+                             [=](long long k, float value) TORCHBAGUA_INLINED { part[k] -= value; });
+          if (fits) {
+            write_around_cache(part, length, left_out + blocks[i].start + first);
+          }
+        }
+      }
+      b += num_blocks;
+    }
+    finish_writes_around_cache();
+  }
+
+  // Encodes x + residual, and writes what the wire leaves out of that.
+  static TORCHBAGUA_ELEMENT void encode_feedback(const float* x, const float* residual, const Table& table,
+                                                 uint8_t* wire, float* left_out) {
+    const auto put_sums = [=](long long b, long long num_blocks, const auto& place) TORCHBAGUA_INLINED {
       for (long long i = 0; i < num_blocks; ++i) {
         const Block block = table.blocks[b + i];
         const float* values = x + block.start;
         const float* left_before = residual + block.start;
-        float* sum = left_out + block.start;
+        float* sum = place(i);
 #pragma omp simd
         for (long long k = 0; k < block.length; ++k) {
           sum[k] = values[k] + left_before[k];
         }
       }
-      // The x that is encoded is left_out: there the sum stands, at the places of the blocks.
-      Codec::encode(left_out, Table{table.blocks + b, num_blocks, table.num_fields}, wire);
-      decoders.read(wire, table.blocks + b, num_blocks);
-      for (long long i = 0; i < num_blocks; ++i) {
-        const Block block = table.blocks[b + i];
-        // Meanwhile the next blocks are fetched, a little at a time.
-        const Block next = block_or_none(table, b + num_blocks + i);
-        const auto decoder = decoders.of(i);
-        for (long long first = 0; first < block.length; first += kPart) {
-          const long long ahead = std::min(kPart, next.length - first);
-          prefetch(x + next.start + first, ahead);
-          prefetch(residual + next.start + first, ahead);
-          prefetch(left_out + next.start + first, ahead);
-          float* part = left_out + block.start + first;
-          Codec::decode_each(decoder, wire + block.payload + Codec::payload_bytes(first),
-                             std::min(kPart, block.length - first),
-                             [=](long long k, float value) TORCHBAGUA_INLINED { part[k] -= value; });
-        }
-      }
-      b += num_blocks;
-    }
+    };
+    encode_sums(table, wire, left_out, put_sums, [=](long long first, long long length) TORCHBAGUA_INLINED {
+      prefetch(x + first, length);
+      prefetch(residual + first, length);
+    });
   }
 };
 
