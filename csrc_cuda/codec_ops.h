@@ -11,7 +11,8 @@
 namespace torchbagua::binding {
 
 // `Kernels` has kName, how the operations' names begin; kDevice, the device that they are for; kFields, of a row of a
-// table; and a function for each operation, which is given the call and the arguments, the tables' content unseen.
+// table; and a function for each operation of its device, which is given the call and the arguments, the tables'
+// content unseen.
 template <typename Kernels>
 struct CodecOps {
   static Call call(const char* name, const Tensor& first) { return {{Kernels::kName, name}, Kernels::kDevice, first}; }
@@ -63,6 +64,18 @@ struct CodecOps {
                              span_of<float>(called, {"left_out", left_out, values.size}));
   }
 
+  static void decode_mean_encode_feedback(const Tensor& rows, const Tensor& table, double divisor,
+                                          const Tensor& residual, const Tensor& wire, const Tensor& left_out) {
+    const Call called = call("decode_mean_encode_feedback", rows);
+    const Rows wires = rows_of(called, rows);
+    const Table blocks = table_of(called, table, Kernels::kFields);
+    const float by = divisor_of(called, divisor);
+    const auto left_before = span_of<const float>(called, {"residual", residual});
+    const auto bytes = span_of<unsigned char>(called, {"wire", wire, wires.row_bytes});
+    Kernels::decode_mean_encode_feedback(called, wires, blocks, by, left_before, bytes,
+                                         span_of<float>(called, {"left_out", left_out, left_before.size}));
+  }
+
   template <typename Library>
   static void register_in(Library& library) {
     const std::string name = Kernels::kName;
@@ -71,6 +84,9 @@ struct CodecOps {
     library.impl((name + "_decode_mean").c_str(), TORCH_BOX(&CodecOps::decode_mean));
     library.impl((name + "_decode_mean_encode").c_str(), TORCH_BOX(&CodecOps::decode_mean_encode));
     library.impl((name + "_encode_feedback").c_str(), TORCH_BOX(&CodecOps::encode_feedback));
+    if constexpr (Kernels::kDevice == DeviceType::CPU) {  // a GPU has no cache in which a mean would wait
+      library.impl((name + "_decode_mean_encode_feedback").c_str(), TORCH_BOX(&CodecOps::decode_mean_encode_feedback));
+    }
   }
 };
 

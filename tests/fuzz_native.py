@@ -74,6 +74,7 @@ def fuzz_once(draw: random.Random) -> bool:
         "decode_mean": (wires, table, float(num_rows), own_memory(x.float(), draw)),
         "decode_mean_encode": (wires, table, float(num_rows), wire),
         "encode_feedback": (x.float(), own_memory(x.float(), draw), table, wire, own_memory(x.float(), draw)),
+        "decode_mean_encode_feedback": (wires, table, 2.0, x.float(), wire, own_memory(x.float(), draw)),
     }
     operation = draw.choice(sorted(calls))
     try:

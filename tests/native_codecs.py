@@ -222,3 +222,16 @@ def feedback_by_both(
     assert torch.equal(wire, other_wire)
     assert_same_values(left_out, other_left_out)
     return wire, left_out
+
+
+def assert_mean_feedback_is_both_in_turn(codec: Codec, rows: Tensor, residual: Tensor, table: Tensor) -> None:
+    """The mean of rows with a residual has the bytes of the mean and then the feedback; between the blocks all is 7."""
+    mean, left_out = torch.full_like(residual, 7.0), torch.full_like(residual, 7.0)
+    wire = torch.full_like(rows[0], 7)
+    NATIVE_OPS[f"{codec.name}_decode_mean"](rows, table, 3.0, mean)
+    NATIVE_OPS[f"{codec.name}_encode_feedback"](mean, residual, table, wire, left_out)
+    for kernel in codec.kernels("decode_mean_encode_feedback"):
+        own_wire, own_left_out = torch.full_like(wire, 7), torch.full_like(left_out, 7.0)
+        kernel(rows, table, 3.0, residual, own_wire, own_left_out)
+        assert torch.equal(own_wire, wire)
+        assert_same_values(own_left_out, left_out)

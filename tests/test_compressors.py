@@ -191,9 +191,15 @@ def test_the_mean_in_float32_is_what_the_encoded_mean_comes_from(compressor: Com
     wire, expected = torch.zeros(2, layout.num_bytes, dtype=torch.uint8)
     compressor.decode_mean(rows.clone(), layout, 4.0, mean)
     compressor.encode(mean, layout, expected)
-    compressor.decode_mean_encode(rows, layout, 4.0, wire)
+    compressor.decode_mean_encode(rows.clone(), layout, 4.0, wire)
     assert torch.equal(wire, expected)
     assert torch.allclose(mean, values.mean(0), atol=5)
+
+    left_out, expected_left_out, memory = torch.full((3, sum(segments)), torch.nan)
+    compressor.encode_feedback(mean, values[0], layout, expected, expected_left_out)
+    compressor.decode_mean_encode_feedback(rows, layout, 4.0, values[0], wire, left_out, memory)
+    assert torch.equal(wire, expected)
+    assert torch.equal(left_out, expected_left_out)
 
 
 @pytest.mark.parametrize("codec", BLOCK_CODECS)

@@ -23,6 +23,7 @@ from native_codecs import (
     TILE,
     Codec,
     L,
+    assert_mean_feedback_is_both_in_turn,
     assert_same_values,
     decoded_by_both,
     encoded_by_both,
@@ -124,6 +125,8 @@ def test_same_bytes_with_feedback(codec: Codec, lengths: list[int], kind: str, r
     for start, length, *_ in table.tolist():
         block = slice(start, start + length)
         assert_same_values(left_out[block], (x + residual)[block] - decoded[block])
+    rows = torch.stack((wire, encoded_by_both(codec, residual, table, wire_bytes, seed)))
+    assert_mean_feedback_is_both_in_turn(codec, rows, x, table)
 
 
 @pytest.mark.parametrize("length", [TILE, TILE + 1, 3 * TILE + 5, 50_000])
@@ -141,6 +144,7 @@ def test_same_bytes_of_blocks_longer_than_a_tile(codec: Codec, length: int) -> N
         decode_mean(rows, table, 3.0, mean)
     assert_same_values(*means)
     feedback_by_both(codec, values[0], values[1], table, wire_bytes)
+    assert_mean_feedback_is_both_in_turn(codec, rows, values[0], table)
 
 
 def test_same_bytes_at_any_address(codec: Codec) -> None:
@@ -167,6 +171,7 @@ def test_same_bytes_at_any_address(codec: Codec) -> None:
         mean_by_both(codec, wires[0].repeat(3, 1), table, 3.0)
         values = x.float()
         feedback_by_both(codec, values, values.flip(0), table, wire_bytes)
+        assert_mean_feedback_is_both_in_turn(codec, wires[0].repeat(3, 1), values, table)
 
 
 @pytest.mark.slow
@@ -215,3 +220,4 @@ def test_opcheck(codec: Codec) -> None:
     codec.opcheck("decode_mean", wire.repeat(3, 1), table, 3.0, x)
     codec.opcheck("decode_mean_encode", wire.repeat(3, 1), table, 3.0, wire)
     codec.opcheck("encode_feedback", x, x.flip(0), table, wire, torch.zeros_like(x))
+    codec.opcheck("decode_mean_encode_feedback", wire.repeat(3, 1), table, 3.0, x, wire, torch.zeros_like(x))

@@ -10,11 +10,12 @@ from torch import Tensor
 from devices import CPU
 from native_codecs import CODECS, Codec
 
-OPERATIONS = ("encode", "decode", "decode_mean", "decode_mean_encode", "encode_feedback")
+MEANS = ("decode_mean", "decode_mean_encode", "decode_mean_encode_feedback")
+OPERATIONS = ("encode", "decode", "encode_feedback", *MEANS)
 # What a tensor must be, by the operations' names for it; other lengths follow from these.
 ALLOWED = {
     "x": r"contiguous float32(, bfloat16 or float16)? \[N\]",
-    "residual": r"contiguous float32 \[16\]",
+    "residual": r"contiguous float32 \[(N|16)\]",
     "left_out": r"contiguous float32 \[16\]",
     "wire": r"contiguous uint8 \[(W|\d+)\]",
     "rows": r"contiguous uint8 \[R, W\]",
@@ -39,14 +40,15 @@ def good_arguments(codec: Codec, operation: str) -> dict[str, Any]:
     return {argument.name: every[argument.name] for argument in codec.native(operation)._schema.arguments}
 
 
-def spoiled(name: str, good: Tensor, *, is_first: bool) -> list[Tensor]:
+def spoiled(name: str, arguments: Mapping[str, Any]) -> list[Tensor]:
     """The argument with another type, another number of dimensions, gaps, or not beside the first, one at a time."""
+    good, is_first = arguments[name], name == next(iter(arguments))
     bad = [good.to(torch.int16), good[None], torch.stack((good, good), -1)[..., 0]]
     if not is_first:
         bad.append(good.to("meta"))
     if name == "table":
         bad += [good[:, :3].contiguous(), torch.cat((good, good), dim=1)]
-    if name in ("residual", "left_out"):
+    if name == "left_out" or (name == "residual" and "x" in arguments):  # as long as one before it
         bad.append(good[:-1])
     return bad
 
@@ -86,18 +88,18 @@ def test_tensors_that_are_not_as_they_must_be_are_refused(codec: Codec, operatio
     codec.kernels(operation)[0](**good)
     for name, tensor in good.items():
         if isinstance(tensor, Tensor):
-            for bad in spoiled(name, tensor, is_first=name == next(iter(good))):
+            for bad in spoiled(name, good):
                 message = f"{name} must be {ALLOWED[name]} on (cpu|cuda:0), got "
                 assert_refused(codec, operation, message, {**good, name: bad})
 
 
-@pytest.mark.parametrize("operation", ["decode_mean", "decode_mean_encode"])
+@pytest.mark.parametrize("operation", MEANS)
 def test_a_mean_is_of_at_least_one_row(codec: Codec, operation: str) -> None:
     good = good_arguments(codec, operation)
     assert_refused(codec, operation, "rows must be of at least one row, got", {**good, "rows": good["rows"][:0]})
 
 
-@pytest.mark.parametrize("operation", ["decode_mean", "decode_mean_encode"])
+@pytest.mark.parametrize("operation", MEANS)
 @pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan"), float("inf"), 1e39, 1e-60])
 def test_a_divisor_that_makes_no_mean_is_refused(codec: Codec, operation: str, divisor: float) -> None:
     good = good_arguments(codec, operation)
@@ -124,7 +126,7 @@ def test_tables_of_more_than_there_is_are_refused(own: Codec, operation: str) ->
     if "rows" in good:
         shorter = {name: good[name][..., :-1].contiguous() for name in ("rows", "wire") if name in good}
         assert_refused(codec, operation, "table must be rows .* bytes of wire, got row 1", {**good, **shorter})
-    if "x" in good:
+    if "x" in good or "residual" in good:
         shorter = {name: good[name][:-1] for name in ("x", "residual", "left_out") if name in good}
         assert_refused(codec, operation, "table must be rows .* elements of x .*, got row 1", {**good, **shorter})
 

@@ -3,7 +3,7 @@
 // its caller, which sets the instructions that it is vectorised for.
 //
 // A codec is a struct of static members: kName, how the names of its operations begin; kHeaderBytes; payload_bytes of a
-// block of any length; and the five operations, over whole tables. DenseCodec forms some of them.
+// block of any length; and the six operations, over whole tables. DenseCodec forms some of them.
 #pragma once
 
 #include <algorithm>
@@ -268,6 +268,28 @@ struct DenseCodec {
       prefetch(x + first, length);
       prefetch(residual + first, length);
     });
+  }
+
+  // The same of the mean of the rows + residual.
+  static TORCHBAGUA_ELEMENT void decode_mean_encode_feedback(const Rows& rows, const Table& table, float divisor,
+                                                             const float* residual, uint8_t* wire, float* left_out) {
+    const auto put_sums = [=](long long b, long long num_blocks, const auto& place) TORCHBAGUA_INLINED {
+      for (long long first = 0; first < table.blocks[b].length; first += kTile) {
+        mean_of(rows, table, divisor, b, num_blocks, first,
+                [&](long long i) TORCHBAGUA_INLINED { return place(i) + first; });
+      }
+      for (long long i = 0; i < num_blocks; ++i) {
+        const Block block = table.blocks[b + i];
+        const float* left_before = residual + block.start;
+        float* sum = place(i);
+#pragma omp simd
+        for (long long k = 0; k < block.length; ++k) {
+          sum[k] += left_before[k];
+        }
+      }
+    };
+    encode_sums(table, wire, left_out, put_sums,
+                [=](long long first, long long length) TORCHBAGUA_INLINED { prefetch(residual + first, length); });
   }
 };
 

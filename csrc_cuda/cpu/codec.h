@@ -70,6 +70,14 @@ struct OnCpu {
     });
   }
 
+  static void decode_mean_encode_feedback(const Call& call, Rows rows, Table table, float divisor,
+                                          Span<const float> residual, Span<uint8_t> wire, Span<float> left_out) {
+    check_blocks(call, table, residual.size, wire.size);
+    run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED {
+      Codec::decode_mean_encode_feedback(rows, table, divisor, residual.data, wire.data, left_out.data);
+    });
+  }
+
   static void check_blocks(const Call& call, const Table& table, long long num_elements, long long wire_bytes) {
 #ifndef TORCHBAGUA_UNCHECKED_TABLES  // defined by the sanitizer test alone, to show that it would see an overrun
     for (long long b = 0; b < table.num_blocks; ++b) {

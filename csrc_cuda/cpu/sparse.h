@@ -164,15 +164,36 @@ struct SparseCodec {
       for (long long i = 0; i < block.length; ++i) {
         sum[i] = values[i] + left_before[i];
       }
-      const ValueCoder coder = encode_block(sum, block, found, wire);
-      if (!is_usable(coder)) {
-        fill(sum, block.length, not_a_number());
-        continue;
+      encode_sum(sum, block, found, wire);
+    }
+  }
+
+  // Writes a block whose elements are in `sum`, and leaves there what the wire leaves out of them.
+  static TORCHBAGUA_ELEMENT void encode_sum(float* sum, const Row& block, Kept& found, uint8_t* wire) {
+    const ValueCoder coder = encode_block(sum, block, found, wire);
+    if (!is_usable(coder)) {
+      fill(sum, block.length, not_a_number());
+      return;
+    }
+    for (long long i = 0; i < block.kept; ++i) {
+      float& value = sum[found.indices[i]];
+      value -= value_of(coder, code_of(coder, value));
+    }
+  }
+
+  static TORCHBAGUA_ELEMENT void decode_mean_encode_feedback(const Rows& rows, const Table& table, float divisor,
+                                                             const float* residual, uint8_t* wire, float* left_out) {
+    Kept found;
+    for (long long b = 0; b < table.num_blocks; ++b) {
+      const Row& block = row_of<Format>(table, b);
+      const float* left_before = residual + block.start;
+      float* sum = left_out + block.start;
+      mean_of(rows, block, divisor, found, sum);
+#pragma omp simd
+      for (long long i = 0; i < block.length; ++i) {
+        sum[i] += left_before[i];
       }
-      for (long long i = 0; i < block.kept; ++i) {
-        float& value = sum[found.indices[i]];
-        value -= value_of(coder, code_of(coder, value));
-      }
+      encode_sum(sum, block, found, wire);
     }
   }
 };

@@ -88,9 +88,26 @@ struct Largest {
       for (long long i = block.start; i < block.start + block.length; ++i) {
         left_out[i] = x[i] + residual[i];
       }
-      encode(left_out, Table{&block, 1, table.num_fields}, wire);
-      const Element element = read(wire + block.payload, block.length);
-      left_out[block.start + element.index] -= element.value;
+      encode_sum(block, wire, left_out);
+    }
+  }
+
+  // Of a block whose sum is in left_out.
+  static TORCHBAGUA_ELEMENT void encode_sum(const Block& block, uint8_t* wire, float* left_out) {
+    encode(left_out, Table{&block, 1, 4}, wire);
+    const Element element = read(wire + block.payload, block.length);
+    left_out[block.start + element.index] -= element.value;
+  }
+
+  static TORCHBAGUA_ELEMENT void decode_mean_encode_feedback(const Rows& rows, const Table& table, float divisor,
+                                                             const float* residual, uint8_t* wire, float* left_out) {
+    for (long long b = 0; b < table.num_blocks; ++b) {
+      const Block& block = table.blocks[b];
+      mean_of(rows, block, divisor, left_out + block.start);
+      for (long long i = block.start; i < block.start + block.length; ++i) {
+        left_out[i] += residual[i];
+      }
+      encode_sum(block, wire, left_out);
     }
   }
 };

@@ -71,8 +71,11 @@ class Residual(StagedSlice):
         self, x_L: torch.Tensor, compressor: Compressor, layout: WireLayout, wire_W: torch.Tensor, within: slice
     ) -> None:
         """Encode `x_L` with the residual `within` the slice added, and stage what the wire leaves out of it."""
-        added = self.values if self._continued is None else self._continued
-        compressor.encode_feedback(x_L, added[within], layout, wire_W, self.stage(within))
+        compressor.encode_feedback(x_L, self.added(within), layout, wire_W, self.stage(within))
+
+    def added(self, within: slice) -> torch.Tensor:
+        """Return what is to be added `within` the slice to what is encoded."""
+        return (self.values if self._continued is None else self._continued)[within]
 
     def continue_from_staged(self, parts: Sequence[slice]) -> None:
         """Prepare to encode what may have in it what was encoded last, in these slices of the bucket.

@@ -22,7 +22,7 @@ class TwoPhaseMean:
     """Mean of a flat tensor, compressed when it is scattered and when it is gathered (ScatterReduce, arXiv 2107.01499).
 
     1. Reduce-scatter: each rank decodes what all ranks have sent of its own chunk, adds it in rank order and divides.
-    2. The mean of own chunk is encoded: in one pass with that, with residuals in a second.
+    2. The mean of own chunk is encoded, on a CPU in one pass with that; on a GPU with residuals in a second.
     3. All-gather: all ranks decode all means, of their own chunk too, so they end with the same bits.
 
     Between CPUs long chunks are sent in two pieces, so that a link carries one while the other is computed; unless the
@@ -124,10 +124,16 @@ class TwoPhaseMean:
         if self._residuals is None:
             self._scatter.decode_mean_encode(piece, rows, own_wire)
             return
-        mean_L = gathering.own_part(piece)
-        self._scatter.decode_mean(piece, rows, mean_L)
-        layout = piece.layouts[self._chunks.rank]
-        self._residuals.mean.encode(mean_L, self._compressor, layout, own_wire, piece.within_own)
+        layout, residual, within = piece.layouts[self._chunks.rank], self._residuals.mean, piece.within_own
+        self._compressor.decode_mean_encode_feedback(
+            rows,
+            layout,
+            self._divisor,
+            residual.added(within),
+            own_wire,
+            residual.stage(within),
+            gathering.own_part(piece),
+        )
 
 
 def is_long(compressor: Compressor, spec: TensorSpec, cuts: Sequence[int]) -> bool:

@@ -148,6 +148,20 @@ class Compressor(ABC):
         self.decode(wire_W, layout, left_out_N)
         torch.sub(x_N, left_out_N, out=left_out_N)
 
+    def decode_mean_encode_feedback(
+        self,
+        wires_RW: torch.Tensor,
+        layout: WireLayout,
+        divisor: float,
+        residual_N: torch.Tensor,
+        wire_W: torch.Tensor,
+        left_out_N: torch.Tensor,
+        memory_N: torch.Tensor,
+    ) -> None:
+        """Encode the result of `decode_mean`, float32, as `encode_feedback` does. `memory_N` is memory for it."""
+        self.decode_mean(wires_RW, layout, divisor, memory_N)
+        self.encode_feedback(memory_N, residual_N, layout, wire_W, left_out_N)
+
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of `dtype` are added: float64 for float64, float32 for all others."""

@@ -91,10 +91,11 @@ class BlockCodec(Compressor):
 
 @dataclass(frozen=True)
 class NativeBlockCodec(BlockCodec):
-    """A block codec that is computed by five native operations. A subclass sets `op_prefix`, how their names begin.
+    """A block codec that is computed by native operations. A subclass sets `op_prefix`, how their names begin.
 
     For `op_prefix` "minmax_uint8", a key of CODECS, they are torchbagua::minmax_uint8_encode, minmax_uint8_decode,
-    minmax_uint8_decode_mean, minmax_uint8_decode_mean_encode and minmax_uint8_encode_feedback.
+    minmax_uint8_decode_mean, minmax_uint8_decode_mean_encode, minmax_uint8_encode_feedback and, for CPUs,
+    minmax_uint8_decode_mean_encode_feedback.
     """
 
     op_prefix: ClassVar[str]
@@ -134,6 +135,22 @@ class NativeBlockCodec(BlockCodec):
         left_out_N: torch.Tensor,
     ) -> None:
         self._op("encode_feedback")(x_N, residual_N, self._table(layout), wire_W, left_out_N)
+
+    def decode_mean_encode_feedback(
+        self,
+        wires_RW: torch.Tensor,
+        layout: WireLayout,
+        divisor: float,
+        residual_N: torch.Tensor,
+        wire_W: torch.Tensor,
+        left_out_N: torch.Tensor,
+        memory_N: torch.Tensor,
+    ) -> None:
+        if wire_W.is_cuda:
+            super().decode_mean_encode_feedback(wires_RW, layout, divisor, residual_N, wire_W, left_out_N, memory_N)
+            return
+        op = self._op("decode_mean_encode_feedback")
+        op(wires_RW, self._table(layout), divisor, residual_N, wire_W, left_out_N)
 
     def _op(self, name: str) -> Callable[..., None]:
         op: Callable[..., None] = getattr(torch.ops.torchbagua, f"{self.op_prefix}_{name}")

@@ -109,9 +109,18 @@ class TableFormat(ABC):
     def encode_feedback(self, x: Tensor, residual: Tensor, table: Tensor, wire: Tensor, left_out: Tensor) -> None:
         """Encode x + residual, float32, and write what the wire leaves out of that to left_out, where blocks are."""
         for group in self._groups("encode_feedback", table, x.numel(), wire.numel()):
-            total_kl = x[group.elements] + residual[group.elements]
-            self.write(wire, group, total_kl)
-            left_out[group.elements] = total_kl - self.read(wire, group)
+            self._write_sum(wire, group, x[group.elements] + residual[group.elements], left_out)
+
+    def decode_mean_encode_feedback(
+        self, rows: Tensor, table: Tensor, divisor: float, residual: Tensor, wire: Tensor, left_out: Tensor
+    ) -> None:
+        """Do the same with the mean of the rows, as long as one of them, + residual."""
+        for group in self._groups("decode_mean_encode_feedback", table, residual.numel(), wire.numel()):
+            self._write_sum(wire, group, self._mean(rows, group, divisor) + residual[group.elements], left_out)
+
+    def _write_sum(self, wire: Tensor, group: Group, sum_kl: Tensor, left_out: Tensor) -> None:
+        self.write(wire, group, sum_kl)
+        left_out[group.elements] = sum_kl - self.read(wire, group)
 
     def _groups(self, operation: str, table: Tensor, num_elements: int | None, wire_bytes: int) -> Iterator[Group]:
         """The blocks that are alike; ValueError for one outside the wire, or x where its elements are counted."""
@@ -193,7 +202,14 @@ _OPERATIONS: dict[str, tuple[dict[str, TensorKind | None], tuple[str, ...]]] = {
         {"x": FLOATS, "residual": FLOATS, "table": TABLE, "wire": WIRE, "left_out": FLOATS},
         ("wire", "left_out"),
     ),
+    "decode_mean_encode_feedback": (
+        {"rows": ROWS, "table": TABLE, "divisor": DIVISOR, "residual": FLOATS, "wire": WIRE, "left_out": FLOATS},
+        ("wire", "left_out"),
+    ),
 }
+
+# A GPU takes decode_mean and encode_feedback in turn.
+_OF_CPUS = {"decode_mean_encode_feedback"}
 
 # The codecs by name. Filled at import: __init__.py imports their files, which register them.
 CODECS: dict[str, BlockFormat] = {}
@@ -210,4 +226,4 @@ def define_operations(codec: TableFormat) -> None:
     for suffix, (dense_kinds, writes) in _OPERATIONS.items():
         kinds = {**dense_kinds, "table": codec.table}
         check = functools.partial(check_arguments, f"{codec.name}_{suffix}", kinds)
-        define_op(codec.name, suffix, check, getattr(codec, suffix), writes)
+        define_op(codec.name, suffix, check, getattr(codec, suffix), writes, is_of_cpus=suffix in _OF_CPUS)

@@ -54,7 +54,7 @@ class CudaKernels:
         A codec that has none among the sources keeps its plain torch.
         """
         for name, operation in NATIVE_OPS.items():
-            if self._compiler.has_source(f"kernels/{operation.family}.cuh"):
+            if not operation.is_of_cpus and self._compiler.has_source(f"kernels/{operation.family}.cuh"):
                 torch.library.impl(f"torchbagua::{name}", "cuda", functools.partial(self.call, name))
 
     def call(self, name: str, *arguments: Any, **numbers: float) -> None:

@@ -29,12 +29,15 @@ class NativeOp:
         check: raises ValueError for arguments that no kernel may be given.
         compute: does it, for any device.
         derived_numbers: what its CUDA kernels take after the numbers of a call, formed of these.
+        is_of_cpus: whether it has kernels for CPUs alone, in whose caches parts of tensors stay; on GPUs its callers
+            take other operations in turn.
     """
 
     family: str
     check: Callable[..., None]
     compute: Callable[..., None]
     derived_numbers: Callable[[Mapping[str, float]], list[float]]
+    is_of_cpus: bool
 
     def __call__(self, *arguments: Any, **numbers: float) -> None:
         """Check the arguments, then compute."""
@@ -54,10 +57,11 @@ def define_op(
     writes: tuple[str, ...],
     *,
     derived_numbers: Callable[[Mapping[str, float]], list[float]] = lambda numbers: [],
+    is_of_cpus: bool = False,
 ) -> None:
     """Add the operation `<family>_<suffix>` to the table, and give it to torch; `writes` names what it writes."""
     name = f"{family}_{suffix}"
-    op = NATIVE_OPS[name] = NativeOp(family, check, compute, derived_numbers)
+    op = NATIVE_OPS[name] = NativeOp(family, check, compute, derived_numbers, is_of_cpus)
     torch.library.define(f"torchbagua::{name}", torch.library.infer_schema(compute, mutates_args=writes))
     # The fallback: torch takes it on every device for which no kernel of its own is registered.
     torch.library.impl(f"torchbagua::{name}", "CompositeExplicitAutograd", op.__call__)

@@ -39,13 +39,18 @@ class OperationStatus:
 
 
 def status() -> list[OperationStatus]:
-    """The present state of every operation on every device of this machine; loads and changes nothing.
+    """The present state of every operation on every device of this machine that runs it; loads and changes nothing.
 
     Raises:
         ValueError: TORCHBAGUA_NATIVE has a value that is not allowed.
         RuntimeError: TORCHBAGUA_NATIVE asks for a path that this machine does not have.
     """
-    return [_status_of(operation, kernels) for kernels in loader.usable_devices() for operation in sorted(NATIVE_OPS)]
+    return [
+        _status_of(name, kernels)
+        for kernels in loader.usable_devices()
+        for name in sorted(NATIVE_OPS)
+        if kernels.device == "cpu" or not NATIVE_OPS[name].is_of_cpus
+    ]
 
 
 def _status_of(operation: str, kernels: DeviceKernels) -> OperationStatus:
