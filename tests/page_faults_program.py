@@ -1,8 +1,10 @@
 """A program: prints the page faults of a training step, of ranks that are threads, with each algorithm."""
 
 import copy
+import itertools
 import json
 import resource
+import statistics
 import threading
 from collections.abc import Callable
 
@@ -20,7 +22,7 @@ WIDTH = 768
 NUM_LAYERS = 3
 BUCKET_CAP_MB = 2
 WARM_UP_STEPS = 5
-NUM_STEPS = 2
+NUM_STEPS = 3
 
 ALGORITHMS: dict[str, Callable[[], tb.Algorithm]] = {
     "GradientAllReduce": tb.GradientAllReduceAlgorithm,
@@ -40,16 +42,16 @@ together = threading.Barrier(SIZE)
 
 
 def page_faults(step: Callable[[], None]) -> float:
-    """Of all threads of this process, in a step of every rank."""
+    """Of all threads of this process, in a step of every rank; the median, since heaps grow now and then."""
     for _ in range(WARM_UP_STEPS):
         step()
-    together.wait()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    together.wait()
-    for _ in range(NUM_STEPS):
+    counts = []
+    for _ in range(NUM_STEPS + 1):
+        together.wait()
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        together.wait()
         step()
-    together.wait()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / NUM_STEPS
+    return statistics.median(after - before for before, after in itertools.pairwise(counts))
 
 
 def with_algorithm(group: dist.ProcessGroup, model: nn.Module, name: str) -> float:
