@@ -118,7 +118,9 @@ def mean_of_rows(rows: Sequence[torch.Tensor], divisor: float, out_L: torch.Tens
     """
     dtype = sum_dtype(rows[0].dtype)
     if len(rows) == 2 and rows[0].dtype == out_L.dtype == dtype:
-        divide(torch.add(rows[0], rows[1], out=out_L), divisor, out_L)
+        torch.add(rows[0], rows[1], out=out_L)
+        if divisor != 1:  # as that of sums within nodes is
+            divide(out_L, divisor, out_L)
         return
     # Part by part, so that sums stay in the cache, and take no memory for all of them.
     length = len(out_L) if out_L.is_cuda else min(len(out_L), _SUMMED_AT_ONCE * torch.get_num_threads())
