@@ -197,9 +197,9 @@ class WeightBuckets:
         return list(self._buckets)
 
     @torch.no_grad()
-    def read(self, flat: FlatOf = FLAT) -> None:
-        """Copy the weights into the flat tensors of their buckets, or into those that `flat` returns for a bucket."""
-        for one in self:
+    def read(self, flat: FlatOf = FLAT, buckets: Iterable[WeightBucket] | None = None) -> None:
+        """Copy the weights of all buckets, or of some, into their flat tensors, or into those that `flat` returns."""
+        for one in self if buckets is None else buckets:
             for weight, part in self._with_weights(one, flat(one)):
                 part.copy_(weight)
 
@@ -212,7 +212,7 @@ class WeightBuckets:
                     weight.copy_(part)
 
     @torch.no_grad()
-    def add(self, difference: FlatOf, snapshot: FlatOf) -> None:
+    def add(self, difference: FlatOf, snapshot: FlatOf, buckets: Iterable[WeightBucket] | None = None) -> None:
         """Add mean minus snapshot to the weights, so that their changes since the snapshot are kept.
 
         A buffer is kept between its own value and the mean, since running statistics decay.
@@ -220,9 +220,10 @@ class WeightBuckets:
         Args:
             difference: returns mean minus snapshot of a bucket.
             snapshot: returns the snapshot of a bucket; called for buckets of buffers only.
+            buckets: whose weights; by default all.
         """
         with self._group.tracer.span("apply"):
-            for one in self:
+            for one in self if buckets is None else buckets:
                 pairs = self._with_weights(one, difference(one))
                 if not one.are_buffers:
                     for weight, part in pairs:

@@ -15,7 +15,7 @@ from torchbagua.collectives import BaguaProcessGroup, check_ring_compression, ch
 from torchbagua.compressors import Compressor, Identity, by_name
 from torchbagua.lane import Job
 from torchbagua.topology import Topology, topology_of
-from torchbagua.weights import DIFFERENCE, FLAT, FlatOf
+from torchbagua.weights import DIFFERENCE, FLAT, FlatOf, WeightBucket
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: DecentralizedAlgorithm) -> None:
         super().__init__(process_group, algorithm)
-        self._round: Job[None] | None = None
-        self._has_differences = False
+        # Of each bucket, while a round is in flight: the job that averages it, or None where the difference is formed.
+        self._in_flight: dict[WeightBucket, Job[torch.Tensor] | None] = {}
 
     def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
         """Make buckets, and start the round of step 0."""
         super().set_module(module, ignored_names)
-        self._start_round()
+        self._go_on(starts_round=self.is_due)
 
     def reset(self) -> None:
         """Make buckets again, once the round in flight has been applied."""
@@ -93,59 +93,59 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         bucket.round_index = self.num_rounds  # which chooses the peers
-        # The mean is written to what becomes the difference: `average` subtracts the snapshot.
+        # The mean is written to what becomes the difference, once the snapshot is subtracted.
         bucket.append_decentralized_synchronous_op(
             self.weights[bucket].difference, self.algorithm.hierarchical, self.algorithm.topology
         )
 
     def after_step(self) -> None:
         """Apply the round that was in flight, and start the next one where it is due."""
-        self.finish_round()
         self.step += 1
-        self._start_round()
+        self._go_on(starts_round=self.is_due)
 
     def finish_round(self) -> None:
         """Wait for the round in flight and add what it changes to the weights."""
-        self._wait()
-        if self._has_differences:
-            self.weights.add(DIFFERENCE, snapshot=FLAT)
-            self._has_differences = False
+        self._go_on(starts_round=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return step and rounds so far, and the finished round that is still to be added to the weights."""
-        self._wait()
+        for one in self._in_flight:
+            self._wait_for(one)
         differences = self.weights.by_name(DIFFERENCE)
         snapshots = self.weights.by_name(FLAT, self.weights.of_buffers)
-        return {**self.pending_state(self._has_differences, differences, snapshots), "num_rounds": self.num_rounds}
+        return {**self.pending_state(bool(self._in_flight), differences, snapshots), "num_rounds": self.num_rounds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; the round in flight is dropped. Collective."""
-        self._wait()
+        for one in self._in_flight:
+            self._wait_for(one)
         self.load_pending(state, DIFFERENCE, FLAT, "num_rounds")
-        self._has_differences = bool(state["has_differences"])
+        self._in_flight = dict.fromkeys(self.weights) if state["has_differences"] else {}
         self.step = state["step"]
         self.num_rounds = state["num_rounds"]
         for bucket in self.buckets:
             bucket.round_index = self.num_rounds
 
-    def _start_round(self) -> None:
-        if not self.is_due:
-            return
-        self.weights.read()
+    def _go_on(self, *, starts_round: bool) -> None:
+        """Bucket by bucket, while the lane is at the next: apply the round in flight, and hand over to the new one."""
+        if starts_round:
+            self.submit_in_lockstep(lambda: None)
+            self.num_rounds += 1
+        for one in self.weights:
+            if one in self._in_flight:
+                self._wait_for(one)
+                self.weights.add(DIFFERENCE, snapshot=FLAT, buckets=[one])
+                del self._in_flight[one]
+            if starts_round:
+                self.weights.read(buckets=[one])
+                self._in_flight[one] = self.lane.submit(one.bucket.run)
 
-        def average() -> None:
-            for one in self.weights:
-                snapshot = one.bucket.run()  # writes the mean to `difference`; the flat tensor is still the snapshot
-                one.difference.sub_(snapshot)
-
-        self._round = self.submit_in_lockstep(average)
-        self.num_rounds += 1
-
-    def _wait(self) -> None:
-        if self._round is not None:
-            self._round.result()
-            self._round = None
-            self._has_differences = True
+    def _wait_for(self, one: WeightBucket) -> None:
+        """Wait for the mean of a bucket, and form its difference to the snapshot."""
+        job = self._in_flight[one]
+        if job is not None:
+            one.difference.sub_(job.result())
+            self._in_flight[one] = None
 
 
 @dataclass(frozen=True)
