@@ -66,14 +66,14 @@ class Setup:
 
 @dataclass
 class Entry:
-    """One contestant at work: the module to train, the bytes it says it has sent so far, and how to end it.
+    """One contestant at work: the module to train, the recorder of what it communicates, and how to end it.
 
     A block of steps is over when `finish_round` has returned, which its time includes: nothing is in flight then. Where
     communication is not tied to steps, `resume` and `pause` stand around a block.
     """
 
     module: nn.Module
-    sent_bytes: Callable[[], int] | None = None
+    recorder: tb.traces.Recorder | None = None
     close: Callable[[], None] = lambda: None
     finish_round: Callable[[], None] = lambda: None
     resume: Callable[[], None] = lambda: None
@@ -88,12 +88,11 @@ class Entry:
         self.optimizer.step()
 
     def attach(self, algorithm: tb.Algorithm, setup: Setup) -> tb.Attachment:
-        """Attach to module and optimizer; count the bytes, and end it at `close`."""
-        recorder = tb.traces.Recorder()
+        """Attach to module and optimizer; record what is sent, and end it at `close`."""
+        self.recorder = tb.traces.Recorder()
         attachment = tb.attach(
-            self.module, self.optimizer, algorithm, process_group=setup.group(), observers=[recorder]
+            self.module, self.optimizer, algorithm, process_group=setup.group(), observers=[self.recorder]
         )
-        self.sent_bytes = lambda: recorder.bytes_sent
         self.close = attachment.detach
         return attachment
 
@@ -189,7 +188,7 @@ def _hooked(algorithm: tb.Algorithm) -> Wrap:
         impl = algorithm.reify(setup.group(), observers=[recorder])
         module = setup.ddp()
         module.register_comm_hook(impl, tb.comm_hook)
-        return Entry(module, sent_bytes=lambda: recorder.bytes_sent, close=impl.close)
+        return Entry(module, recorder, close=impl.close)
 
     return wrap
 

@@ -104,7 +104,7 @@ class Race:
 
     def _run_block(self, name: str, num_steps: int) -> Block:
         entry = self.entries[name]
-        recorded_before = entry.sent_bytes() if entry.sent_bytes else 0
+        recorded_before = entry.recorder.bytes_sent if entry.recorder else 0
         traffic_before = self._read_traffic()
         seconds = self._run_steps(name, num_steps)
         dist.barrier()  # the other ranks' last packets belong to this block
@@ -113,7 +113,7 @@ class Race:
             name,
             num_steps,
             seconds,
-            entry.sent_bytes() - recorded_before if entry.sent_bytes else None,
+            entry.recorder.bytes_sent - recorded_before if entry.recorder else None,
             traffic_after - traffic_before if traffic_after and traffic_before else None,
         )
 

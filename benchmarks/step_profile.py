@@ -1,0 +1,80 @@
+"""What a rank does in a training step: processor time of each thread, memory, and a picture of one step.
+
+    python benchmarks/step_profile.py bytegrad --ranks 2 --rate 1gbit --picture step.png     # root, Linux
+
+The contestants are those of network.py; only those with a Recorder give a picture.
+"""
+
+import argparse
+import json
+import pickle
+import sys
+import tempfile
+from pathlib import Path
+
+from contestants import CONTESTANTS
+from environment import write_record
+from namespaces import EmulatedNetwork
+from network import RANK_ENVIRONMENT
+from processes import Limits, RankFailure, Stopped, run_ranks
+from step_profile_rank import Settings
+from table import table
+from torchbagua.traces.timeline import draw
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("contestants", nargs="+", choices=list(CONTESTANTS), metavar="CONTESTANT")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rate", default="1gbit", help="of each rank, or 'unshaped'")
+    parser.add_argument("--params", type=float, default=12.5, help="millions of parameters (default 12.5)")
+    parser.add_argument("--bucket-cap-mb", type=float, default=8.0)
+    parser.add_argument("--steps", type=int, default=30, help="steps that are measured (default 30)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="of the last step, of rank 0 and one contestant")
+    parser.add_argument("--json", type=Path, metavar="PATH")
+    arguments = parser.parse_args()
+    if arguments.picture is not None and len(arguments.contestants) > 1:
+        parser.error("--picture is of one contestant")
+    limits = Limits(600.0)
+    profiles = {}
+    for contestant in arguments.contestants:
+        network = EmulatedNetwork([0] * arguments.ranks, None if arguments.rate == "unshaped" else arguments.rate)
+        prefixes = [["ip", "netns", "exec", network.namespace(rank)] for rank in range(arguments.ranks)]
+        try:
+            with tempfile.TemporaryDirectory(prefix="torchbagua-step-profile-") as folder, network:
+                settings = Settings(
+                    scratch=folder,
+                    init_method=f"tcp://{network.address(0)}:29500",
+                    num_ranks=arguments.ranks,
+                    contestant=contestant,
+                    num_parameters=round(arguments.params * 1e6),
+                    bucket_cap_mb=arguments.bucket_cap_mb,
+                    num_steps=arguments.steps,
+                )
+                environment = RANK_ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "eth0"}
+                options = {"prefixes": prefixes, "environment": environment}
+                run_ranks("step_profile_rank.py", settings, Path(folder), limits, contestant, **options)
+                profiles[contestant] = json.loads(Path(folder, "profile.json").read_text())
+                if arguments.picture is not None:
+                    draw({0: pickle.loads(Path(folder, "events").read_bytes())}).savefig(arguments.picture)
+        except (RankFailure, Stopped) as error:
+            print(f"stopped by {error}", file=sys.stderr)
+            return 1
+    threads = list(dict.fromkeys(thread for profile in profiles.values() for thread in profile["processor_ms"]))
+    rows = [
+        [
+            CONTESTANTS[name].label,
+            f"{profile['step_ms']:.0f}",
+            *(f"{profile['processor_ms'].get(thread, 0.0):.1f}" for thread in threads),
+            f"{profile['peak_mib']:.0f}",
+        ]
+        for name, profile in profiles.items()
+    ]
+    print(table(["rank 0", "ms/step", *(f"{thread}, processor ms" for thread in threads), "peak MiB"], rows))
+    about = {"ranks": arguments.ranks, "rate": arguments.rate, "num_parameters": round(arguments.params * 1e6)}
+    write_record(arguments.json, {**about, "profiles": profiles})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""One rank of the profile of a step, started by step_profile.py inside its namespace."""
+
+import json
+import pickle
+import statistics
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from contestants import CONTESTANTS, Setup, build_batch, build_model
+from processes import begin_rank, leave_process_group, report_progress
+
+WARM_UP_STEPS = 6  # the first means find out whether chunks travel in pieces
+TASKS = Path("/proc/self/task")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What step_profile.py tells its ranks, as JSON."""
+
+    scratch: str  # folder of progress.json, and of rank 0's profile.json and events
+    init_method: str
+    num_ranks: int
+    contestant: str
+    num_parameters: int
+    bucket_cap_mb: float
+    num_steps: int
+
+
+def main() -> None:
+    settings, rank = begin_rank(Settings)
+    dist.init_process_group("gloo", init_method=settings.init_method, rank=rank, world_size=settings.num_ranks)
+    model = build_model(settings.num_parameters)
+    entry = CONTESTANTS[settings.contestant].wrap(Setup(model, settings.bucket_cap_mb, [0] * settings.num_ranks))
+    batch = build_batch(model, rank)
+    del model
+    entry.resume()
+    seconds, before = [], Counter[str]()
+    for step in range(WARM_UP_STEPS + settings.num_steps):
+        if step == WARM_UP_STEPS:
+            dist.barrier()
+            before = processor_ns()
+        start_s = time.perf_counter()
+        entry.train_step(batch)
+        seconds.append(time.perf_counter() - start_s)
+        if rank == 0:
+            report_progress(Path(settings.scratch), step + 1, WARM_UP_STEPS + settings.num_steps, "step")
+    used = processor_ns() - before
+    entry.finish_round()
+    entry.pause()
+    if rank == 0:
+        profile = {
+            "step_ms": 1e3 * statistics.median(seconds[WARM_UP_STEPS:]),
+            "processor_ms": {name: ns / 1e6 / settings.num_steps for name, ns in used.most_common()},
+            "peak_mib": peak_mib(),
+        }
+        Path(settings.scratch, "profile.json").write_text(json.dumps(profile))
+        if entry.recorder is not None:
+            last = max(event.step for event in entry.recorder.events if event.phase == "step")
+            events = [event for event in entry.recorder.events if event.step == last]
+            Path(settings.scratch, "events").write_bytes(pickle.dumps(events))
+    entry.close()
+    leave_process_group()
+
+
+def processor_ns() -> "Counter[str]":
+    """Time on a processor so far: of the training thread, the lane, and what torch and gloo have started."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    names[threading.main_thread().native_id] = "training"
+    used = Counter[str]()
+    for task in TASKS.iterdir():
+        name = names.get(int(task.name))
+        kind = "training" if name == "training" else "lane" if name and "lane" in name else "gloo and torch"
+        used[kind] += int((task / "schedstat").read_text().split()[0])
+    return used
+
+
+def peak_mib() -> float:
+    """The most memory that this process has had in use."""
+    return next(int(line.split()[1]) / 1024 for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
+
+
+if __name__ == "__main__":
+    main()

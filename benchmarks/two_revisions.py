@@ -1,0 +1,97 @@
+"""Two revisions of this repository over emulated slow networks, in turns. Root, Linux.
+
+    python benchmarks/two_revisions.py BEFORE AFTER --runs 5 -- --ranks 2 --rates 1gbit --only ddp bytegrad
+
+BEFORE and AFTER are clones, each built in its own place (`make lint` there does that). What stands behind `--` are
+arguments of network.py, which every run starts anew in the clone whose turn it is. With `--json` the runs are added to
+those that are recorded in that file already.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from environment import write_record
+from table import table
+
+NAMES = ("before", "after")
+Rows = dict[tuple[int, str, str], dict[str, Any]]  # by number of ranks, network and contestant
+
+
+def revision(clone: Path) -> str:
+    command = ["git", "-C", str(clone), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def run(clone: Path, arguments: list[str]) -> list[dict[str, Any]]:
+    """The networks that network.py of this clone has measured."""
+    with tempfile.TemporaryDirectory(prefix="torchbagua-revisions-") as folder:
+        path = Path(folder, "result.json")
+        program = [str(clone / ".venv/bin/python"), "benchmarks/network.py", *arguments, "--json", str(path)]
+        environment = {"PYTHONPATH": str(clone), "PATH": os.environ["PATH"]}
+        code = subprocess.run(program, cwd=clone, env=environment).returncode
+        if not path.exists():  # it has said why; what it complains of beside its results is said too, and they are kept
+            raise SystemExit(code or 1)
+        return json.loads(path.read_text())["networks"]  # type: ignore[no-any-return]  # JSON
+
+
+def add_run(rows: Rows, name: str, networks: list[dict[str, Any]]) -> None:
+    for network in networks:
+        for row in network["rows"]:
+            key = (network["num_ranks"], network["title"], row["contestant"])
+            entry = rows.setdefault(key, dict(zip(("ranks", "network", "contestant"), key, strict=True)))
+            entry.setdefault(name, []).append({which: round(row[which], 2) for which in ("step_ms", "floor_ms")})
+
+
+def table_of(rows: Rows) -> str:
+    """Medians over the runs, beside what `ddp` took in the same ones."""
+    head = ["ranks", "network", "contestant", *(f"{name}, ms/step" for name in NAMES), "runs", "DDP / after", "floor"]
+
+    def median(key: tuple[int, str, str], name: str, which: str) -> float:
+        return statistics.median(one[which] for one in rows[key][name]) if name in rows.get(key, {}) else float("nan")
+
+    cells = [
+        [
+            str(key[0]),
+            *key[1:],
+            *(f"{median(key, name, 'step_ms'):.1f}" for name in NAMES),
+            "/".join(str(len(rows[key].get(name, []))) for name in NAMES),
+            f"{median((*key[:2], 'ddp'), 'after', 'step_ms') / median(key, 'after', 'step_ms'):.2f}x",
+            f"{median(key, 'after', 'step_ms') / median(key, 'after', 'floor_ms'):.2f}x",
+        ]
+        for key in sorted(rows)
+    ]
+    return table(head, cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("clones", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="the record, to which the runs are added")
+    own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    arguments = parser.parse_args(own)
+    for_network = sys.argv[len(own) + 2 :]
+    clones = dict(zip(NAMES, (clone.resolve() for clone in arguments.clones), strict=True))
+    revisions = {name: revision(clone) for name, clone in clones.items()}
+    rows: Rows = {}
+    if arguments.json is not None and arguments.json.exists():
+        known = json.loads(arguments.json.read_text())
+        if known["revisions"] != revisions:
+            parser.error(f"--json: {arguments.json} is of {known['revisions']}, the clones are at {revisions}")
+        rows = {(row["ranks"], row["network"], row["contestant"]): row for row in known["results"]}
+    for number in range(arguments.runs):
+        for name in NAMES if number % 2 == 0 else reversed(NAMES):
+            add_run(rows, name, run(clones[name], for_network))
+            write_record(arguments.json, {"revisions": revisions, "results": list(rows.values())})
+    print(table_of(rows))
+
+
+if __name__ == "__main__":
+    main()
