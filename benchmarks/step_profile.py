@@ -7,7 +7,6 @@ The contestants are those of network.py; only those with a Recorder give a pictu
 
 import argparse
 import json
-import pickle
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +18,6 @@ from network import RANK_ENVIRONMENT
 from processes import Limits, RankFailure, Stopped, run_ranks
 from step_profile_rank import Settings
 from table import table
-from torchbagua.traces.timeline import draw
 
 
 def main() -> int:
@@ -38,7 +36,8 @@ def main() -> int:
     limits = Limits(600.0)
     profiles = {}
     for contestant in arguments.contestants:
-        network = EmulatedNetwork([0] * arguments.ranks, None if arguments.rate == "unshaped" else arguments.rate)
+        rate = None if arguments.rate == "unshaped" else arguments.rate
+        network = EmulatedNetwork([0] * arguments.ranks, rank_rate=rate)
         prefixes = [["ip", "netns", "exec", network.namespace(rank)] for rank in range(arguments.ranks)]
         try:
             with tempfile.TemporaryDirectory(prefix="torchbagua-step-profile-") as folder, network:
@@ -50,13 +49,12 @@ def main() -> int:
                     num_parameters=round(arguments.params * 1e6),
                     bucket_cap_mb=arguments.bucket_cap_mb,
                     num_steps=arguments.steps,
+                    picture=None if arguments.picture is None else str(arguments.picture.resolve()),
                 )
                 environment = RANK_ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "eth0"}
                 options = {"prefixes": prefixes, "environment": environment}
                 run_ranks("step_profile_rank.py", settings, Path(folder), limits, contestant, **options)
                 profiles[contestant] = json.loads(Path(folder, "profile.json").read_text())
-                if arguments.picture is not None:
-                    draw({0: pickle.loads(Path(folder, "events").read_bytes())}).savefig(arguments.picture)
         except (RankFailure, Stopped) as error:
             print(f"stopped by {error}", file=sys.stderr)
             return 1

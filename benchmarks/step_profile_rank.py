@@ -1,7 +1,6 @@
 """One rank of the profile of a step, started by step_profile.py inside its namespace."""
 
 import json
-import pickle
 import statistics
 import threading
 import time
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from contestants import CONTESTANTS, Setup, build_batch, build_model
 from processes import begin_rank, leave_process_group, report_progress
+from torchbagua.traces.timeline import draw
 
 WARM_UP_STEPS = 6  # the first means find out whether chunks travel in pieces
 TASKS = Path("/proc/self/task")
@@ -22,13 +22,14 @@ TASKS = Path("/proc/self/task")
 class Settings:
     """What step_profile.py tells its ranks, as JSON."""
 
-    scratch: str  # folder of progress.json, and of rank 0's profile.json and events
+    scratch: str  # folder of progress.json, and of rank 0's profile.json
     init_method: str
     num_ranks: int
     contestant: str
     num_parameters: int
     bucket_cap_mb: float
     num_steps: int
+    picture: str | None  # where rank 0 draws its last step
 
 
 def main() -> None:
@@ -59,10 +60,10 @@ def main() -> None:
             "peak_mib": peak_mib(),
         }
         Path(settings.scratch, "profile.json").write_text(json.dumps(profile))
-        if entry.recorder is not None:
+        if settings.picture is not None and entry.recorder is not None:
             last = max(event.step for event in entry.recorder.events if event.phase == "step")
             events = [event for event in entry.recorder.events if event.step == last]
-            Path(settings.scratch, "events").write_bytes(pickle.dumps(events))
+            draw({0: events}).savefig(settings.picture)
     entry.close()
     leave_process_group()
 
