@@ -1,7 +1,7 @@
 """One rank of a run that is saved with torch.distributed.checkpoint, or resumed from there; started by torchrun.
 
-Arguments: "save" or "resume", and the checkpoint's folder. Each rank prints a digest of its weights after step 9; the
-checkpoint is of step 4, with a round in flight.
+Arguments: "save" or "resume", the checkpoint's folder, and the algorithm. Each rank prints a digest of its weights
+after step 9; the checkpoint is of step 4, with a round in flight.
 """
 
 import hashlib
@@ -19,8 +19,20 @@ import torchbagua as tb
 STOP, END = 4, 9
 
 
+def nesterov(shadows: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """An outer optimizer, whose repr is another one in each process."""
+    return torch.optim.SGD(shadows, lr=0.5, momentum=0.5, nesterov=True)
+
+
+ALGORITHMS = {
+    "shift_one": tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
+    "diloco": tb.DiLoCoAlgorithm(3, delay=2),
+    "own outer optimizer": tb.DiLoCoAlgorithm(1, outer_optimizer=nesterov),
+}
+
+
 def main() -> None:
-    mode, folder = sys.argv[1:]
+    mode, folder, name = sys.argv[1:]
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -33,7 +45,7 @@ def main() -> None:
         ddp(torch.randn(4, 10, generator=data)).square().sum().backward()
         optimizer.step()
 
-    with tb.attach(ddp, optimizer, tb.DecentralizedAlgorithm(peer_selection_mode="shift_one")) as attachment:
+    with tb.attach(ddp, optimizer, ALGORITHMS[name]) as attachment:
 
         def checkpoint() -> dict[str, Any]:
             # A key for each rank: one key for all would keep one rank's weights and drop the others'.
@@ -50,7 +62,7 @@ def main() -> None:
                 step()
             dcp.save(checkpoint(), checkpoint_id=folder)
         else:
-            step()  # fills the optimizer's state, which dcp loads in place
+            step()  # fills the optimizers' states, which dcp loads in place
             state = checkpoint()
             dcp.load(state, checkpoint_id=folder)
             own = state[f"rank{rank}"]

@@ -89,12 +89,13 @@ def test_resume_bit_for_bit(name: str, nodes: list[int] | None) -> None:
 
 
 @pytest.mark.slow
-def test_resume_from_a_distributed_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["shift_one", "diloco", "own outer optimizer"])
+def test_resume_from_a_distributed_checkpoint(tmp_path: Path, name: str) -> None:
     """Real processes, one checkpoint of all ranks with keys of their own; the ranks' weights differ all the time."""
     script = Path(__file__).with_name("checkpoint_rank.py")
     digests = []
     for mode in ("save", "resume"):
-        run = programs.run(programs.torchrun(script, mode, str(tmp_path / "checkpoint")))
+        run = programs.run(programs.torchrun(script, mode, str(tmp_path / "checkpoint"), name))
         digests.append(sorted(re.findall(r"rank \d digest [0-9a-f]{64}", run.stdout)))
     assert len(digests[0]) == 2
     assert digests[0][0].split()[-1] != digests[0][1].split()[-1]

@@ -49,6 +49,10 @@ class WeightBucket:
     # | async, warm-up | means of gradients             | gradients             |                          |          |
     # | low precision  | weights, before and after a    |                       |                          | L's, and |
     # |                | bucket's `start`               |                       |                          | in states |
+    # | DiLoCo, no     | snapshot, then the outer       |                       |                          |          |
+    # | delay          | gradient, then its mean        |                       |                          |          |
+    # | DiLoCo, delay  | outer gradient, its mean, then | the snapshot          | of buffers, mean -       |          |
+    # |                | theta' - snapshot; or mean     |                       | snapshot                 |          |
 
     @cached_property
     def snapshot(self) -> torch.Tensor:
@@ -178,15 +182,22 @@ class WeightBuckets:
                 )
         return any(parameter.requires_grad for parameter in others.values())
 
-    def make_buckets(self, tensors: Sequence[BaguaTensor]) -> list[BaguaBucket]:
-        """Group tensors of one dtype into buckets of at most `bucket_cap_mb`. Buffers get buckets of their own."""
-        kinds: dict[tuple[torch.dtype, bool], list[BaguaTensor]] = {}
+    def make_buckets(
+        self, tensors: Sequence[BaguaTensor], part_of: Callable[[BaguaTensor], str] = lambda tensor: ""
+    ) -> list[BaguaBucket]:
+        """Group tensors of one dtype into buckets of at most `bucket_cap_mb`. Buffers get buckets of their own.
+
+        Args:
+            tensors: what `select` returned.
+            part_of: returns a word, the same for tensors that may share a bucket, which the bucket's name begins with.
+        """
+        kinds: dict[tuple[str, torch.dtype, bool], list[BaguaTensor]] = {}
         for tensor in tensors:
-            kinds.setdefault((tensor.parameter.dtype, _is_parameter(tensor)), []).append(tensor)
+            kinds.setdefault((part_of(tensor), tensor.parameter.dtype, _is_parameter(tensor)), []).append(tensor)
         self._buckets = {}
-        for (dtype, are_parameters), alike in kinds.items():
+        for (part, dtype, are_parameters), alike in kinds.items():
             for members in parted(alike, self._cap_bytes, lambda one: one.parameter.nbytes):
-                name = f"{'weight' if are_parameters else 'buffer'} bucket {len(self._buckets)}"
+                name = f"{part}{'weight' if are_parameters else 'buffer'} bucket {len(self._buckets)}"
                 num_elements = sum(flat_length(one.parameter) for one in members)
                 flat = torch.zeros(num_elements, dtype=dtype.to_real(), device=members[0].parameter.device)
                 bucket = BaguaBucket(name, members, self._group, flat)
@@ -198,16 +209,16 @@ class WeightBuckets:
 
     @torch.no_grad()
     def read(self, flat: FlatOf = FLAT, buckets: Iterable[WeightBucket] | None = None) -> None:
-        """Copy the weights of all buckets, or of some, into their flat tensors, or into those that `flat` returns."""
+        """Copy the weights into the flat tensors of all buckets, or of some, or into those that `flat` returns."""
         for one in self if buckets is None else buckets:
             for weight, part in self._with_weights(one, flat(one)):
                 part.copy_(weight)
 
     @torch.no_grad()
-    def write(self, flat: FlatOf = FLAT) -> None:
-        """Replace the weights, in place, by the flat tensors of their buckets, or by those that `flat` returns."""
+    def write(self, flat: FlatOf = FLAT, buckets: Iterable[WeightBucket] | None = None) -> None:
+        """Replace weights, in place, by the flat tensors of all buckets, or some, or by those that `flat` returns."""
         with self._group.tracer.span("apply"):
-            for one in self:
+            for one in self if buckets is None else buckets:
                 for weight, part in self._with_weights(one, flat(one)):
                     weight.copy_(part)
 
@@ -220,7 +231,7 @@ class WeightBuckets:
         Args:
             difference: returns mean minus snapshot of a bucket.
             snapshot: returns the snapshot of a bucket; called for buckets of buffers only.
-            buckets: whose weights; by default all.
+            buckets: some; by default all.
         """
         with self._group.tracer.span("apply"):
             for one in self if buckets is None else buckets:

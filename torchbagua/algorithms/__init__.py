@@ -10,6 +10,7 @@ from torchbagua.algorithms.decentralized import (
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
 )
+from torchbagua.algorithms.diloco import DiLoCoAlgorithm, DiLoCoAlgorithmImpl, LocalSGDAlgorithm
 from torchbagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
@@ -28,8 +29,11 @@ __all__ = [
     "CompressedAllReduceAlgorithmImpl",
     "DecentralizedAlgorithm",
     "DecentralizedAlgorithmImpl",
+    "DiLoCoAlgorithm",
+    "DiLoCoAlgorithmImpl",
     "GradientAllReduceAlgorithm",
     "GradientAllReduceAlgorithmImpl",
+    "LocalSGDAlgorithm",
     "LowPrecisionDecentralizedAlgorithm",
     "LowPrecisionDecentralizedAlgorithmImpl",
     "PowerSGDAlgorithm",

@@ -11,14 +11,18 @@ def owner_of(group: BaguaProcessGroup) -> dict[str, int]:
     return {"rank": group.rank, "num_ranks": group.size}
 
 
+def check_keys(owner: str, state: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Raise ValueError, which names `owner`, where `state` lacks one of these keys."""
+    if not isinstance(state, Mapping) or not state.keys() >= set(keys):
+        got = sorted(state) if isinstance(state, Mapping) else repr(state)
+        raise ValueError(f"{owner}.load_state_dict: state must have the keys {sorted(keys)}, got {got}")
+
+
 def check_rank_state(owner: str, state: Mapping[str, Any], keys: Sequence[str], group: BaguaProcessGroup) -> None:
     """Raise ValueError, which names `owner`, where `state` lacks one of these keys or is another rank's."""
     own = owner_of(group)
-    expected = {*own, *keys}
+    check_keys(owner, state, [*own, *keys])
     subject = f"{owner}.load_state_dict: state must"
-    if not isinstance(state, Mapping) or not expected <= state.keys():
-        got = sorted(state) if isinstance(state, Mapping) else repr(state)
-        raise ValueError(f"{subject} have the keys {sorted(expected)}, got {got}")
     given = {name: state[name] for name in own}
     if given != own:
         raise ValueError(

@@ -1,0 +1,100 @@
+"""DiLoCo in one process: the outer rounds that the recorded weights of all workers must have gone through."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import oracle
+import torchbagua as tb
+from averaging import Trace, is_buffer, stacked
+
+BLOCK = 128  # of MinMaxUInt4
+
+
+@dataclass
+class InFlight:
+    """A round between its snapshot and its application."""
+
+    step: int
+    snapshots: dict[str, list[oracle.Array]]
+    new: dict[str, oracle.Array]
+
+
+class OuterRounds:
+    """The shadow weights, stepped by torch.optim.SGD, on stacked arrays of the workers.
+
+    Args:
+        start: what the shadow weights begin with, and buffers, by name.
+        algorithm: with a `compression` of None or "MinMaxUInt4".
+        fragments: the fragment of each parameter.
+    """
+
+    def __init__(
+        self, start: Mapping[str, torch.Tensor], algorithm: tb.DiLoCoAlgorithm, fragments: Mapping[str, int]
+    ) -> None:
+        self.algorithm, self.fragments = algorithm, fragments
+        self.theta = {name: one.flatten().clone() for name, one in start.items() if not is_buffer(name)}
+        self.optimizer = torch.optim.SGD(
+            list(self.theta.values()), algorithm.outer_lr, algorithm.outer_momentum, nesterov=algorithm.nesterov
+        )
+        self.means = {name: self.mean_of(one.numel()) for name, one in start.items()}
+        self.in_flight: InFlight | None = None
+
+    def mean_of(self, length: int) -> "oracle.TwoPhaseResiduals":
+        """Return the mean of one parameter's outer gradients; in full precision nothing is left out."""
+        compresses = self.algorithm.compression is not None
+        coded = oracle.quantise_block_4_bits if compresses else lambda block: block
+        mean = oracle.TwoPhaseResiduals(lambda x: oracle.quantise(x, [length], BLOCK, coded))
+        if not self.algorithm.error_feedback:
+            raise NotImplementedError
+        return mean
+
+    def is_due(self, name: str, step: int) -> bool:
+        interval, number = self.algorithm.inner_steps, self.algorithm.fragments
+        fragment = number - 1 if is_buffer(name) else self.fragments[name]
+        return (step - (fragment + 1) * interval // number) % interval == 0
+
+    def after_step(self, step: int, updated: Mapping[str, list[oracle.Array]]) -> dict[str, list[oracle.Array]]:
+        """Return the workers' weights after what comes when they have taken step number `step`, from 1."""
+        weights = {name: list(rows) for name, rows in updated.items()}
+        delay = self.algorithm.delay
+        if self.in_flight is not None and step == self.in_flight.step + delay:
+            for name, snapshots in self.in_flight.snapshots.items():
+                weights[name] = [
+                    oracle.moved(w, self.in_flight.new[name] - old, old, is_buffer=is_buffer(name))
+                    for w, old in zip(weights[name], snapshots, strict=True)
+                ]
+            self.in_flight = None
+        due = {name: rows for name, rows in weights.items() if self.is_due(name, step)}
+        if due:
+            new = {name: self.round_of(name, rows) for name, rows in due.items()}
+            if delay:
+                self.in_flight = InFlight(step, due, new)
+            else:
+                weights |= {name: [value] * len(weights[name]) for name, value in new.items()}
+        return weights
+
+    def round_of(self, name: str, rows: Sequence[oracle.Array]) -> oracle.Array:
+        """Return the new shadow weights of a parameter, or the mean of a buffer."""
+        if is_buffer(name):
+            return oracle.gradient_allreduce(rows)
+        theta = self.theta[name]
+        theta.grad = torch.from_numpy(self.means[name]([theta.numpy() - row for row in rows]))
+        self.optimizer.step()
+        theta.grad = None
+        return theta.numpy().copy()
+
+
+def check_rounds(traces: Sequence[Trace], algorithm: tb.DiLoCoAlgorithm, fragments: Mapping[str, int]) -> OuterRounds:
+    """Every step of every worker is that of the oracle, bit for bit."""
+    rounds = OuterRounds(traces[0].start[0], algorithm, fragments)
+    for step in range(len(traces[0].updated)):
+        names = traces[0].start[0]
+        updated = {name: stacked([trace.updated[step] for trace in traces], name) for name in names}
+        expected = rounds.after_step(step + 1, updated)
+        for name in names:
+            after = stacked([trace.start[step + 1] for trace in traces], name)
+            np.testing.assert_array_equal(after, expected[name], f"step {step + 1}, {name}")
+    return rounds

@@ -1,0 +1,616 @@
+"""DiLoCo: every step equals a one-process oracle's made with torch.optim.SGD, bit for bit; what else must hold."""
+
+import copy
+import dataclasses
+import io
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchbagua as tb
+from averaging import Normed, Trace, Trainer, assert_same_weights, train, weights_of
+from diloco_oracle import check_rounds
+from pairwise import pairwise
+from ranks import run_ranks
+from torchbagua.algorithms.shadow_weights import fragments_of
+from torchbagua.bucket import BaguaTensor
+from torchbagua.traces import Recorder
+from training import build
+
+DiLoCo = tb.DiLoCoAlgorithm
+H = 6
+
+
+class Dyadic(nn.Module):
+    """Weights and gradients that are multiples of 1/16: their sums are exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(300.0).view(3, 100) / 8)
+        self.bias = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x[0]).sum() + (self.bias * x[1]).sum()
+
+
+def dyadic_steps(module: nn.Module, optimizer: torch.optim.Optimizer, data: int, num_steps: int) -> None:
+    """Steps of SGD by data's own gradients, whole numbers."""
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        module(torch.tensor([(3 * data + step) % 5 - 2.0, (data + 2 * step) % 7 - 3.0])).backward()
+        optimizer.step()
+
+
+def attached(group: dist.ProcessGroup, module: nn.Module, optimizer: Any, algorithm: Any, **options: Any) -> Any:
+    return tb.attach(module, optimizer, algorithm, process_group=tb.BaguaProcessGroup(group), **options)
+
+
+def fragments_on(attachment: tb.Attachment) -> dict[str, int]:
+    return dict(attachment.impl._fragments)
+
+
+@pairwise(size=[2, 4, 8], compression=[None, "MinMaxUInt4"], fragments=[1, 2, 3], delay=[0, 1], cap_mb=[8.0, 0.001])
+def test_rounds_are_those_of_the_oracle(
+    device: torch.device, size: int, compression: str | None, fragments: int, delay: int, cap_mb: float
+) -> None:
+    """(a), (d) and (g): also the shadow weights, which are the same bits on all ranks after every step."""
+    algorithm = DiLoCo(H, compression=compression, fragments=fragments, delay=delay, bucket_cap_mb=cap_mb)
+    model = build(Normed).to(device)
+    shadows: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(size)]
+    found: dict[str, int] = {}
+
+    def body(group: dist.ProcessGroup) -> Trace:
+        def after_step(trainer: Trainer, attachment: tb.Attachment) -> None:
+            found.update(attachment.impl._fragments)
+            shadows[group.rank()].append(attachment.impl.shadow.state_dict()["theta"])
+
+        return train(group, model, algorithm, num_steps=2 * H + 5, lr=0.01, after_step=after_step)
+
+    traces = run_ranks(size, body, device=device)
+    rounds = check_rounds(traces, algorithm, found)
+    for of_step in zip(*shadows, strict=True):
+        assert_same_weights(of_step)
+    for name, theta in shadows[0][-1].items():
+        np.testing.assert_array_equal(theta.cpu().flatten().numpy(), rounds.theta[name].numpy(), name)
+    assert_same_weights([trace.final for trace in traces])
+
+
+def test_every_step_without_momentum_is_the_mean_of_weights() -> None:
+    """(a), on dyadic data."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        module, replicas = Dyadic(), [Dyadic() for _ in range(4)]
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
+        optimizers = [torch.optim.SGD(replica.parameters(), lr=0.25) for replica in replicas]
+        with attached(group, module, optimizer, tb.LocalSGDAlgorithm(1, compression=None)):
+            for step in range(5):
+                dyadic_steps(module, optimizer, group.rank() + step, 1)
+                for rank in range(4):
+                    dyadic_steps(replicas[rank], optimizers[rank], rank + step, 1)
+                with torch.no_grad():
+                    for same in zip(*(replica.parameters() for replica in replicas), strict=True):
+                        mean = torch.stack(list(same)).mean(0)
+                        for parameter in same:
+                            parameter.copy_(mean)
+                assert_same_weights([weights_of(module), weights_of(replicas[0])])
+
+    run_ranks(4, body)
+
+
+def test_one_rank_changes_nothing() -> None:
+    """(b): inner SGD(lr a), outer SGD(lr 1), H = 1; and so it is with any other arguments."""
+    expected = Dyadic()
+    dyadic_steps(expected, torch.optim.SGD(expected.parameters(), lr=0.25), 1, 5)
+
+    def body(group: dist.ProcessGroup) -> None:
+        for algorithm in (tb.LocalSGDAlgorithm(1), DiLoCo(1), DiLoCo(4, fragments=2, delay=1)):
+            module = Dyadic()
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
+            with attached(group, module, optimizer, algorithm) as attachment:
+                dyadic_steps(module, optimizer, 1, 5)
+                attachment.load_state_dict(attachment.state_dict())
+            assert_same_weights([weights_of(module), weights_of(expected)])
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+def test_ranks_with_the_same_batches_are_one_worker(size: int) -> None:
+    """(c): a power of two of equal summands, and their mean, are exact."""
+    model = build(lambda: nn.Linear(10, 33))
+
+    def steps(module: nn.Module, optimizer: torch.optim.Optimizer, after: Any = lambda: None) -> None:
+        data = torch.Generator().manual_seed(0)
+        for _ in range(9):
+            optimizer.zero_grad()
+            module(torch.randn(6, 10, generator=data)).square().sum().backward()
+            optimizer.step()
+            after()
+
+    def body(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+        module = copy.deepcopy(model)
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        with attached(group, module, optimizer, DiLoCo(3, compression=None)):
+            steps(module, optimizer)
+        return weights_of(module)
+
+    worker = copy.deepcopy(model)
+    theta = [parameter.detach().clone() for parameter in worker.parameters()]
+    outer = torch.optim.SGD(theta, lr=0.7, momentum=0.6, nesterov=True)
+    num_steps = itertools.count(1)
+
+    @torch.no_grad()
+    def outer_step() -> None:
+        if next(num_steps) % 3 == 0:
+            for shadow, parameter in zip(theta, worker.parameters(), strict=True):
+                shadow.grad = shadow - parameter
+            outer.step()
+            for shadow, parameter in zip(theta, worker.parameters(), strict=True):
+                parameter.copy_(shadow)
+
+    steps(worker, torch.optim.Adam(worker.parameters(), lr=0.01), outer_step)
+    for weights in run_ranks(size, body):
+        assert_same_weights([weights, weights_of(worker)])
+
+
+@pytest.mark.parametrize("compression", ["MinMaxUInt8", "sign1bit", "topk", "bfloat16"])
+def test_shadow_weights_are_equal_with_any_codec(compression: str) -> None:
+    """(d); and what is left out is sent later, so that none of them fails."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:
+        seen = []
+        train(
+            group,
+            model,
+            DiLoCo(2, compression=compression, delay=1),
+            lr=0.01,
+            after_step=lambda _, attachment: seen.append(attachment.impl.shadow.state_dict()["theta"]),
+        )
+        return seen
+
+    for of_step in zip(*run_ranks(2, body), strict=True):
+        assert_same_weights(of_step)
+        assert all(theta.isfinite().all() for theta in of_step[0].values())
+
+
+def test_progress_made_during_a_round_is_kept() -> None:
+    """(e): the mean of the weights is theta' and the mean progress since the snapshot; of dyadic data, exactly."""
+    algorithm = tb.LocalSGDAlgorithm(4, compression=None, delay=2, final_average=False)
+
+    def body(group: dist.ProcessGroup) -> tuple[dict[str, torch.Tensor], ...]:
+        module = Dyadic()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
+        with attached(group, module, optimizer, algorithm) as attachment:
+            dyadic_steps(module, optimizer, group.rank(), 4)
+            snapshot = weights_of(module)
+            dyadic_steps(module, optimizer, group.rank(), 1)
+            before = weights_of(module)
+            alone = copy.deepcopy(module)
+            dyadic_steps(alone, torch.optim.SGD(alone.parameters(), lr=0.25), group.rank() + 1, 1)
+            dyadic_steps(module, optimizer, group.rank() + 1, 1)
+            return snapshot, before, weights_of(alone), weights_of(module), attachment.impl.shadow.state_dict()["theta"]
+
+    ranks = run_ranks(4, body)
+    for name in ranks[0][0]:
+        snapshot, before, alone, after, theta = (torch.stack([rank[i][name] for rank in ranks]) for i in range(5))
+        assert torch.equal(theta[0], snapshot.mean(0))
+        assert not torch.equal(before, snapshot)
+        assert torch.equal(after.mean(0), theta[0] + (alone - snapshot).mean(0))
+
+
+def test_what_is_left_out_is_not_lost() -> None:
+    """(f): the means that were received, and the residuals, add up to the outer gradients, to float32 rounding."""
+    model, size = build(lambda: nn.Linear(10, 333)), 4
+    algorithm = DiLoCo(1, outer_momentum=0.0, outer_lr=1.0)
+
+    def body(group: dist.ProcessGroup) -> tuple[dict[str, torch.Tensor], ...]:
+        module = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        seen: list[dict[str, torch.Tensor]] = []
+        optimizer.register_step_post_hook(lambda *_: seen.append(weights_of(module)))
+        theta = weights_of(module)
+        sent = {name: torch.zeros_like(one) for name, one in theta.items()}
+        received = copy.deepcopy(sent)
+        data = torch.Generator().manual_seed(group.rank())
+        with attached(group, module, optimizer, algorithm) as attachment:
+            for _ in range(5):
+                optimizer.zero_grad()
+                module(torch.randn(6, 10, generator=data)).square().sum().backward()
+                optimizer.step()
+                new = weights_of(module)
+                for name, updated in seen[-1].items():
+                    sent[name] += theta[name] - updated
+                    received[name] += theta[name] - new[name]
+                theta = new
+            residuals = attachment.state_dict()["impl"]["residuals"]
+        return sent, received, residuals["sent"], residuals["mean"]
+
+    ranks = run_ranks(size, body)
+    for name in ranks[0][0]:
+        sent, received, left, of_mean = (torch.stack([rank[i][name] for rank in ranks]).double() for i in range(4))
+        assert left.abs().max() > 1e-3
+        assert of_mean.abs().max() > 1e-4
+        # Ten roundings of numbers below 4 in each element.
+        torch.testing.assert_close(
+            received.sum(0) + left.sum(0) + size * of_mean.sum(0), sent.sum(0), rtol=0, atol=1e-5
+        )
+
+
+def test_one_flat_tensor_is_stepped_as_its_views() -> None:
+    """(h): torch's SGD works element by element, so the outer optimizer may have a view for each parameter."""
+    flat = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    other = flat.clone()
+    views = [view.view(-1, 5) for view in other.split([300, 10, 690])]
+    one, several = (torch.optim.SGD(tensors, lr=0.7, momentum=0.6, nesterov=True) for tensors in ([flat], views))
+    for seed in range(5):
+        flat.grad = torch.randn(1000, generator=torch.Generator().manual_seed(seed))
+        for view, gradient in zip(views, flat.grad.split([300, 10, 690]), strict=True):
+            view.grad = gradient.view(-1, 5)
+        one.step()
+        several.step()
+    assert torch.equal(flat, other)
+
+
+def test_fragments_balance_bytes() -> None:
+    sizes = [7, 1000, 3, 400, 400, 90, 5, 64]
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    tensors = [BaguaTensor(str(index), parameter) for index, parameter in enumerate(parameters)]
+    found = fragments_of(tensors, 3)
+    in_each = [sum(sizes[int(name)] for name, one in found.items() if one == fragment) for fragment in range(3)]
+    assert found.keys() == {str(index) for index in range(8)}
+    assert sorted(in_each) == [479, 490, 1000]
+    assert set(fragments_of(tensors, 8).values()) == set(range(8))
+
+
+RESUMED = {
+    "diloco": DiLoCo(3),
+    "delay": DiLoCo(3, delay=2),
+    "fragments": DiLoCo(6, fragments=3, delay=1),
+    "full precision": DiLoCo(4, fragments=2, delay=1, compression=None),
+}
+
+
+@pytest.mark.parametrize(
+    "stop", [3, 4, pytest.param(5, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", ["delay", *(pytest.param(n, marks=pytest.mark.slow) for n in RESUMED if n != "delay")])
+@pytest.mark.parametrize("nodes", [None, pytest.param([0, 0, 1, 1], marks=pytest.mark.slow)], ids=["flat", "nodes"])
+def test_a_run_resumes_bit_for_bit(name: str, stop: int, nodes: list[int] | None) -> None:
+    """Between rounds, after one, and with one in flight; also into other buckets."""
+    model, algorithm, end = build(Normed), RESUMED[name], 11
+    resumed = dataclasses.replace(algorithm, bucket_cap_mb=0.001)
+
+    def body(group: dist.ProcessGroup) -> None:
+        expected = train(group, model, algorithm, num_steps=end, lr=0.01, nodes=nodes)
+
+        def attach(trainer: Trainer, algorithm: tb.Algorithm) -> tb.Attachment:
+            bagua_group = tb.BaguaProcessGroup(group, nodes=nodes)
+            return tb.attach(trainer.ddp, trainer.optimizer, algorithm, process_group=bagua_group)
+
+        first = Trainer(group, model, lr=0.01)
+        with attach(first, algorithm) as attachment:
+            for _ in range(stop):
+                first.step()
+            file = io.BytesIO()
+            torch.save([attachment.rank_state_dict(), first.data.get_state()], file)
+            first.step()  # saving has disturbed nothing
+            assert_same_weights([weights_of(first.module), expected.start[stop + 1]])
+        file.seek(0)
+        second = Trainer(group, model, lr=0.01)
+        with attach(second, resumed) as attachment:
+            for _ in range(4):
+                second.step()  # what it has done before it loads is forgotten
+            state, data = torch.load(file, weights_only=True)
+            attachment.load_rank_state_dict(state)
+            second.data.set_state(data)
+            for step in range(stop, end):
+                assert_same_weights([weights_of(second.module), expected.start[step]])
+                second.step()
+        assert_same_weights([weights_of(second.module), expected.final])
+
+    run_ranks(2 if nodes is None else 4, body)
+
+
+def test_a_state_of_another_number_of_ranks() -> None:
+    """What all ranks share is taken over, and each takes a worker's weights; residuals are dropped, and it says so."""
+    model, algorithm = build(Normed), DiLoCo(3, delay=2)
+
+    def save(group: dist.ProcessGroup) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        trainer = Trainer(group, model, lr=0.01)
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+            for _ in range(4):
+                trainer.step()
+            return copy.deepcopy(attachment.rank_state_dict()), attachment.impl.shadow.state_dict()["theta"]
+
+    saved = run_ranks(2, save)
+
+    def load(group: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:
+        trainer, rank = Trainer(group, model, lr=0.01), group.rank()
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+            other = copy.deepcopy(saved[0][0]["attachment"])
+            other["impl"]["residuals"] |= {"rank": 1 - rank % 2, "num_ranks": 3}
+            with pytest.raises(ValueError, match=rf"that of rank {rank} of 3, got that of rank {1 - rank % 2} of 3"):
+                attachment.load_state_dict(other)
+            attachment.load_rank_state_dict(saved[rank % 2][0])
+            assert attachment.impl.step == 4
+            assert_same_weights([attachment.impl.shadow.state_dict()["theta"], saved[0][1]])
+            for _ in range(2):
+                trainer.step()
+            return [attachment.impl.shadow.state_dict()["theta"], weights_of(trainer.module)]
+
+    with pytest.warns(RuntimeWarning, match=r"is of 2 ranks on the nodes None, and these are 3 on None: residuals"):
+        ranks = run_ranks(3, load)
+    assert_same_weights([theta for theta, _ in ranks])
+
+
+def test_a_state_of_other_arguments_or_weights() -> None:
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model)
+        with tb.attach(trainer.ddp, trainer.optimizer, DiLoCo()) as attachment:
+            state = attachment.state_dict()
+            with pytest.raises(ValueError, match=r"state must have the keys \[.*'step'.*\], got \['step'\]"):
+                attachment.load_state_dict({**state, "impl": {"step": 3}})
+            with pytest.raises(ValueError, match="shadow weights of this module, 6 tensors, got 1; they differ in"):
+                attachment.load_state_dict({**state, "impl": {**state["impl"], "theta": {"a": torch.zeros(3)}}})
+        apart = copy.deepcopy(state)
+        apart["impl"]["theta"]["last.bias"] += group.rank()
+        with (
+            pytest.raises(tb.CommunicationError, match=r"loading the state: .* as a digest of the shadow weights"),
+            tb.attach(trainer.ddp, trainer.optimizer, DiLoCo()) as attachment,
+        ):
+            attachment.load_state_dict(apart)
+        for arguments in ({"outer_lr": 0.5}, {"fragments": 2}, {"error_feedback": False}, {"outer_optimizer": adam}):
+            with (
+                tb.attach(trainer.ddp, trainer.optimizer, DiLoCo(**arguments)) as attachment,
+                pytest.raises(ValueError, match=f"the state was saved with {next(iter(arguments))}="),
+            ):
+                attachment.load_state_dict(state)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_round_with_nan_is_dropped_on_all_ranks_and_told_once(delay: int) -> None:
+    """As if it had not been: the weights and residuals of the others go on, and so does a rank that recovers."""
+    model = build(Normed)
+    algorithm = DiLoCo(3, delay=delay, final_average=False)
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model, lr=0.01)
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+            before: dict[str, Any] = {}
+
+            def steps(num_steps: int) -> None:
+                for _ in range(num_steps):
+                    trainer.step()
+
+            steps(3 + delay)
+            before = attachment.state_dict()["impl"]
+            good = copy.deepcopy([trainer.module.state_dict(), trainer.optimizer.state_dict()])
+            if group.rank() == 1:
+                with torch.no_grad():
+                    trainer.module.first.weight[0, 0] = torch.nan
+            if delay == 0:
+                steps(2)
+            last = weights_of(trainer.module)
+            steps(1)  # the round is formed
+            if delay:
+                last = weights_of(trainer.module)
+                steps(delay)
+            after = attachment.state_dict()["impl"]
+            assert attachment.impl.num_dropped == 1
+            assert not torch.equal(last["last.weight"], weights_of(trainer.module)["last.weight"])
+            for key in ("theta", "outer"):
+                assert_equal(after[key], before[key])
+            assert_equal(after["residuals"], before["residuals"])
+            trainer.module.load_state_dict(good[0])
+            trainer.optimizer.load_state_dict(good[1])
+            steps(3)
+            assert attachment.impl.num_dropped == 1
+            assert (attachment.impl.num_rounds, attachment.impl.step) == (3, 9 + delay)
+            theta = attachment.impl.shadow.state_dict()["theta"]
+            assert all(one.isfinite().all() for one in theta.values())
+            assert not torch.equal(theta["last.weight"], before["theta"]["last.weight"])
+
+    with pytest.warns(RuntimeWarning, match="the round after 6 steps is dropped on all ranks") as told:
+        run_ranks(2, body)
+    assert len(told) == 2, "once on each rank"
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    """Nested dicts and lists with the same tensors and numbers."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, list):
+        for pair in zip(one, other, strict=True):
+            assert_equal(*pair)
+    else:
+        assert one == other
+
+
+def test_a_buffer_of_minus_infinity_drops_no_round() -> None:
+    class Masked(Normed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.full((3,), -torch.inf))
+
+    model = build(Masked)
+
+    def body(group: dist.ProcessGroup) -> None:
+        def look(trainer: Trainer, attachment: tb.Attachment) -> None:
+            assert attachment.impl.num_dropped == 0
+            assert bool((trainer.module.mask == -torch.inf).all())
+
+        train(group, model, DiLoCo(2), lr=0.01, after_step=look)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"inner_steps": 0}, ValueError, "inner_steps must be at least 1, got 0"),
+        ({"inner_steps": 2.5}, TypeError, r"inner_steps must be an integer, got 2\.5"),
+        ({"fragments": 0}, ValueError, "fragments must be at least 1, got 0"),
+        ({"delay": -1}, ValueError, "delay must be at least 0, got -1"),
+        ({"delay": 30}, ValueError, "delay must be less than inner_steps / fragments, 30 / 1, .*got 30"),
+        (
+            {"delay": 10, "fragments": 3},
+            ValueError,
+            "delay must be less than inner_steps / fragments, 30 / 3, .*got 10",
+        ),
+        ({"outer_lr": -1.0}, ValueError, r"outer_lr must be at least 0, got -1\.0"),
+        ({"outer_momentum": "much"}, TypeError, "outer_momentum must be a number, got 'much'"),
+        ({"nesterov": 1}, TypeError, "nesterov must be True or False, got 1"),
+        ({"outer_optimizer": 0.7}, TypeError, r"outer_optimizer must be a function or None, got 0\.7"),
+        (
+            {"outer_optimizer": lambda shadows: None},
+            TypeError,
+            "outer_optimizer must be a function with a name of its own",
+        ),
+        ({"compression": "none"}, ValueError, "compression must be None, a Compressor or one of"),
+        ({"compression": "topk", "error_feedback": False}, ValueError, "compression 'topk' needs error_feedback=True"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"DiLoCoAlgorithm: {message}"):
+        DiLoCo(**arguments)
+
+
+def no_optimizer(shadows: list[torch.Tensor]) -> Any:
+    return shadows
+
+
+def optimizer_of_others(shadows: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*shadows[1:], torch.zeros(3)], lr=0.1)
+
+
+def adam(shadows: list[torch.Tensor]) -> torch.optim.Optimizer:
+    groups = [{"params": [one for one in shadows if (one.dim() > 1) == is_matrix]} for is_matrix in (True, False)]
+    return torch.optim.Adam(groups, lr=0.01)
+
+
+def test_bad_outer_optimizers_and_too_many_fragments() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, build(Normed))
+        for algorithm, error, message in (
+            (
+                DiLoCo(outer_optimizer=no_optimizer),
+                TypeError,
+                r"outer_optimizer must return a torch.optim.Optimizer, got",
+            ),
+            (
+                DiLoCo(outer_optimizer=optimizer_of_others),
+                ValueError,
+                "outer_optimizer must return an optimizer of the 6 tensors that it is given, got one of 6, 5 of them",
+            ),
+            (DiLoCo(fragments=7), ValueError, "fragments must be at most the number of trained parameters, 6, got 7"),
+        ):
+            with pytest.raises(error, match=message):
+                tb.attach(trainer.ddp, trainer.optimizer, algorithm)
+        trainer.step()  # nothing is left behind
+
+    run_ranks(2, body)
+
+
+def test_an_outer_optimizer_of_the_users() -> None:
+    """Its name stands in the algorithm's text; its groups and its state go on in a resumed run."""
+    algorithm = DiLoCo(2, outer_optimizer=adam)
+    assert f"outer_optimizer={__name__}.adam" in repr(algorithm)
+    assert copy.deepcopy(algorithm) == algorithm
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> None:
+        expected = train(group, model, algorithm, lr=0.01, num_steps=6)
+        trainer = Trainer(group, model, lr=0.01)
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+            for _ in range(3):
+                trainer.step()
+            state = copy.deepcopy(attachment.rank_state_dict())
+            data = trainer.data.get_state()
+        assert len(state["attachment"]["impl"]["outer"]["param_groups"]) == 2
+        resumed = Trainer(group, model, lr=0.01)
+        with tb.attach(resumed.ddp, resumed.optimizer, algorithm) as attachment:
+            attachment.load_rank_state_dict(state)
+            resumed.data.set_state(data)
+            for _ in range(3):
+                resumed.step()
+            assert_same_weights([weights_of(resumed.module), expected.start[-1]])
+            assert all(one["step"] == 3 for one in attachment.impl.shadow.optimizer.state_dict()["state"].values())
+
+    run_ranks(2, body)
+
+
+def test_layers_set_free_and_ranks_that_start_apart() -> None:
+    """All ranks start from one theta, whatever their weights are; what is kept of other layers goes on."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> tuple[list[dict[str, torch.Tensor]], Any]:
+        trainer = Trainer(group, model, lr=0.01)
+        free = torch.optim.SGD(trainer.module.frozen.parameters(), lr=0.01)
+        shadows, momenta = [], []
+        with torch.no_grad():
+            trainer.module.last.weight.add_(group.rank())
+        with tb.attach(trainer.ddp, [trainer.optimizer, free], DiLoCo(2, fragments=2, delay=0)) as attachment:
+            for step in range(8):
+                trainer.module.frozen.requires_grad_(step >= 4)
+                trainer.step()
+                free.step()
+                shadows.append(attachment.impl.shadow.state_dict()["theta"])
+                momenta.append(attachment.impl.shadow.state_dict()["outer"]["state"])
+        return shadows, momenta
+
+    ranks = run_ranks(2, body)
+    for of_step in zip(*(shadows for shadows, _ in ranks), strict=True):
+        assert_same_weights(of_step)
+    shadows, momenta = ranks[0]
+    assert "frozen.weight" not in shadows[3]
+    assert "frozen.weight" in shadows[4]
+    assert not torch.equal(shadows[4]["frozen.weight"], shadows[7]["frozen.weight"])
+    kept = [one["first.weight"]["momentum_buffer"] for one in momenta]
+    assert kept[3].any()
+    assert torch.equal(kept[3], kept[4]) or torch.equal(kept[2], kept[3])
+
+
+def test_rounds_are_traced() -> None:
+    """Messages in the steps of rounds alone, fragments by name; the summary's bytes a step are means over H."""
+    model = build(lambda: nn.Linear(10, 333))
+    num_elements = 3663
+
+    def body(group: dist.ProcessGroup) -> tuple[list[Any], str, int]:
+        module, recorder = copy.deepcopy(model), Recorder()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        algorithm = DiLoCo(4, fragments=2, delay=1, final_average=False)
+        with attached(group, module, optimizer, algorithm, observers=[recorder]) as attachment:
+            for _ in range(8):
+                optimizer.zero_grad()
+                module(torch.ones(2, 10)).square().sum().backward()
+                optimizer.step()
+            summary = attachment.summary()
+        return recorder.events, str(summary), summary.figures.bytes_sent
+
+    for events, text, bytes_sent in run_ranks(2, body):
+        assert "DiLoCoAlgorithm" in text
+        buckets = [event.bucket for event in events if event.phase == "bucket"]
+        assert buckets == ["fragment 0 weight bucket 0", "fragment 1 weight bucket 1"] * 2
+        applied = [event.values for event in events if event.phase == "apply" and event.values]
+        assert [values["fragment"] for values in applied] == [0, 1, 0, 1]
+        assert [values["rounds"] for values in applied] == [1, 2, 3, 4]
+        assert [values["staleness in steps"] for values in applied] == [1, 1, 1, 0], "the last one by detach"
+        assert any(event.phase == "wait" for event in events)
+        # Two rounds of all elements in 4.25 bits, half of it sent in each phase, and what ranks compare before.
+        payload = sum(event.wire_bytes for event in events if event.phase == "send" and event.num_elements)
+        assert 2 * num_elements * 4.25 / 8 <= payload <= 2 * num_elements * 4.25 / 8 * 1.05
+        assert bytes_sent > 0
