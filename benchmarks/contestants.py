@@ -21,6 +21,7 @@ POWERSGD_RANK = 2
 # Larger than any model here: torch's PowerSGD hook hangs on gloo where there are two buckets (torch 2.13).
 ONE_BUCKET_MB = 1 << 20
 ASYNC_INTERVAL_MS = 500
+INNER_STEPS = 30
 
 
 def build_model(num_parameters: int) -> nn.Module:
@@ -107,12 +108,14 @@ class Contestant:
     `wire_bytes(numel)` is what one parameter tensor of `numel` elements takes on the wire; a ring or a two-phase mean
     over c ranks sends it 2 (c-1)/c times. None where no such rule holds: then the floor comes from the counters.
     Where communication is not `tied_to_steps`, blocks last as long as a round of it, and a slow rank takes fewer steps.
+    Who averages once every `steps_a_round` steps has blocks of whole rounds, and competes only where it is named.
     """
 
     label: str
     wrap: Wrap
     wire_bytes: Callable[[int], int] | None
     tied_to_steps: bool = True
+    steps_a_round: int = 1
 
 
 def _alone(setup: Setup) -> Entry:
@@ -227,6 +230,20 @@ def _averaged(algorithm: type[tb.Algorithm], **arguments: Any) -> Wrap:
     return wrap
 
 
+def _diloco(label: str, **arguments: Any) -> Contestant:
+    """DiLoCo in 4 bits."""
+
+    def wrap(setup: Setup) -> Entry:
+        entry = Entry(setup.ddp())
+        own = tb.DiLoCoAlgorithm(
+            inner_steps=INNER_STEPS, bucket_cap_mb=setup.bucket_cap_mb, final_average=False, **arguments
+        )
+        entry.attach(own, setup)
+        return entry
+
+    return Contestant(f"DiLoCo, {INNER_STEPS} steps{label}", wrap, _uint4_bytes, steps_a_round=INNER_STEPS)
+
+
 def _asynchronous(setup: Setup) -> Entry:
     entry = Entry(setup.ddp())
     algorithm = tb.AsyncModelAverageAlgorithm(
@@ -298,6 +315,10 @@ CONTESTANTS: dict[str, Contestant] = {
         "Decentralized, shift_one", _averaged(tb.DecentralizedAlgorithm, peer_selection_mode="shift_one"), None
     ),
     "low_precision": Contestant("LowPrecisionDecentralized", _averaged(tb.LowPrecisionDecentralizedAlgorithm), None),
+    "diloco": _diloco(""),
+    "diloco_delay": _diloco(", delay 5", delay=5),
+    "diloco_long_delay": _diloco(", delay 18", delay=18),
+    "diloco_fragments": _diloco(", 4 fragments, delay 5", fragments=4, delay=5),
     CONTROL: Contestant(
         "compute only, torch's all-reduce beside it", _beside_all_reduce, _dense(0), tied_to_steps=False
     ),
@@ -324,7 +345,10 @@ HIERARCHICAL_CONTESTANTS = [
 
 
 def ring_payload_bytes(contestant: Contestant, numels: list[int], num_ranks: int) -> float | None:
-    """Bytes each of `num_ranks` ranks must send a step, by arithmetic; None where the contestant has no such rule."""
+    """Bytes each of `num_ranks` ranks must send a step, by arithmetic; None where the contestant has no such rule.
+
+    Who averages weights sends the bytes of a round in its steps together.
+    """
     if contestant.wire_bytes is None:
         return None
-    return 2 * (num_ranks - 1) / num_ranks * sum(map(contestant.wire_bytes, numels))
+    return 2 * (num_ranks - 1) / num_ranks * sum(map(contestant.wire_bytes, numels)) / contestant.steps_a_round

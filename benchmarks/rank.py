@@ -13,13 +13,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from contestants import COMPUTE_ONLY, CONTESTANTS, Entry, Setup, build_batch, build_model
+from contestants import COMPUTE_ONLY, CONTESTANTS, Contestant, Entry, Setup, build_batch, build_model
 from namespaces import Traffic, read_loopback_traffic, read_traffic
 from processes import begin_rank, leave_process_group, report_progress
 
 MAX_ROUNDS = 40
 SLOWDOWN = 3
 FREE_TRIAL_STEPS = 10  # of a contestant whose communication is not tied to steps
+ROUNDS_A_BLOCK = 3  # at least, of a contestant that averages once in some steps
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first, PowerSGD compresses from the third
 
 
@@ -52,6 +53,26 @@ class Block:
     traffic: Traffic | None  # read by rank 0, for all ranks
 
 
+def trial_steps(contestant: Contestant) -> int:
+    """How many steps of a contestant are timed for the plan; its warm-up ends with them.
+
+    Where rounds are some steps apart, that is one step before the second round begins. All blocks, of whole rounds, end
+    there too: nothing is in flight then, since no delay reaches the next round.
+    """
+    if not contestant.tied_to_steps:
+        return FREE_TRIAL_STEPS
+    return max(1, 2 * contestant.steps_a_round - WARM_UP_STEPS)
+
+
+def num_block_steps(contestant: Contestant, tied: int, free: int) -> int:
+    """The steps of a contestant's blocks: `tied` or `free`, as its communication is; where it makes rounds, of some."""
+    if not contestant.tied_to_steps:
+        return free
+    if contestant.steps_a_round == 1:
+        return tied
+    return contestant.steps_a_round * max(ROUNDS_A_BLOCK, math.ceil(tied / contestant.steps_a_round))
+
+
 class Race:
     """All contestants of one network, on this rank. Every method is collective: all ranks call it at the same point."""
 
@@ -66,19 +87,18 @@ class Race:
         self.entries: dict[str, Entry] = {name: CONTESTANTS[name].wrap(setup) for name in settings.contestants}
         self.pause_s = 0.0  # after each step
         self.num_done = 0
-        self.trial_steps = {
-            name: 1 if CONTESTANTS[name].tied_to_steps else FREE_TRIAL_STEPS for name in settings.contestants
-        }
+        self.trial_steps = {name: trial_steps(CONTESTANTS[name]) for name in settings.contestants}
         self.num_planned = (WARM_UP_STEPS - 1) * len(self.entries) + sum(self.trial_steps.values())
 
     def run(self) -> list[Block]:
         """Warm up, then as many rounds as fit the time aimed at. Returns the blocks in the order they ran."""
         for name in self.entries:
-            self._run_steps(name, WARM_UP_STEPS - 1)
+            for _ in range(WARM_UP_STEPS - 1):  # one by one: on the slowest networks each is a sign of life
+                self._run_steps(name, 1)
         trial_seconds = {name: self._run_steps(name, steps) / steps for name, steps in self.trial_steps.items()}
         free_steps = max(self.settings.block_steps, math.ceil(self.settings.free_block_s / trial_seconds[COMPUTE_ONLY]))
         block_steps = {
-            name: self.settings.block_steps if CONTESTANTS[name].tied_to_steps else free_steps for name in self.entries
+            name: num_block_steps(CONTESTANTS[name], self.settings.block_steps, free_steps) for name in self.entries
         }
         fitting = int(self.settings.seconds / sum(block_steps[name] * trial_seconds[name] for name in self.entries))
         num_rounds = min(max(fitting, self.settings.min_rounds), MAX_ROUNDS)

@@ -180,4 +180,7 @@ def markdown_table(section: Section) -> str:
         rows.append([*cells, f"{row['floor_ms']:.0f}", f"{row['floor_ratio']:.2f}", _speedup(row)])
     num_rounds = len(section["rows"][0]["rounds_ms"])
     rounds = f"{num_rounds} rounds of {section['block_steps']} steps each"
-    return f"{_title(section)}, {rounds}, of seconds where communication is not tied to steps\n\n{table(head, rows)}"
+    others = "of seconds where communication is not tied to steps"
+    if any(CONTESTANTS[row["contestant"]].steps_a_round > 1 for row in section["rows"]):
+        others += ", of three means of weights or more where steps share one"
+    return f"{_title(section)}, {rounds}, {others}\n\n{table(head, rows)}"

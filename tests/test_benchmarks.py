@@ -16,7 +16,9 @@ from source_tree import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "benchmarks"))
 import host_time
+from contestants import CONTESTANTS, ring_payload_bytes
 from processes import RankFailure, run_ranks
+from rank import WARM_UP_STEPS, num_block_steps, trial_steps
 from table import table
 from timing import alternated, elapsed_ms, host_us
 
@@ -45,6 +47,17 @@ def test_times_on_the_cpu_are_those_of_the_call() -> None:
     assert 0 < elapsed_ms(cpu, lambda: calls.append(1), head_start=True) < 1e3
     assert 0 < host_us(cpu, lambda: calls.append(1), num_calls=10) < 1e6
     assert len(calls) == 11
+
+
+def test_blocks_have_whole_rounds_and_end_where_none_is_in_flight() -> None:
+    ddp, compute, diloco = CONTESTANTS["ddp"], CONTESTANTS["compute"], CONTESTANTS["diloco"]
+    assert [num_block_steps(one, 2, 40) for one in (ddp, compute, diloco)] == [2, 40, 90]
+    assert num_block_steps(diloco, 91, 40) == 120
+    assert WARM_UP_STEPS - 1 + trial_steps(ddp) == WARM_UP_STEPS
+    assert WARM_UP_STEPS - 1 + trial_steps(diloco) == 59, "a round begins with the next step"
+    a_step, a_round = (ring_payload_bytes(CONTESTANTS[name], [4096], 4) for name in ("diloco", "four_bits"))
+    assert a_step == pytest.approx(1.5 * (2048 + 32 * 4) / 30)
+    assert a_round == pytest.approx(30 * a_step)
 
 
 def test_columns_of_numbers_are_aligned_to_the_right() -> None:
