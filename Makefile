@@ -109,7 +109,7 @@ bench-network: $(STAMPS)/package ## time training steps over emulated slow netwo
 	$(BIN)/python benchmarks/network.py $(ARGS)
 
 .PHONY: bench-convergence
-bench-convergence: $(STAMPS)/bench ## train three models with every algorithm at its best learning rate; hours, goes on where it ended
+bench-convergence: $(STAMPS)/bench ## train four models with every algorithm at its best learning rate; hours, goes on where it ended
 	$(BIN)/python benchmarks/convergence.py $(ARGS)
 
 .PHONY: bench-convergence-times

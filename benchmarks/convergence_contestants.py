@@ -1,6 +1,6 @@
 """Who competes in the convergence benchmark. A line of CONTESTANTS adds one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import torchbagua as tb
 from contestants import ONE_BUCKET_MB, cast_hook, register_powersgd
+from convergence_tasks import TASKS
 
 ASYNC_INTERVAL_MS = 100
 Start = Callable[[DistributedDataParallel, Optimizer, int], tuple[Optimizer, tb.Attachment | None]]
@@ -46,16 +47,18 @@ class Contestant:
             train with, and what `tb.attach` returned.
         describe: the settings for a number of warm-up steps. A sweep trains anew whoever has changed them.
         warm_up: share of all steps in which gradients are averaged in full precision.
-        needs_adam: competes only where the task's optimizer is Adam.
+        tasks: in which it competes.
         bucket_cap_mb: DDP's; None: its default.
+        steps_a_round: steps from one mean to the next; a time is of whole rounds.
     """
 
     label: str
     start: Start
     describe: Callable[[int], str]
     warm_up: float = 0.0
-    needs_adam: bool = False
+    tasks: Sequence[str] = ("gpt", "digits", "lstm")
     bucket_cap_mb: float | None = None
+    steps_a_round: int = 1
 
     def warmup_steps(self, num_steps: int) -> int:
         return round(self.warm_up * num_steps)
@@ -99,12 +102,12 @@ def qadam(label: str, **arguments: Any) -> Contestant:
     def describe(warmup_steps: int) -> str:
         return f"QAdamAlgorithm({arguments}), warm-up {warmup_steps}"
 
-    return Contestant(label, start, describe, warm_up=0.2, needs_adam=True)
+    return Contestant(label, start, describe, warm_up=0.2, tasks=["gpt"])
 
 
 BASELINE = "ddp"
 CONTESTANTS: dict[str, Contestant] = {
-    BASELINE: hooked("DDP, float32", lambda ddp, _: None),
+    BASELINE: hooked("DDP, float32", lambda ddp, _: None, tasks=list(TASKS)),
     "gradient_allreduce": attached("GradientAllReduce", tb.GradientAllReduceAlgorithm()),
     "bf16": hooked("DDP, bf16 hook", lambda ddp, _: ddp.register_comm_hook(None, cast_hook(torch.bfloat16))),
     "fp16": hooked("DDP, fp16 hook", lambda ddp, _: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)),

@@ -43,14 +43,14 @@ class Sweep:
 
     Attributes:
         tasks, contestants: their names, in the order in which they are trained.
-        rungs: which everyone tries.
+        rungs: which everyone tries; None: each task's own.
         grows: whether grids do.
         seeds: that are reported.
     """
 
     tasks: Sequence[str]
     contestants: Sequence[str]
-    rungs: Sequence[int]
+    rungs: Sequence[int] | None
     grows: bool
     seeds: Sequence[int]
 
@@ -65,12 +65,12 @@ class Sweep:
     def _missing(self, records: Sequence[Record]) -> Iterable[list[Trial]]:
         for task in self.tasks:
             for contestant in self.contestants:
-                if TASKS[task].uses_adam or not CONTESTANTS[contestant].needs_adam:
+                if task in CONTESTANTS[contestant].tasks:
                     yield self._missing_of(task, contestant, of(records, task, contestant))
 
     def _missing_of(self, task: str, contestant: str, records: Sequence[Record]) -> list[Trial]:
         tuned = tuning_losses(records)
-        rungs = [rung for rung in self.rungs if rung not in tuned]
+        rungs = [rung for rung in (TASKS[task].rungs if self.rungs is None else self.rungs) if rung not in tuned]
         if not rungs and self.grows:
             rungs = grown(tuned)
         best = best_rung(tuned)

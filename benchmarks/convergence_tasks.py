@@ -1,6 +1,6 @@
-"""What the convergence benchmark trains: a GPT and an LSTM on the standard library's sources, and a CNN on digits."""
+"""What the convergence benchmark trains: GPTs and an LSTM on the standard library's sources, and a CNN on digits."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,7 @@ class Task:
         steps: of each training.
         step_cost: relative to the other tasks', for the time that is left.
         rate: middle of the grid of learning rates.
+        rungs: of the grid, which everyone tries; see convergence_sweep.py.
         target_percent: the target loss is the baseline's last plus this.
         max_gradient_norm: to which gradients are clipped; None: they are not.
     """
@@ -48,7 +49,7 @@ class Task:
     load_data: Callable[[], Data]
     build_model: Callable[[], nn.Module]
     build_optimizer: Callable[[Iterable[nn.Parameter], float], Optimizer]  # of the learning rate
-    uses_adam: bool = False
+    rungs: Sequence[int] = (-2, -1, 0, 1, 2)
     max_gradient_norm: float | None = None
 
 
@@ -102,6 +103,10 @@ class LSTM(nn.Module):
         return self.output(hidden_bth)  # type: ignore[no-any-return]  # nn.Module's __call__ is not typed
 
 
+def build_adamw(parameters: Iterable[nn.Parameter], rate: float) -> Optimizer:
+    return AdamW(parameters, lr=rate, betas=(0.9, 0.95))
+
+
 TASKS = {
     "gpt": Task(
         title="GPT on the standard library's sources, AdamW",
@@ -112,8 +117,7 @@ TASKS = {
         target_percent=2,
         load_data=load_text,
         build_model=lambda: GPT(width=96, num_layers=3, num_heads=4),
-        build_optimizer=lambda parameters, rate: AdamW(parameters, lr=rate, betas=(0.9, 0.95)),
-        uses_adam=True,
+        build_optimizer=build_adamw,
     ),
     "digits": Task(
         title="CNN with BatchNorm on scikit-learn's digits, SGD with momentum",
@@ -137,5 +141,17 @@ TASKS = {
         build_model=lambda: LSTM(width=64, hidden=192),
         build_optimizer=lambda parameters, rate: SGD(parameters, lr=rate),
         max_gradient_norm=0.25,
+    ),
+    "small_gpt": Task(
+        title="small GPT on the standard library's sources, AdamW",
+        loss_unit="nats/byte",
+        steps=1200,  # forty rounds of those who average weights every thirty steps
+        step_cost=2,
+        rate=2.106e-2,
+        target_percent=2,
+        load_data=load_text,
+        build_model=lambda: GPT(width=64, num_layers=2, num_heads=4),
+        build_optimizer=build_adamw,
+        rungs=(-1, 0, 1),
     ),
 }

@@ -1,6 +1,7 @@
 """One rank of convergence_times.py, started inside its namespace."""
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,11 +34,13 @@ class Settings:
 
 
 def block_ms(task_name: str, contestant_name: str, data: Data, num_steps: int, report: Callable[[str], None]) -> float:
-    """Milliseconds a step on the slowest rank, of a contestant past its warm-up. Collective.
+    """Milliseconds a step on the slowest rank, of a contestant past its warm-up: of `num_steps`, or of whole rounds.
+    Collective.
 
     Where rounds of averaging run beside training, one is in flight when the time begins and one when it ends.
     """
     task, contestant = TASKS[task_name], CONTESTANTS[contestant_name]
+    num_steps = contestant.steps_a_round * math.ceil(num_steps / contestant.steps_a_round)
     torch.manual_seed(0)
     batches = torch.Generator().manual_seed(dist.get_rank())
     trainee = contestant.begin(
@@ -71,7 +74,7 @@ def main() -> None:
     for name in settings.tasks:
         data = TASKS[name].load_data()
         for contestant in settings.contestants:
-            if TASKS[name].uses_adam or not CONTESTANTS[contestant].needs_adam:
+            if name in CONTESTANTS[contestant].tasks:
                 blocks[name, contestant] = partial(block_ms, name, contestant, data, settings.num_steps, report)
     step_ms: dict[str, dict[str, list[float]]] = {name: {} for name in settings.tasks}
     for (name, contestant), times in alternated(blocks, settings.num_rounds).items():

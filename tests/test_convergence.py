@@ -60,6 +60,11 @@ def test_a_sweep_ends_where_everything_diverges_and_qadam_needs_adam() -> None:
     assert sweep_to_the_end({0: 1}, "qadam", "digits") == []
 
 
+def test_everyone_tries_the_rates_of_the_task() -> None:
+    sweep = Sweep(["small_gpt"], ["ddp"], rungs=None, grows=False, seeds=[])
+    assert sweep.cost([], {"small_gpt": 1}) == len(TASKS["small_gpt"].rungs) * TASKS["small_gpt"].step_cost
+
+
 def trained(contestant: str, rung: int, seed: int, losses: list[float | None], **others: Any) -> dict[str, Any]:
     """A training of 100 steps by two ranks, of a model of 1000 elements."""
     record: dict[str, Any] = {"task": "gpt", "contestant": contestant, "label": contestant.upper(), "settings": ""}
