@@ -38,8 +38,8 @@ def run(arguments: argparse.Namespace, limits: Limits, document: Document) -> No
     sweep = Sweep(
         tasks=arguments.tasks,
         contestants=arguments.only,
-        rungs=[0] if arguments.quick else None,
-        grows=not arguments.quick,
+        rungs=arguments.rungs,
+        grows=arguments.rungs is None,
         seeds=list(range(1 if arguments.quick else arguments.seeds)),
     )
     with tempfile.TemporaryDirectory(prefix="torchbagua-convergence-") as folder:
@@ -92,6 +92,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS), help="contestants")
+    parser.add_argument(
+        "--rungs",
+        type=int,
+        nargs="+",
+        help=f"learning rates to try, as powers of {RATE_FACTOR} times the task's; no grid grows then",
+    )
     parser.add_argument("--ranks", type=int, default=4, help="an even number, which shift_one needs (default 4)")
     parser.add_argument("--seeds", type=int, default=3, help="reported trainings of each contestant (default 3)")
     parser.add_argument("--deadline", type=float, default=math.inf, help="seconds until all ends (default: none)")
@@ -114,6 +120,8 @@ def parse_arguments() -> argparse.Namespace:
     if "digits" in arguments.tasks and importlib.util.find_spec("sklearn") is None:
         parser.error("scikit-learn is not installed: pip install 'torchbagua[bench]'")
     arguments.steps = {name: QUICK_STEPS if arguments.quick else task.steps for name, task in TASKS.items()}
+    if arguments.quick:
+        arguments.rungs = [0]
     if arguments.json is None:
         arguments.json = RESULTS / f"convergence{'-quick' * arguments.quick}.json"
     return arguments

@@ -82,6 +82,11 @@ def attached(label: str, algorithm: tb.Algorithm | Callable[[int], tb.Algorithm]
     return Contestant(label, start, lambda warmup_steps: repr(of(warmup_steps)), **options)
 
 
+def once_a_round(label: str, algorithm: tb.DiLoCoAlgorithm) -> Contestant:
+    """An algorithm that averages weights once in some steps, for the task that is long enough."""
+    return attached(label, algorithm, tasks=["small_gpt"], steps_a_round=algorithm.inner_steps)
+
+
 def hooked(label: str, register: Callable[[DistributedDataParallel, int], None], **options: Any) -> Contestant:
     """Plain DDP with a communication hook of torch, or with none."""
 
@@ -140,4 +145,18 @@ CONTESTANTS: dict[str, Contestant] = {
         ),
         warm_up=0.1,
     ),
+    "diloco": once_a_round("DiLoCo, 30 steps", tb.DiLoCoAlgorithm()),
+    "diloco_float32": once_a_round("DiLoCo, 30 steps, float32", tb.DiLoCoAlgorithm(compression=None)),
+    "diloco_10": once_a_round("DiLoCo, 10 steps", tb.DiLoCoAlgorithm(10)),
+    "diloco_100": once_a_round("DiLoCo, 100 steps", tb.DiLoCoAlgorithm(100)),
+    "local_sgd": once_a_round("LocalSGD, 30 steps", tb.LocalSGDAlgorithm(30)),
+    "streaming": once_a_round("DiLoCo, 30 steps, 3 fragments, delay 5", tb.DiLoCoAlgorithm(fragments=3, delay=5)),
+    **{
+        f"diloco_{inner_steps}_momentum_{momentum}": once_a_round(
+            f"DiLoCo, {inner_steps} steps, momentum {momentum}",
+            tb.DiLoCoAlgorithm(inner_steps, outer_momentum=momentum),
+        )
+        for inner_steps in (10, 100)
+        for momentum in (0.3, 0.9)
+    },
 }

@@ -182,5 +182,5 @@ def markdown_table(section: Section) -> str:
     rounds = f"{num_rounds} rounds of {section['block_steps']} steps each"
     others = "of seconds where communication is not tied to steps"
     if any(CONTESTANTS[row["contestant"]].steps_a_round > 1 for row in section["rows"]):
-        others += ", of three means of weights or more where steps share one"
+        others += ", of at least three rounds where weights are averaged once in some steps"
     return f"{_title(section)}, {rounds}, {others}\n\n{table(head, rows)}"

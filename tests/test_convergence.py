@@ -58,6 +58,7 @@ def test_a_sweep_ends_where_everything_diverges_and_qadam_needs_adam() -> None:
     assert len(trials) == MOST_RUNGS
     assert {trial.seed for trial in trials} == {TUNING_SEED}
     assert sweep_to_the_end({0: 1}, "qadam", "digits") == []
+    assert sweep_to_the_end({0: 1}, "diloco", "gpt") == [], "which is too short"
 
 
 def test_everyone_tries_the_rates_of_the_task() -> None:
