@@ -21,6 +21,7 @@ SYNCHRONOUS = {
     "all": tb.DecentralizedAlgorithm(),
     "shift_one": tb.DecentralizedAlgorithm(True, "shift_one"),
     "low precision": tb.LowPrecisionDecentralizedAlgorithm(),
+    "diloco": tb.DiLoCoAlgorithm(2, delay=1),
 }
 ALGORITHMS = {**SYNCHRONOUS, "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=1)}
 EVERY = pytest.mark.parametrize("name", ALGORITHMS)
@@ -28,6 +29,7 @@ EVERY = pytest.mark.parametrize("name", ALGORITHMS)
 RARELY = {
     "decentralized": tb.DecentralizedAlgorithm(communication_interval=100),
     "low precision": tb.LowPrecisionDecentralizedAlgorithm(communication_interval=100),
+    "diloco": tb.DiLoCoAlgorithm(100),
     "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=20_000),
 }
 

@@ -25,6 +25,7 @@ ALGORITHMS = {
     "all": tb.DecentralizedAlgorithm(),
     "shift_one": tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
     "low_precision": tb.LowPrecisionDecentralizedAlgorithm(),
+    "diloco": tb.DiLoCoAlgorithm(2, delay=1),
     "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=20),
 }
 

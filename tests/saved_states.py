@@ -35,6 +35,7 @@ MAKE_ALGORITHM: dict[str, Callable[[torch.optim.Optimizer], tb.Algorithm]] = {
     "all": lambda optimizer: tb.DecentralizedAlgorithm(),
     "shift_one": lambda optimizer: tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
     "low_precision": lambda optimizer: tb.LowPrecisionDecentralizedAlgorithm(),
+    "diloco": lambda optimizer: tb.DiLoCoAlgorithm(3, outer_lr=0.5, outer_momentum=0.5, delay=2),
     "async": lambda optimizer: tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, warmup_steps=2),
     "qadam": _qadam,
 }

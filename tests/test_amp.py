@@ -17,6 +17,7 @@ ALGORITHMS = {
     "all": tb.DecentralizedAlgorithm(),
     "shift_one": tb.DecentralizedAlgorithm(True, "shift_one"),
     "low precision, every 2": tb.LowPrecisionDecentralizedAlgorithm(communication_interval=2),
+    "diloco, every 2": tb.DiLoCoAlgorithm(2),
 }
 OVERFLOW_STEP, OVERFLOW_RANK, NUM_STEPS = 3, 1, 8
 

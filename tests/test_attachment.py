@@ -21,6 +21,7 @@ SYNCHRONOUS = [
     tb.DecentralizedAlgorithm(),
     tb.DecentralizedAlgorithm(peer_selection_mode="shift_one", communication_interval=2, bucket_cap_mb=0.001),
     tb.LowPrecisionDecentralizedAlgorithm(),
+    tb.DiLoCoAlgorithm(3, fragments=2, delay=1),
 ]
 ASYNCHRONOUS = tb.AsyncModelAverageAlgorithm(sync_interval_ms=10)
 
@@ -144,7 +145,7 @@ def test_gradient_algorithms_and_single_ranks_hold_the_mean_already() -> None:
                 assert_same_weights([before, weights_of(trainer.module)])
 
     run_ranks(2, lambda group: body(group, "bytegrad"))
-    for algorithm in ("bytegrad", "decentralized", "low_precision_decentralized", "async"):
+    for algorithm in ("bytegrad", "decentralized", "low_precision_decentralized", "diloco", "async"):
         run_ranks(1, lambda group, algorithm=algorithm: body(group, algorithm))
 
 

@@ -132,7 +132,11 @@ def test_qadam_resumes() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("algorithm", [tb.DecentralizedAlgorithm(), tb.LowPrecisionDecentralizedAlgorithm()], ids=repr)
+@pytest.mark.parametrize(
+    "algorithm",
+    [tb.DecentralizedAlgorithm(), tb.LowPrecisionDecentralizedAlgorithm(), tb.DiLoCoAlgorithm(2, delay=1)],
+    ids=repr,
+)
 @untold
 def test_averaged_weights_resume(algorithm: tb.Algorithm) -> None:
     model = build(Wide)

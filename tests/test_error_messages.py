@@ -125,7 +125,7 @@ def test_a_graph_that_ddp_learns_first_raises_the_very_error() -> None:
         check_message(error, r"(all_to_all|all_gather) of gradient bucket \d")
 
 
-@pytest.mark.parametrize("algorithm", ["decentralized", "low_precision_decentralized", "async"])
+@pytest.mark.parametrize("algorithm", ["decentralized", "low_precision_decentralized", "local_sgd", "async"])
 def test_a_weight_algorithm_raises_such_an_error_too(algorithm: str) -> None:
     errors: list[BaseException] = []
 

@@ -49,7 +49,7 @@ def run_with_fault(fault: str, algorithm: str, store: Path, size: int = SIZE) ->
 TYPICAL = [("kill", "bytegrad"), ("stop", "low_precision"), ("early", "shift_one"), ("raise", "async")]
 
 
-AVERAGING = ["all", "shift_one", "low_precision", "async"]
+AVERAGING = ["all", "shift_one", "low_precision", "diloco", "async"]
 
 
 def sized(algorithm: str) -> int:
@@ -82,7 +82,7 @@ def test_survivors_raise_and_exit(fault: str, algorithm: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("fault", "algorithm"),
-    [*cases(["kill", "stop"], AVERAGING), *cases(["raise"], ["all", "shift_one", "low_precision"])],
+    [*cases(["kill", "stop"], AVERAGING), *cases(["raise"], ["all", "shift_one", "low_precision", "diloco"])],
 )
 def test_model_averaging_survivors_raise_and_exit(fault: str, algorithm: str, tmp_path: Path) -> None:
     size = sized(algorithm)
@@ -97,7 +97,7 @@ def test_model_averaging_survivors_raise_and_exit(fault: str, algorithm: str, tm
     assert seconds_until_exit < TIMEOUT_S + 10, outputs
 
 
-@pytest.mark.parametrize(("fault", "algorithm"), cases(["early"], ["all", "shift_one", "low_precision"]))
+@pytest.mark.parametrize(("fault", "algorithm"), cases(["early"], ["all", "shift_one", "low_precision", "diloco"]))
 def test_model_averaging_tells_who_ran_out_of_data(fault: str, algorithm: str, tmp_path: Path) -> None:
     size = sized(algorithm)
     outputs, _ = run_with_fault(fault, algorithm, tmp_path / "store", size)
@@ -119,7 +119,7 @@ def test_async_goes_on_where_a_rank_ends(fault: str, algorithm: str, tmp_path: P
     assert (len(weights) == 1) == (fault == "early"), weights
 
 
-@pytest.mark.parametrize("algorithm", ["all", "low_precision", "async"])
+@pytest.mark.parametrize("algorithm", ["all", "low_precision", "diloco", "async"])
 @pytest.mark.slow
 def test_a_pause_shorter_than_the_timeout_is_waited_for(algorithm: str, tmp_path: Path) -> None:
     outputs, seconds_until_exit = run_with_fault("pause", algorithm, tmp_path / "store")

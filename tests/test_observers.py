@@ -76,7 +76,7 @@ def test_observers_change_no_bit() -> None:
         attachments = train_traced(2, name, lambda group: [Sampler()] if observed else [], model=model)
         return [parameter for one in attachments for parameter in one.impl._module.parameters()]
 
-    for name in ("bytegrad", "qadam_1bit", "low_precision_decentralized", "gradient_allreduce"):
+    for name in ("bytegrad", "qadam_1bit", "low_precision_decentralized", "diloco", "gradient_allreduce"):
         assert all(map(torch.equal, weights(name, True), weights(name, False))), name
 
 

@@ -122,7 +122,7 @@ def attached(
     return step, attachment
 
 
-WEIGHTS = ["decentralized", "low_precision_decentralized", "async"]
+WEIGHTS = ["decentralized", "low_precision_decentralized", "diloco", "async"]
 
 
 @pytest.mark.parametrize("algorithm", WEIGHTS)

@@ -29,6 +29,7 @@ HARMLESS: dict[str, list[dict[str, Any]]] = {
     "all": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}, {"hierarchical": False, "final_average": False}],
     "shift_one": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}],
     "low_precision": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}, {"hierarchical": False, "final_average": False}],
+    "diloco": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}, {"hierarchical": False, "final_average": False}],
     "qadam": [{"hierarchical": False, "block": 64}],
 }
 
@@ -88,7 +89,7 @@ def test_an_earlier_release_s_asynchronous_state_is_taken_over(arguments: dict[s
     run_ranks(2, resumed("async", use, **arguments, final_average=False))
 
 
-@pytest.mark.parametrize("name", ["shift_one", "low_precision", "qadam"])
+@pytest.mark.parametrize("name", ["shift_one", "low_precision", "diloco", "qadam"])
 def test_an_earlier_release_s_distributed_checkpoint_goes_on(tmp_path: Path, name: str) -> None:
     """It is loaded into the keys that a state has now, all of which must be in it."""
     states = {rank: state["attachment"] for rank, state in saved(name).items()}
@@ -108,6 +109,7 @@ WITHOUT_BUFFERS = [dataclasses.replace(algorithm, average_buffers=False) for alg
 ONE_BIT = {"compression": "sign1bit", "error_feedback": True}
 EIGHT_BITS = {"compression": "MinMaxUInt8", "error_feedback": True}
 LOW = tb.LowPrecisionDecentralizedAlgorithm
+DILOCO = tb.DiLoCoAlgorithm
 FEEDBACK = partial(tb.ByteGradAlgorithm, error_feedback=True)
 NODES = [0, 0, 1, 1]
 
@@ -151,6 +153,7 @@ def load_one_into_another(
         )],
         (EIGHT_BITS, {}, "error_feedback=True, .*attached is error_feedback=False; attach as"),
         ({}, EIGHT_BITS, "error_feedback=False, .*attached is error_feedback=True; attach as"),
+        (DILOCO(), DILOCO(outer_lr=0.5), "outer_lr=0.7, .*attached is outer_lr=0.5; attach as"),
         (ONE_BIT, EIGHT_BITS, "compression='sign1bit', .*attached is compression='MinMaxUInt8'; attach as"),
         (tb.ByteGradAlgorithm(), tb.GradientAllReduceAlgorithm(), "is of ByteGradAlgorithm, attached is GradientAll"),
     ],
@@ -184,6 +187,7 @@ def test_replicas_of_nodes_depend_on_the_nodes(
         (tb.DecentralizedAlgorithm(), tb.DecentralizedAlgorithm(True, "shift_one", 2), (None, None)),
         (tb.ByteGradAlgorithm(), tb.ByteGradAlgorithm(False, False, block=64), (None, None)),
         (FEEDBACK(), FEEDBACK(False, False, block=64), (NODES, [0, 1, 0, 1])),
+        (DILOCO(3, delay=2), DILOCO(5, compression="MinMaxUInt8", bucket_cap_mb=1), (None, None)),
         ({"hierarchical": False, **ONE_BIT}, {"block": 64, **ONE_BIT}, (NODES, NODES)),
         ({"hierarchical": True, **ONE_BIT}, {"hierarchical": False, **ONE_BIT}, (NODES, NODES)),
     ],

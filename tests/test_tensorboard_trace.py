@@ -78,6 +78,7 @@ def test_charts_show_what_observers_hear(tmp_path: Path, name: str) -> None:
         "qadam_1bit": {"relative_quantisation_error", "residual_norm"},
         "shift_one": {"peer"},
         "low_precision_decentralized": {"relative_quantisation_error"},
+        "diloco": {"relative_quantisation_error", "residual_norm", "rounds", "staleness_in_steps"},
         "async": {"rounds", "staleness_in_steps"},
     }.get(name, set())
     special = {"relative_quantisation_error", "residual_norm", "peer", "rounds", "staleness_in_steps"}

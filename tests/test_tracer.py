@@ -249,7 +249,7 @@ def test_the_profiler_shows_every_phase() -> None:
         assert f"torchbagua: gradient bucket 0 {phase}" in names
 
 
-@pytest.mark.parametrize("name", ["decentralized", "shift_one", "low_precision_decentralized", "async"])
+@pytest.mark.parametrize("name", ["decentralized", "shift_one", "low_precision_decentralized", "diloco", "async"])
 def test_events_end_in_their_step(name: str) -> None:
     """Also where threads take turns far more often than they do otherwise."""
     interval = sys.getswitchinterval()

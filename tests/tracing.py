@@ -28,6 +28,7 @@ def algorithm_of(name: str, parameters: Any) -> tuple[tb.Algorithm, torch.optim.
         return tb.QAdamAlgorithm(adam, **one_bit), adam
     arguments: dict[str, dict[str, Any]] = {
         "shift_one": {"peer_selection_mode": "shift_one"},
+        "diloco": {"inner_steps": 4, "fragments": 2, "delay": 1},
         "async": {"sync_interval_ms": 1, "warmup_steps": 2},
     }
     registered = {"shift_one": "decentralized"}.get(name, name)
@@ -43,6 +44,7 @@ NAMES = (
     "decentralized",
     "shift_one",
     "low_precision_decentralized",
+    "diloco",
     "async",
 )
 
