@@ -27,7 +27,7 @@ def nesterov(shadows: list[torch.Tensor]) -> torch.optim.Optimizer:
 ALGORITHMS = {
     "shift_one": tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
     "diloco": tb.DiLoCoAlgorithm(3, delay=2),
-    "own outer optimizer": tb.DiLoCoAlgorithm(1, outer_optimizer=nesterov),
+    "own outer optimizer": tb.DiLoCoAlgorithm(2, outer_optimizer=nesterov),
 }
 
 
@@ -62,7 +62,8 @@ def main() -> None:
                 step()
             dcp.save(checkpoint(), checkpoint_id=folder)
         else:
-            step()  # fills the optimizers' states, which dcp loads in place
+            for _ in range(2):  # which fill the optimizers' states, into which dcp loads
+                step()
             state = checkpoint()
             dcp.load(state, checkpoint_id=folder)
             own = state[f"rank{rank}"]

@@ -23,18 +23,23 @@ class InFlight:
 
 
 class OuterRounds:
-    """The shadow weights, stepped by torch.optim.SGD, on stacked arrays of the workers.
+    """The shadow weights, stepped by torch.optim.SGD, on stacked arrays of the ranks.
 
     Args:
         start: what the shadow weights begin with, and buffers, by name.
-        algorithm: with a `compression` of None or "MinMaxUInt4".
+        algorithm: with a `compression` of None or "MinMaxUInt4", and error feedback.
         fragments: the fragment of each parameter.
+        nodes: of the ranks, where nodes are the workers, and the ranks of each hold the same parameters.
     """
 
     def __init__(
-        self, start: Mapping[str, torch.Tensor], algorithm: tb.DiLoCoAlgorithm, fragments: Mapping[str, int]
+        self,
+        start: Mapping[str, torch.Tensor],
+        algorithm: tb.DiLoCoAlgorithm,
+        fragments: Mapping[str, int],
+        nodes: Sequence[int] | None = None,
     ) -> None:
-        self.algorithm, self.fragments = algorithm, fragments
+        self.algorithm, self.fragments, self.nodes = algorithm, fragments, nodes
         self.theta = {name: one.flatten().clone() for name, one in start.items() if not is_buffer(name)}
         self.optimizer = torch.optim.SGD(
             list(self.theta.values()), algorithm.outer_lr, algorithm.outer_momentum, nesterov=algorithm.nesterov
@@ -46,10 +51,7 @@ class OuterRounds:
         """Return the mean of one parameter's outer gradients; in full precision nothing is left out."""
         compresses = self.algorithm.compression is not None
         coded = oracle.quantise_block_4_bits if compresses else lambda block: block
-        mean = oracle.TwoPhaseResiduals(lambda x: oracle.quantise(x, [length], BLOCK, coded))
-        if not self.algorithm.error_feedback:
-            raise NotImplementedError
-        return mean
+        return oracle.TwoPhaseResiduals(lambda x: oracle.quantise(x, [length], BLOCK, coded))
 
     def is_due(self, name: str, step: int) -> bool:
         interval, number = self.algorithm.inner_steps, self.algorithm.fragments
@@ -79,7 +81,9 @@ class OuterRounds:
     def round_of(self, name: str, rows: Sequence[oracle.Array]) -> oracle.Array:
         """Return the new shadow weights of a parameter, or the mean of a buffer."""
         if is_buffer(name):
-            return oracle.gradient_allreduce(rows)
+            return oracle.gradient_allreduce(rows, self.nodes)
+        if self.nodes is not None:
+            rows = [rows[self.nodes.index(node)] for node in dict.fromkeys(self.nodes)]
         theta = self.theta[name]
         theta.grad = torch.from_numpy(self.means[name]([theta.numpy() - row for row in rows]))
         self.optimizer.step()
@@ -87,9 +91,14 @@ class OuterRounds:
         return theta.numpy().copy()
 
 
-def check_rounds(traces: Sequence[Trace], algorithm: tb.DiLoCoAlgorithm, fragments: Mapping[str, int]) -> OuterRounds:
-    """Every step of every worker is that of the oracle, bit for bit."""
-    rounds = OuterRounds(traces[0].start[0], algorithm, fragments)
+def check_rounds(
+    traces: Sequence[Trace],
+    algorithm: tb.DiLoCoAlgorithm,
+    fragments: Mapping[str, int],
+    nodes: Sequence[int] | None = None,
+) -> OuterRounds:
+    """Every step of every rank is that of the oracle, bit for bit."""
+    rounds = OuterRounds(traces[0].start[0], algorithm, fragments, nodes)
     for step in range(len(traces[0].updated)):
         names = traces[0].start[0]
         updated = {name: stacked([trace.updated[step] for trace in traces], name) for name in names}

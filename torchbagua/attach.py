@@ -21,7 +21,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua.algorithms.base import Algorithm, init_for
 from torchbagua.attachment import Attachment
@@ -71,7 +70,8 @@ def attach(
             of other modules are left alone; an algorithm that averages weights takes no optimizer that has some.
         algorithm: an algorithm, or its registered name.
         process_group: give it to say which rank is on which node. By default it is the module's group, or the world
-            where there is no DDP, and nodes are told apart by host names.
+            where there is no DDP, and nodes are told apart by host names. With `DiLoCoAlgorithm`, DDP may be over the
+            ranks of a node of this group.
         grad_scaler: the GradScaler of your loop. QAdam and error feedback read the loss scale from it. With the two
             decentralized algorithms, all ranks then skip a step together; with asynchronous averaging, each rank skips
             alone.
@@ -112,10 +112,12 @@ def attach(
         check_ddp_arguments(module, ddp_arguments)
     if not isinstance(strict, bool):
         raise TypeError(f"attach: strict must be True or False, got {strict!r}")
-    if process_group is not None and isinstance(module, DistributedDataParallel):
-        check_same_ranks(module.process_group, process_group.process_group)
     check_detached(module)
     ddps = ddps_of(module, averages_weights=algorithm.averages_weights)
+    within_nodes = algorithm.averages_gradients_within_nodes
+    if process_group is not None:
+        for ddp in ddps if within_nodes else [one for one in ddps if one is module]:
+            check_same_ranks(ddp.process_group, process_group, or_node=within_nodes)
     setup = TrainingSetup(module, ddps, optimizers, grad_scaler)
     # None: an own algorithm, asked again once the impl is there. Where a DDP is to be made, that is not there yet.
     if algorithm.averages_weights or (algorithm.averages_weights is False and ddp_arguments is None):

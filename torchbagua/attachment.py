@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.saved_state import check_saved, load_state, save_state
-from torchbagua.checks import check_first_step, check_kind, mark_attached
+from torchbagua.checks import check_first_step, check_kind, check_within_nodes, mark_attached
 from torchbagua.collectives import broadcast_state, broadcast_tensors
 from torchbagua.comm_hook import comm_hook
-from torchbagua.ddp import ddp_sync_disabled, driven_by, hooked, named_tensors
+from torchbagua.ddp import ddp_sync_disabled, ddp_within_nodes, driven_by, hooked, named_tensors
 from torchbagua.optimizers import is_sharded
 from torchbagua.step_hooks import install_step_hooks
 from torchbagua.traces import Summary
@@ -65,19 +65,27 @@ class Attachment:
                 undo.enter_context(driven_by(setup.module, ddp))
             undo.callback(mark_attached(setup.inner, type(impl).__name__).close)
             check_kind(algorithm, setup, averages_weights=impl.averages_weights)
+            within_nodes = impl.averages_gradients_within_nodes
+            if within_nodes:
+                check_within_nodes(impl, setup)
+            of_all_ranks = [ddp for ddp in setup.ddps if ddp.process_group.size() == impl.process_group.size]
+            node_gradients = impl.open_node_gradients() if within_nodes and of_all_ranks else None
             impl.tell_uncompressed(setup.trained(), strict=strict)
             ignored = setup.ignored_names()
-            if setup.ddp is None:
+            if setup.ddp not in of_all_ranks:
                 own = [tensor for name, tensor in named_tensors(setup.module) if name not in ignored]
                 broadcast_tensors(impl.process_group.world, own, "the module")
-            if setup.ddp is not setup.module:
+            if setup.module not in of_all_ranks:
                 self.broadcast_optimizers()
             impl.grad_scaler = setup.grad_scaler
             impl.set_module(setup.inner, ignored)
             undo.enter_context(install_step_hooks(setup, impl, after_first_step=partial(check_first_step, impl, setup)))
             if impl.averages_weights:
                 for ddp in setup.ddps:
-                    undo.enter_context(ddp_sync_disabled(ddp))
+                    if node_gradients is not None and ddp in of_all_ranks:
+                        undo.enter_context(ddp_within_nodes(ddp, partial(comm_hook, node_gradients)))
+                    elif not within_nodes:
+                        undo.enter_context(ddp_sync_disabled(ddp))
             else:
                 assert setup.ddp is not None
                 undo.enter_context(hooked(setup.ddp, partial(comm_hook, impl)))

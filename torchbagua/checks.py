@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torchbagua.algorithms.base import Algorithm, get
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import check_elements
+from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, ddps_around, named_tensors
 from torchbagua.grad_scaler import is_stepped_by_scaler
 from torchbagua.optimizers import check_optimizer, is_sharded, parameters_of
@@ -215,13 +216,34 @@ def check_first_step(impl: AlgorithmImpl, setup: TrainingSetup) -> None:
         )
 
 
-def check_same_ranks(own: dist.ProcessGroup, given: dist.ProcessGroup) -> None:
-    """Raise ValueError unless both groups have the same ranks."""
-    places = [f"rank {group.rank()} of {group.size()}" for group in (own, given)]
+def check_same_ranks(own: dist.ProcessGroup, given: BaguaProcessGroup, *, or_node: bool) -> None:
+    """Raise ValueError unless `own`, that of a DDP, has the ranks of `given`, or those of this rank's node there."""
+    ranks, what = list(range(given.size)), "the module's ranks"
+    if or_node and own.size() != given.size:
+        ranks, what = given.node_ranks[given.nodes[given.rank]], "the module's ranks, or have them on one node"
+    places = [f"rank {own.rank()} of {own.size()}", f"rank {ranks.index(given.rank)} of {len(ranks)}"]
     if places[0] == places[1]:
         try:
-            places = [f"ranks {dist.get_process_group_ranks(group)}" for group in (own, given)]
+            every = dist.get_process_group_ranks(given.process_group)
+            places = [f"ranks {dist.get_process_group_ranks(own)}", f"ranks {[every[rank] for rank in ranks]}"]
         except KeyError:  # a group made by hand does not know its global ranks
             return
     if places[0] != places[1]:
-        raise ValueError(f"attach: process_group must have the module's ranks: {places[0]}, got {places[1]}")
+        raise ValueError(f"attach: process_group must have {what}: {places[0]}, got {places[1]}")
+
+
+def check_within_nodes(impl: AlgorithmImpl, setup: TrainingSetup) -> None:
+    """Raise ValueError where DDP cannot go on averaging gradients within nodes."""
+    subject = f"attach: {type(impl.algorithm).__name__} with hierarchical=True has DDP average gradients within nodes"
+    if not setup.ddps:
+        raise ValueError(
+            f"{subject}, so module must be a DistributedDataParallel, got {type(setup.module).__name__}; with "
+            "hierarchical=False every rank trains alone between rounds"
+        )
+    for ddp in setup.ddps:
+        if ddp.find_unused_parameters and ddp.process_group.size() == impl.process_group.size:
+            raise ValueError(
+                f"{subject}, so a DistributedDataParallel of all ranks must have find_unused_parameters=False: with "
+                "it all nodes would talk in every step; wrap the model over the ranks of each node, and give "
+                "attach the process_group of all"
+            )

@@ -120,6 +120,24 @@ def ddp_sync_disabled(ddp: DistributedDataParallel) -> ExitStack:
         return undo.pop_all()
 
 
+def ddp_within_nodes(ddp: DistributedDataParallel, hook: Hook) -> ExitStack:
+    """Have `ddp`, of all ranks, send what `hook` sends of gradients and no buffers, until what is returned is closed.
+
+    In the second forward it still forms its buckets anew, for which it hears from rank 0.
+    """
+
+    def refuse_join(module: torch.nn.Module, inputs: Any) -> None:
+        if module is ddp and is_joining(ddp):
+            raise RuntimeError(f"torchbagua: {JOIN_REFUSAL}")
+
+    with ExitStack() as undo:
+        undo.callback(setattr, ddp, "broadcast_buffers", ddp.broadcast_buffers)
+        ddp.broadcast_buffers = False
+        undo.callback(ddp.register_forward_pre_hook(refuse_join).remove)
+        undo.enter_context(hooked(ddp, hook))
+        return undo.pop_all()
+
+
 def _keep_gradients(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     flat = bucket.buffer()
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])

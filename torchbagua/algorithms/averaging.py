@@ -156,7 +156,7 @@ class AveragingImpl(AlgorithmImpl):
 class SynchronousAveragingImpl(AveragingImpl):
     """Averaging in rounds that all ranks make at the same step; every round compares how far they have come.
 
-    Its algorithm has a `communication_interval`.
+    Its algorithm has a `communication_interval`, by which `is_due` goes, or the impl has a schedule of its own.
 
     Attributes:
         num_rounds: rounds so far.

@@ -31,6 +31,14 @@ class Algorithm:
 
     averages_weights: ClassVar[bool | None] = None
 
+    @property
+    def averages_gradients_within_nodes(self) -> bool:
+        """Whether, where nodes have several ranks, DDP goes on averaging gradients within each. By default not.
+
+        For an algorithm that averages weights, among nodes. `AlgorithmImpl.open_node_gradients` is then overridden.
+        """
+        return False
+
     @staticmethod
     def init(name: str, **kwargs: Any) -> "Algorithm":
         """Return the algorithm registered as `name`, constructed with `kwargs`.

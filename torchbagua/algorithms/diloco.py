@@ -8,10 +8,18 @@ import torch
 
 from torchbagua.algorithms.averaging import ModelAveragingAlgorithm, SynchronousAveragingImpl
 from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags, register
+from torchbagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.rank_state import check_keys, check_rank_state, owner_of
 from torchbagua.algorithms.shadow_weights import OuterOptimizer, ShadowWeights, fragments_of
 from torchbagua.bucket import BaguaBucket, BaguaTensor
-from torchbagua.collectives import BaguaProcessGroup, TwoPhaseResiduals, all_reduce_max, broadcast_tensors
+from torchbagua.collectives import (
+    BaguaProcessGroup,
+    TwoPhaseResiduals,
+    all_reduce_max,
+    broadcast_tensors,
+    mean_of_nodes,
+)
 from torchbagua.compressors import Compressor, Identity, by_name, check_compression, needs_feedback
 from torchbagua.description import describe
 from torchbagua.events import Details
@@ -109,6 +117,11 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
         """Return its arguments, a function by its qualified name."""
         return f"{type(self).__qualname__}({', '.join(f'{name}={one}' for name, one in self.arguments().items())})"
 
+    @property
+    def averages_gradients_within_nodes(self) -> bool:
+        """Return `hierarchical`."""
+        return self.hierarchical
+
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
         """Return those that say which tensors there are, and by which outer optimizer they came about."""
         names = ("outer_lr", "outer_momentum", "nesterov", "outer_optimizer", "error_feedback", "fragments")
@@ -167,6 +180,25 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
         self._in_round: list[WeightBucket] = []
         self._snapshot_step = 0
         self._has_differences = False
+        self._node_gradients: AlgorithmImpl | None = None
+
+    @property
+    def averages_gradients_within_nodes(self) -> bool:
+        return self.algorithm.hierarchical and self.process_group.intra_node is not None
+
+    def open_node_gradients(self) -> AlgorithmImpl:
+        """Have a lane of their own: behind a round that is under way gradients would wait."""
+        group = self.process_group.open_gradient_group()
+        self._node_gradients = GradientAllReduceAlgorithm().reify(group, timeout=self.process_group.timeout)
+        return self._node_gradients
+
+    def close(self) -> None:
+        """Close what averages gradients, too."""
+        try:
+            if self._node_gradients is not None:
+                self._node_gradients.close()
+        finally:
+            super().close()
 
     def reset(self) -> None:
         """Make buckets again, once the round in flight has been applied, and have all ranks start from one theta."""
@@ -199,17 +231,24 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
         return buckets
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        one, hierarchical = self.weights[bucket], self.algorithm.hierarchical
+        one = self.weights[bucket]
         if one.are_buffers:
-            bucket.append_centralized_synchronous_op(hierarchical)
+            bucket.append_centralized_synchronous_op(self.algorithm.hierarchical)
             return
         gradient = self.shadow[one].gradient
         codec = self.codec_for(gradient)
         if self._residuals is not None and codec is self.compressor:
             self._feedback[one] = self._residuals.of_bucket(gradient)
-        gradient.append_centralized_synchronous_op(
-            hierarchical, compression=codec, error_feedback=self._feedback.get(one)
-        )
+        residuals = self._feedback.get(one)
+        if not self.averages_gradients_within_nodes:
+            gradient.append_centralized_synchronous_op(compression=codec, error_feedback=residuals)
+            return
+        mean = mean_of_nodes(self.process_group, codec, gradient.spec, residuals=residuals)
+
+        def average_over_nodes(bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+            mean(bucket.flat)
+
+        gradient.append_python_op(average_over_nodes)
 
     def after_step(self) -> None:
         """Apply the round that was in flight when it is time, and start that of the fragment that is due."""
@@ -300,8 +339,7 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
     @property
     def _nodes(self) -> list[int] | None:
         """Among which shards of what is sent are divided; None where each rank sends all of it."""
-        is_of_nodes = self.algorithm.hierarchical and self.process_group.intra_node is not None
-        return self.process_group.nodes if is_of_nodes else None
+        return self.process_group.nodes if self.averages_gradients_within_nodes else None
 
     def _fragment_of(self, tensor: BaguaTensor) -> int:
         """Buffers go with the last."""

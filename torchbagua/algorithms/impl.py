@@ -129,6 +129,18 @@ class AlgorithmImpl:
         """Whether ranks hold different weights as long as averaging is on, which detaching would make equal."""
         return False
 
+    @property
+    def averages_gradients_within_nodes(self) -> bool:
+        """Whether DDP goes on averaging gradients within nodes, as these ranks are on nodes. By default not."""
+        return False
+
+    def open_node_gradients(self) -> "AlgorithmImpl":
+        """Return a gradient algorithm over the ranks of this node, for the hook of a DDP of all ranks. Collective.
+
+        It is closed with this impl. Called where `averages_gradients_within_nodes`.
+        """
+        raise NotImplementedError
+
     def need_reset(self) -> bool:
         """Return True to have buckets initialised again.
 

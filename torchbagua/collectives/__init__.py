@@ -3,7 +3,7 @@
 from torchbagua.collectives.agreement import all_reduce_max, fingerprint, require_same_progress
 from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
-from torchbagua.collectives.centralized_mean import centralized_mean
+from torchbagua.collectives.centralized_mean import centralized_mean, mean_of_nodes
 from torchbagua.collectives.clamp import clamp_to_mean
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
@@ -43,6 +43,7 @@ __all__ = [
     "fingerprint",
     "low_precision_ring",
     "matrix_shape",
+    "mean_of_nodes",
     "neighbourhood_mean",
     "product_table",
     "require_same_progress",

@@ -76,6 +76,31 @@ def centralized_mean(
     return RedistributingMean(mean, residuals, group.intra_node if is_of_nodes else None, group.world, spec)
 
 
+def mean_of_nodes(
+    group: NodeGroups, compressor: Compressor, spec: TensorSpec, *, residuals: TwoPhaseResiduals | None = None
+) -> Mean:
+    """Return the function that averages over nodes a flat tensor that all ranks of a node hold alike.
+
+    Each rank sends its shard of it, and what is left out of that goes into its residuals. All ranks of all nodes end
+    with the same bits.
+
+    Args:
+        group: with several nodes, of which one has several ranks.
+        compressor: how what is sent between nodes looks. It encodes the tensor's dtype.
+        spec: the tensor.
+        residuals: of the tensor, float32, which is averaged in place.
+    """
+    assert group.intra_node is not None
+
+    def mean_between_nodes(owners: Communicator, shard: slice, shard_spec: TensorSpec) -> BetweenNodes:
+        divisor = float(owners.size)
+        over_owners = TwoPhaseMean(owners, compressor, shard_spec, divisor, residuals=residuals, start=shard.start)
+        return lambda sum_L, round_index: over_owners(sum_L)
+
+    mean = Hierarchical(group, spec, compressor.block_elements, mean_between_nodes, ranks_agree=True)
+    return mean if residuals is None else RedistributingMean(mean, residuals, group.intra_node, group.world, spec)
+
+
 def _copy(x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
     if out_N is not None:
         out_N.copy_(x_N)

@@ -44,6 +44,7 @@ class Hierarchical:
         make_between_nodes: makes the collective of 2. from the owners' communicator, the shard and its description;
             called on ranks that own a shard.
         compressor: how what is sent within nodes looks. It encodes the tensor's dtype.
+        ranks_agree: the ranks of a node hold the same tensor, so in 1 each takes its shard of that, and no sum.
     """
 
     def __init__(
@@ -53,12 +54,15 @@ class Hierarchical:
         block_elements: int,
         make_between_nodes: Callable[[Communicator, slice, TensorSpec], BetweenNodes],
         compressor: Compressor = Identity(),  # noqa: B008  # it is frozen
+        *,
+        ranks_agree: bool = False,
     ) -> None:
         assert group.intra_node is not None
         node = group.intra_node
         self._chunks = RankChunks(node, compressor, spec, shard_cuts(group, spec, block_elements, compressor))
         self._scatter = ReduceScatter(self._chunks)
         self._gather = AllGather(self._chunks)
+        self._ranks_agree = ranks_agree
         self._between_nodes: BetweenNodes | None = None
         if group.inter_node is not None:
             shard = self._chunks.own
@@ -80,7 +84,10 @@ class Hierarchical:
         # has received that shard from everybody.
         gathering = self._gather.begin(x_N if out_N is None else out_N)
         sum_L = sum_of_shard(self._chunks)
-        self._scatter(x_N, sum_L)
+        if self._ranks_agree:
+            sum_L.copy_(x_N[self._chunks.own])
+        else:
+            self._scatter(x_N, sum_L)
         gathering.post_first_receive()
         if self._between_nodes is not None:
             self._between_nodes(sum_L, round_index)

@@ -116,6 +116,7 @@ class BaguaProcessGroup(GroupOperations):
         self.num_shards = min(len(ranks) for ranks in self.node_ranks)
         self.intra_node = None
         self.inter_node = None
+        self._gradient_nccl: PrivateNccl | None = None
         self.world = self._communicator("world", "world", list(range(self.size)))
         try:
             self._open_node_groups()
@@ -179,6 +180,19 @@ class BaguaProcessGroup(GroupOperations):
             self._store.wait(["all are open"], self.timeout)
         except RuntimeError as error:
             raise self.world.failure("opening private groups on all ranks", cause_of(error)) from error
+
+    def open_gradient_group(self) -> dist.ProcessGroup:
+        """Return a torch group of the ranks of this node, to make a `BaguaProcessGroup` of, where there are nodes.
+
+        It has NCCL where this group has, and no other backend. It is closed with this group.
+        """
+        node = self.nodes[self.rank]
+        ranks = self.node_ranks[node]
+        place = (dist.PrefixStore(f"gradients of node{node}", self._store), ranks.index(self.rank), len(ranks))
+        if not self.has_nccl:
+            return dist.ProcessGroup(*place)
+        self._gradient_nccl = PrivateNccl(*place, self.timeout)
+        return self._gradient_nccl.group
 
     def open_private_nccl(self) -> None:
         """If there is NCCL, open a private NCCL group of all ranks, for the thread of a lane.
@@ -296,12 +310,15 @@ class BaguaProcessGroup(GroupOperations):
         """Close the private groups, whatever is under way. What NCCL is working on is broken off."""
         for communicator in self._communicators:
             communicator.close()
+        if self._gradient_nccl is not None:
+            self._gradient_nccl.abort()
         for _, nccl in self._private_nccl:  # when all are broken off, since one may wait for another
             nccl.join()
 
     @property
     def _private_nccl(self) -> list[tuple[Communicator, PrivateNccl]]:
         every = [(communicator, communicator.private_nccl) for communicator in self._communicators]
+        every.append((self.intra_node or self.world, self._gradient_nccl))
         return [(communicator, nccl) for communicator, nccl in every if nccl is not None]
 
     @property

@@ -1,0 +1,182 @@
+"""DiLoCo over nodes of several ranks: gradients averaged within each in every step, rounds among the nodes."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from averaging import Normed, Trace, Trainer, assert_same_weights, is_buffer, weights_of
+from diloco_oracle import check_rounds
+from ranks import TIMEOUT, gloo_group, run_ranks
+from torchbagua.traces import Recorder
+from training import build
+
+H = 4
+NODES = {"2 x 2": [0, 0, 1, 1], "uneven": [0, 1, 1, 0, 1], "2 x 4": [0, 0, 0, 0, 1, 1, 1, 1]}
+WAYS = ["DDP of all ranks", "DDP of a node"]
+
+
+class NodeTrainer(Trainer):
+    """A trainer whose DDP is over all ranks, or over those of a node; then its first weights differ between nodes."""
+
+    def __init__(self, group: dist.ProcessGroup, model: nn.Module, nodes: Sequence[int], way: str, **options: Any):
+        node = nodes[group.rank()]
+        self.own_group = group
+        if way == "DDP of a node":
+            ranks = [rank for rank, on in enumerate(nodes) if on == node]
+            store = dist.PrefixStore(f"node{node}", group.get_group_store())
+            self.own_group = gloo_group(store, ranks.index(group.rank()), len(ranks), TIMEOUT)
+            model = copy.deepcopy(model)
+            with torch.no_grad():
+                model.last.weight.add_(node)
+        super().__init__(self.own_group, model, lr=0.01, **options)
+        self.data.manual_seed(1000 + group.rank())
+
+
+def train(
+    group: dist.ProcessGroup, nodes: Sequence[int], way: str, algorithm: tb.DiLoCoAlgorithm, num_steps: int = 2 * H + 3
+) -> tuple[Trace, dict[str, int], NodeTrainer]:
+    trainer = NodeTrainer(group, MODEL, nodes, way)
+    own = tb.BaguaProcessGroup(group, nodes=nodes)
+    with tb.attach(trainer.ddp, trainer.optimizer, algorithm, process_group=own) as attachment:
+        for _ in range(num_steps):
+            trainer.step()
+        trainer.trace.start.append(weights_of(trainer.module))
+        fragments = attachment.impl._fragments
+    trainer.trace.final = weights_of(trainer.module)
+    return trainer.trace, fragments, trainer
+
+
+MODEL = build(Normed)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "way", "arguments"),
+    [
+        ("2 x 2", WAYS[0], {"delay": 1}),
+        ("2 x 2", WAYS[1], {"fragments": 2, "delay": 1}),
+        pytest.param("2 x 2", WAYS[1], {"compression": None}, marks=pytest.mark.slow),
+        ("uneven", WAYS[0], {"fragments": 2}),
+        pytest.param("uneven", WAYS[1], {"delay": 2}, marks=pytest.mark.slow),
+        pytest.param("2 x 4", WAYS[0], {"fragments": 3, "delay": 1}, marks=pytest.mark.slow),
+        pytest.param("2 x 4", WAYS[1], {"bucket_cap_mb": 0.001}, marks=pytest.mark.slow),
+    ],
+)
+def test_nodes_are_the_workers(nodes: str, way: str, arguments: dict[str, Any]) -> None:
+    on, algorithm = NODES[nodes], tb.DiLoCoAlgorithm(H, **arguments)
+    ranks = run_ranks(len(on), lambda group: train(group, on, way, algorithm))
+    traces = [trace for trace, _, _ in ranks]
+    check_rounds(traces, algorithm, ranks[0][1], on)
+    for step in range(len(traces[0].updated)):
+        parameters = [
+            {name: one for name, one in trace.updated[step].items() if not is_buffer(name)} for trace in traces
+        ]
+        for node in set(on):
+            assert_same_weights([one for one, where in zip(parameters, on, strict=True) if where == node])
+        assert not torch.equal(parameters[0]["last.weight"], parameters[on.index(1)]["last.weight"])
+    assert_same_weights([trace.final for trace in traces])
+
+
+def test_gradients_are_the_means_of_a_node() -> None:
+    """Both ways to the same bits, of which the first step of plain SGD is made."""
+    on = NODES["2 x 2"]
+
+    def body(group: dist.ProcessGroup) -> list[Trace]:
+        return [train(group, on, way, tb.DiLoCoAlgorithm(2))[0] for way in WAYS]
+
+    ranks = run_ranks(4, body)
+    for ways in ranks:
+        for step in range(4):
+            for name, one in ways[0].updated[step].items():
+                if not is_buffer(name):  # a DDP of a node gives its ranks those of its first one
+                    assert torch.equal(one, ways[1].updated[step][name]), (step, name)
+
+    for node in (0, 1):
+        gradients = []
+        for rank in (2 * node, 2 * node + 1):
+            module = copy.deepcopy(MODEL)
+            module(torch.randn(6, 10, generator=torch.Generator().manual_seed(1000 + rank))).square().sum().backward()
+            gradients.append(module.last.weight.grad)
+        expected = MODEL.last.weight - 0.01 * (gradients[0] + gradients[1]) / 2
+        # Gradients are computed here by another number of threads.
+        torch.testing.assert_close(
+            ranks[2 * node][0].updated[0]["last.weight"], expected.detach(), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_each_rank_sends_its_shard() -> None:
+    """Half of what crosses between nodes; nothing of rounds in other steps."""
+    on, num_elements = NODES["2 x 2"], 1 << 15
+
+    def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
+        ddp = DistributedDataParallel(nn.Linear(128, num_elements // 128, bias=False), process_group=group)
+        optimizer, recorder = torch.optim.SGD(ddp.parameters(), lr=0.01), Recorder()
+        algorithm = tb.DiLoCoAlgorithm(H, final_average=False)
+        own = tb.BaguaProcessGroup(group, nodes=on)
+        with tb.attach(ddp, optimizer, algorithm, process_group=own, observers=[recorder]):
+            for _ in range(2 * H + 1):
+                optimizer.zero_grad()
+                ddp(torch.ones(2, 128)).square().sum().backward()
+                optimizer.step()
+        return recorder.events
+
+    for events in run_ranks(4, body):
+        between = [event for event in events if event.phase == "send" and event.scope == "inter_node"]
+        assert {event.step for event in between} == {H, 2 * H}
+        # Two phases, in each of which a rank sends one of two nodes half of its shard, a half; and two rounds.
+        assert sum(event.wire_bytes for event in between) == 2 * 2 * (num_elements // 2 // 2) * 4.25 / 8
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    on = NODES["2 x 2"]
+
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group, nodes=on)
+        for module, message in (
+            (copy.deepcopy(MODEL), "module must be a DistributedDataParallel, got Normed; with hierarchical=False"),
+            (
+                DistributedDataParallel(copy.deepcopy(MODEL), process_group=group, find_unused_parameters=True),
+                "must have find_unused_parameters=False: with it all nodes",
+            ),
+        ):
+            optimizer = torch.optim.SGD((p for p in module.parameters() if p.requires_grad), lr=0.01)
+            with pytest.raises(ValueError, match=f"DiLoCoAlgorithm with hierarchical=True has DDP average .*{message}"):
+                tb.attach(module, optimizer, "diloco", process_group=own)
+            with tb.attach(module, optimizer, tb.DiLoCoAlgorithm(2, hierarchical=False), process_group=own):
+                pass
+        trainer = NodeTrainer(group, MODEL, on, "DDP of a node")
+        other = tb.BaguaProcessGroup(group, nodes=[0, 0, 0, 1])
+        message = rf"must have the module's ranks, or have them on one node: rank {group.rank() % 2} of 2, got"
+        with pytest.raises(ValueError, match=message):
+            tb.attach(trainer.ddp, trainer.optimizer, "diloco", process_group=other)
+        with pytest.raises(ValueError, match=r"must have the module's ranks: rank . of 2, got rank . of 4"):
+            tb.attach(trainer.ddp, trainer.optimizer, "decentralized", process_group=own)
+
+    run_ranks(4, body)
+
+
+def test_ddp_is_given_back_as_it_was() -> None:
+    """Gradients of all ranks are averaged again, and buffers sent."""
+    on = NODES["2 x 2"]
+
+    def body(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+        trainer = train(group, on, WAYS[0], tb.DiLoCoAlgorithm(2))[2]
+        assert trainer.ddp.broadcast_buffers
+        for _ in range(2):
+            trainer.step()
+        return {name: one for name, one in weights_of(trainer.module).items() if not is_buffer(name)}
+
+    assert_same_weights(run_ranks(4, body))
+
+
+def test_one_node_is_flat() -> None:
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        return train(group, [0, 0], WAYS[0], tb.DiLoCoAlgorithm(H))[0].updated[1]["last.weight"]
+
+    assert not torch.equal(*run_ranks(2, body))
