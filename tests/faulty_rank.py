@@ -1,8 +1,8 @@
 """One rank of a training run in which a rank misbehaves; run by test_faults.py in processes of its own.
 
 Arguments: rank, world size, a file for the store, the fault, the algorithm. The last rank goes wrong in the middle of
-the third step, or has no data for more ("early"); the others print what they raise, after how many seconds of that
-step, and which lanes they have left.
+the third step, or has no data for more ("early"), or nobody goes wrong by itself ("none"); the others print what they
+raise, after how many seconds of that step, and which lanes they have left.
 """
 
 import os
@@ -26,8 +26,10 @@ ALGORITHMS = {
     "shift_one": tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
     "low_precision": tb.LowPrecisionDecentralizedAlgorithm(),
     "diloco": tb.DiLoCoAlgorithm(2, delay=1),
+    "diloco_nodes": tb.DiLoCoAlgorithm(4, fragments=2, delay=1),
     "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=20),
 }
+NODES = {"diloco_nodes": [0, 0, 1, 1]}
 
 
 def main() -> None:
@@ -37,7 +39,7 @@ def main() -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(200, 200) for _ in range(6)])
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.2)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    is_faulty = rank == size - 1
+    is_faulty = rank == size - 1 and fault != "none"
     gradients_seen = 0
 
     def misbehave(_: torch.Tensor) -> None:
@@ -61,8 +63,15 @@ def main() -> None:
     timeout = TIMEOUT * 10 if fault == "pause" else TIMEOUT
     # Those that a pause interrupts have to outlast it.
     num_steps = 3 if is_faulty and fault == "early" else 400 if fault == "pause" else 100
+    if fault == "none":  # but from outside
+        num_steps = 100_000
+        print("fault", flush=True)
     try:
-        with tb.attach(ddp, optimizer, ALGORITHMS[algorithm], timeout=timeout):
+        group = None
+        if algorithm in NODES:
+            assert dist.group.WORLD is not None
+            group = tb.BaguaProcessGroup(dist.group.WORLD, nodes=NODES[algorithm], timeout=timeout)
+        with tb.attach(ddp, optimizer, ALGORITHMS[algorithm], process_group=group, timeout=timeout):
             for step in range(num_steps):
                 start = time.monotonic()
                 optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import random
 import re
 import signal
 import subprocess
@@ -125,6 +126,39 @@ def test_a_pause_shorter_than_the_timeout_is_waited_for(algorithm: str, tmp_path
     outputs, seconds_until_exit = run_with_fault("pause", algorithm, tmp_path / "store")
     assert len({re.findall("finished with weights (.*)", output)[0] for output in outputs}) == 1, outputs
     assert seconds_until_exit > PAUSE_S
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("algorithm", ["diloco", "diloco_nodes"])
+@pytest.mark.parametrize("trial", range(50))
+def test_a_rank_is_killed_at_any_time(algorithm: str, trial: int, tmp_path: Path) -> None:
+    """While groups connect, in a step, in a round: the others raise and exit."""
+    size, chance = 4, random.Random(trial)
+    with contextlib.ExitStack() as stack:
+        command = [sys.executable, str(FAULTY_RANK)]
+        processes = [
+            stack.enter_context(
+                programs.started(
+                    [*command, str(rank), str(size), str(tmp_path / "store"), "none", algorithm],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+            for rank in range(size)
+        ]
+        victim = processes.pop(chance.randrange(size))
+        assert victim.stdout is not None
+        assert any(line.strip() == "fault" for line in victim.stdout)
+        time.sleep(chance.uniform(0, 3))
+        victim.kill()
+        start = time.monotonic()
+        # Private groups connect one after another, each with a timeout of its own.
+        outputs = [process.communicate(timeout=8 * TIMEOUT_S)[0] for process in processes]
+        print(f"all ended after {time.monotonic() - start:.1f} s")
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+        assert "raised on MainThread" in output, output
+        assert "lanes []" in output, output
 
 
 EXIT_WITHIN_GLOO = """
