@@ -1,36 +1,91 @@
-"""One rank that trains a module as it is, and then compiled; started by torchrun. Prints two digests of the weights."""
+"""One rank that trains a module as it is, and compiled in several ways; started by torchrun. Prints digests of weights.
 
+Arguments: the ways of `compiled`, and the values of `torch._dynamo.config.optimize_ddp`; all are tried with all.
+"""
+
+import argparse
 import hashlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 
+ALGORITHMS = {
+    "decentralized": tb.DecentralizedAlgorithm(final_average=False),
+    "bytegrad": tb.ByteGradAlgorithm(),
+}
 
-def train(*, is_compiled: bool) -> str:
+
+class Net(nn.Module):
+    """Of a class of its own: `nn.Sequential.compile` compiles nothing (torch 2.13)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(10, 600), nn.BatchNorm1d(600)
+        self.second, self.last = nn.Linear(600, 500), nn.Linear(500, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.norm(self.first(x)).tanh()).tanh())
+
+
+def compiled(ddp: DistributedDataParallel, way: str, backend: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """Return what the loop calls."""
+    if way == "inner":
+        ddp.module.compile(backend=backend)
+    elif way == "ddp.compile":
+        ddp.compile(backend=backend)
+    elif way == "compile(ddp)":
+        return torch.compile(ddp, backend=backend)
+    return ddp
+
+
+def train(name: str, way: str) -> str:
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20), nn.Linear(20, 1)))
+    torch._dynamo.reset()
+    num_graphs = 0
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")  # traces backward too, and generates no code
+
+    def backend(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_graphs
+        num_graphs += 1
+        return aot_eager(*arguments, **options)
+
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=1)  # three buckets
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
     data = torch.Generator().manual_seed(dist.get_rank())
-    with tb.attach(ddp, optimizer, tb.DecentralizedAlgorithm(final_average=False)) as attachment:
-        if is_compiled:
-            ddp.compile(backend="eager")
+    with tb.attach(ddp, optimizer, ALGORITHMS[name]) as attachment:
+        called = compiled(ddp, way, backend)
         for _ in range(5):
             optimizer.zero_grad()
-            ddp(torch.randn(4, 10, generator=data)).square().sum().backward()
+            called(torch.randn(4, 10, generator=data)).square().sum().backward()
             optimizer.step()
-        assert attachment.impl.num_rounds == 6
-        assert attachment.impl.num_backwards == 5
+        if name == "decentralized":
+            assert (attachment.impl.num_rounds, attachment.impl.num_backwards) == (6, 5)
+        else:
+            assert len(list(attachment.impl.gradient_buckets)) > 1
+    assert (num_graphs > 0) == (way != "eager"), f"{way}: {num_graphs} graphs"
     return hashlib.sha256(b"".join(value.numpy().tobytes() for value in ddp.module.state_dict().values())).hexdigest()
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ways", nargs="+", required=True)
+    parser.add_argument("--modes", nargs="+", required=True)
+    arguments = parser.parse_args()
     dist.init_process_group("gloo")
-    plain, compiled = train(is_compiled=False), train(is_compiled=True)
-    print(f"digests {plain} {compiled}\n", end="", flush=True)  # one write, which the other rank's cannot cut in two
+    for name in ALGORITHMS:
+        plain = train(name, "eager")
+        for mode in arguments.modes:
+            with torch._dynamo.config.patch(optimize_ddp={"True": True, "False": False}.get(mode, mode)):
+                for way in arguments.ways:
+                    # One write, which the other rank's cannot cut in two.
+                    print(f"digests {name} {mode} {way} {plain} {train(name, way)}\n", end="", flush=True)
     dist.destroy_process_group()
 
 

@@ -146,6 +146,13 @@ def hook_with_sparse_gradients(group: dist.ProcessGroup) -> None:
     ddp(torch.tensor([1])).sum().backward()
 
 
+def hook_with_python_reducer(group: dist.ProcessGroup) -> None:
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp, _ = wrapped(group)
+    ddp.register_comm_hook(tb.ByteGradAlgorithm().reify(group), tb.comm_hook)
+    ddp(torch.ones(1, 4)).sum().backward()
+
+
 @pytest.mark.parametrize(
     ("body", "error", "message"),
     [
@@ -169,6 +176,7 @@ def hook_with_sparse_gradients(group: dist.ProcessGroup) -> None:
         (attach_with_a_class_as_observer, TypeError, "an observer must be an object with .* on_comm.*got <class"),
         (attach_with_one_observer, TypeError, "observers must be a list of objects .* got <torchbagua.traces"),
         (hook_with_wrong_state, TypeError, "comm_hook: state must be what .* reify returned, got Byte"),
+        (hook_with_python_reducer, TypeError, "got a tuple .* = \"python_reducer\", under which"),
         (hook_with_sparse_gradients, ValueError, "gradients must be dense, got a torch.sparse_coo tensor"),
     ],
 )  # fmt: skip

@@ -1,8 +1,6 @@
 """What all algorithms that average weights promise: DDP is silent, and scripts of all kinds can use them."""
 
 import copy
-import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import programs
 import torchbagua as tb
 from averaging import ALGORITHMS, EVERY, RARELY, SYNCHRONOUS, Normed, Trainer, assert_same_weights, train, weights_of
 from ranks import init_default_group, run_ranks, without_default_group
@@ -234,14 +231,6 @@ def test_compiled_module_where_ddp_was_meant() -> None:
             tb.attach(torch.compile(ddp, backend="eager"), optimizer, "decentralized")
 
     run_ranks(1, body)
-
-
-def test_compiled_module_is_trained_as_it_is_without() -> None:
-    """In real processes: torch.compile is not made for threads that compile the same code at once."""
-    run = programs.run(programs.torchrun(Path(__file__).with_name("compiled_rank.py")))
-    digests = re.findall(r"digests ([0-9a-f]{64}) ([0-9a-f]{64})", run.stdout)
-    assert [plain for plain, _ in digests] == [compiled for _, compiled in digests]
-    assert len({plain for plain, _ in digests}) == 2, "ranks should have weights of their own"
 
 
 def test_a_schedule_of_numpy_numbers_and_of_each_ranks_own() -> None:

@@ -36,7 +36,8 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
             operation, bucket, rank and peer.
 
     Raises:
-        TypeError: `state` is not what an algorithm that averages gradients has returned.
+        TypeError: `state` is not what an algorithm that averages gradients has returned. Or `bucket` is none, since the
+            module was made with `torch._dynamo.config.optimize_ddp = "python_reducer"`.
         RuntimeError: `state` is closed, or a CUDA graph is being captured. Or the algorithm needs to know which steps
             were taken, and was not told of any by the second backward: give `reify` the optimizer, or call
             `AlgorithmImpl.step_taken`.
@@ -46,6 +47,12 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
     if not isinstance(state, AlgorithmImpl) or state.averages_weights:
         raise TypeError(
             f"comm_hook: state must be what a gradient algorithm's reify returned, got {type(state).__name__}"
+        )
+    if isinstance(bucket, tuple):  # (gradient, parameter); what a hook returns is then thrown away
+        raise TypeError(
+            "comm_hook: bucket must be a torch.distributed.GradBucket, got a tuple of gradient and parameter: the "
+            'module was made with torch._dynamo.config.optimize_ddp = "python_reducer", under which DDP forms no '
+            "buckets; wrap the model with another value of it"
         )
     flat = bucket.buffer()
     check_elements("comm_hook: a bucket's gradients", flat)
