@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,17 +129,6 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
         every = Algorithm.state_arguments(self, process_group)
         return super().state_arguments(process_group) | {name: every[name] for name in names}
 
-    def make_outer_optimizer(self, shadows: list[torch.Tensor]) -> torch.optim.Optimizer:
-        """Return the optimizer of the shadow weights."""
-        if self.outer_optimizer is not None:
-            return self.outer_optimizer(shadows)
-        mu = self.outer_momentum
-        optimizer = torch.optim.SGD(shadows, self.outer_lr, mu, nesterov=self.nesterov and mu > 0)
-        if mu > 0:  # from the start, since torch.distributed.checkpoint loads into the tensors that there are
-            for shadow in shadows:
-                optimizer.state[shadow]["momentum_buffer"] = torch.zeros_like(shadow)
-        return optimizer
-
     def make_impl(self, process_group: BaguaProcessGroup) -> "DiLoCoAlgorithmImpl":
         """Return the impl over `process_group`."""
         return DiLoCoAlgorithmImpl(process_group, self)
@@ -170,7 +160,7 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
     def __init__(self, process_group: BaguaProcessGroup, algorithm: DiLoCoAlgorithm) -> None:
         super().__init__(process_group, algorithm)
         self.compressor = by_name(algorithm.compression)
-        self.shadow = ShadowWeights(type(algorithm).__name__, algorithm.make_outer_optimizer)
+        self.shadow = ShadowWeights(type(algorithm).__name__, partial(_outer_optimizer, algorithm))
         self.num_dropped = 0
         self._residuals = self._new_residuals()
         self._feedback: dict[WeightBucket, TwoPhaseResiduals] = {}
@@ -424,6 +414,17 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
 
 
 _IN_FLIGHT = ("snapshot_step", "fragment", "has_differences", "differences", "buffer_snapshots")
+
+
+def _outer_optimizer(algorithm: DiLoCoAlgorithm, shadows: list[torch.Tensor]) -> torch.optim.Optimizer:
+    if algorithm.outer_optimizer is not None:
+        return algorithm.outer_optimizer(shadows)
+    mu = algorithm.outer_momentum
+    optimizer = torch.optim.SGD(shadows, algorithm.outer_lr, mu, nesterov=algorithm.nesterov and mu > 0)
+    if mu > 0:  # from the start, since torch.distributed.checkpoint loads into the tensors that there are
+        for shadow in shadows:
+            optimizer.state[shadow]["momentum_buffer"] = torch.zeros_like(shadow)
+    return optimizer
 
 
 def streaming_diloco(fragments: int = 4, delay: int = 5, **arguments: Any) -> DiLoCoAlgorithm:
