@@ -8,11 +8,14 @@ import torch
 import torch.distributed as dist
 from torch._jit_internal import _extract_tensors
 from torch.distributed.algorithms.join import _JoinConfig
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.tensor import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
 
 import torchbagua.native
+from ranks import init_default_group
 from torchbagua import torch_private
 
 
@@ -35,6 +38,33 @@ def test_groups(group: dist.ProcessGroup) -> None:
     assert isinstance(torch_private.backend_of(group), dist.ProcessGroupGloo)
     assert isinstance(torch_private.backend_of(group, "cpu"), dist.ProcessGroupGloo)
     assert torch_private.backend_of(group, "cuda") is None
+
+
+def test_fsdp() -> None:
+    init_default_group()
+    module = fully_shard(torch.nn.Linear(3, 5))
+    (param_group,) = torch_private.fsdp_param_groups(module)
+    assert torch_private.fsdp_shard_group(param_group) is module.weight.device_mesh.get_group()
+    shards = torch_private.fsdp_shards(param_group)
+    assert [(id(parameter), length) for parameter, length in shards] == [(id(module.weight), 15), (id(module.bias), 5)]
+    assert not torch_private.fsdp_is_offloaded(param_group)
+    comm, is_torchs = torch_private.fsdp_reduce_scatter(param_group)
+    assert is_torchs
+    module.set_custom_reduce_scatter(own := object())
+    assert torch_private.fsdp_reduce_scatter(param_group) == (own, False)
+    module.set_custom_reduce_scatter(comm)
+    offloaded = fully_shard(torch.nn.Linear(3, 5), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert torch_private.fsdp_is_offloaded(torch_private.fsdp_param_groups(offloaded)[0])
+    assert torch_private.fsdp_param_groups(fully_shard(torch.nn.ReLU())) == []
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))
+    of_two = fully_shard(torch.nn.Linear(3, 5), mesh=mesh)
+    assert torch_private.fsdp_shard_group(torch_private.fsdp_param_groups(of_two)[0]) is None
+
+
+def test_reduce_operations() -> None:
+    assert torch_private.premultiplier(dist.ReduceOp.PREMUL_SUM(0.25)) == 0.25
+    assert torch_private.premultiplier(dist.ReduceOp.AVG) is None
+    assert torch_private.premultiplier(dist.ReduceOp.SUM) is None
 
 
 def test_ddp(group: dist.ProcessGroup) -> None:

@@ -9,7 +9,7 @@ The whole order:
 4. `Attachment` gives ranks the same weights where no DDP has, and `AlgorithmImpl.set_module` makes the buckets of a
    weight algorithm; a gradient algorithm's are made when DDP first hands them over (`gradient_bucket`).
 5. It installs the hooks: step hooks (step_hooks.py), then DDP's one hook, which ddp.py has call comm_hook.py, or DDP's
-   silence.
+   silence, or the reduce-scatters of sharded parts (fsdp.py).
 6. A step of a gradient algorithm: DDP hands a bucket to the hook, the lane runs it, backward waits for all, the
    optimizer steps and commits what the algorithm keeps, the `StepClock` ends the step. A weight algorithm
    communicates at that end, in buckets of its own.
@@ -61,10 +61,11 @@ def attach(
     backward passes through the module in each step.
 
     Args:
-        module: for an algorithm that averages gradients, a DistributedDataParallel without a communication hook. An
-            algorithm that averages weights takes any module. If it is not a DistributedDataParallel, all ranks first
-            get rank 0's parameters, buffers and optimizer state. While such an algorithm is attached, DDP sends neither
-            gradients nor buffers, also if it is around the module.
+        module: for an algorithm that averages gradients, a DistributedDataParallel without a communication hook.
+            `ByteGradAlgorithm` and `CompressedAllReduceAlgorithm` also take a module on which fully_shard was called,
+            or in which there are such parts. An algorithm that averages weights takes any other module. If it is not a
+            DistributedDataParallel, all ranks first get rank 0's parameters, buffers and optimizer state. While such an
+            algorithm is attached, DDP sends neither gradients nor buffers, also if it is around the module.
         optimizer: the optimizer of the module's parameters, or a list of them. What accelerate or Lightning have
             wrapped is taken too. A step ends when each of them has stepped, or was skipped by a GradScaler. Parameters
             of other modules are left alone; an algorithm that averages weights takes no optimizer that has some.
@@ -115,10 +116,11 @@ def attach(
     check_detached(module)
     ddps = ddps_of(module, averages_weights=algorithm.averages_weights)
     within_nodes = algorithm.averages_gradients_within_nodes
-    if process_group is not None:
-        for ddp in ddps if within_nodes else [one for one in ddps if one is module]:
-            check_same_ranks(ddp.process_group, process_group, or_node=within_nodes)
     setup = TrainingSetup(module, ddps, optimizers, grad_scaler)
+    if process_group is not None:
+        with_groups = [ddp.process_group for ddp in ddps if within_nodes or ddp is module]
+        for own in [setup.process_group()] if setup.is_sharded else with_groups:
+            check_same_ranks(own, process_group, or_node=within_nodes)
     # None: an own algorithm, asked again once the impl is there. Where a DDP is to be made, that is not there yet.
     if algorithm.averages_weights or (algorithm.averages_weights is False and ddp_arguments is None):
         check_kind(algorithm, setup, averages_weights=algorithm.averages_weights)

@@ -18,6 +18,7 @@ from torchbagua.checks import check_first_step, check_kind, check_within_nodes, 
 from torchbagua.collectives import broadcast_state, broadcast_tensors
 from torchbagua.comm_hook import comm_hook
 from torchbagua.ddp import ddp_sync_disabled, ddp_within_nodes, driven_by, hooked, named_tensors
+from torchbagua.fsdp import scattered_by
 from torchbagua.optimizers import is_sharded
 from torchbagua.step_hooks import install_step_hooks
 from torchbagua.traces import Summary
@@ -72,10 +73,10 @@ class Attachment:
             node_gradients = impl.open_node_gradients() if within_nodes and of_all_ranks else None
             impl.tell_uncompressed(setup.trained(), strict=strict)
             ignored = setup.ignored_names()
-            if setup.ddp not in of_all_ranks:
+            if setup.ddp not in of_all_ranks and not setup.is_sharded:
                 own = [tensor for name, tensor in named_tensors(setup.module) if name not in ignored]
                 broadcast_tensors(impl.process_group.world, own, "the module")
-            if setup.module not in of_all_ranks:
+            if setup.module not in of_all_ranks and not setup.is_sharded:
                 self.broadcast_optimizers()
             impl.grad_scaler = setup.grad_scaler
             impl.set_module(setup.inner, ignored)
@@ -86,6 +87,8 @@ class Attachment:
                         undo.enter_context(ddp_within_nodes(ddp, partial(comm_hook, node_gradients)))
                     elif not within_nodes:
                         undo.enter_context(ddp_sync_disabled(ddp))
+            elif setup.is_sharded:
+                undo.enter_context(scattered_by(impl, setup.module))
             else:
                 assert setup.ddp is not None
                 undo.enter_context(hooked(setup.ddp, partial(comm_hook, impl)))

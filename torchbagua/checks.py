@@ -14,6 +14,7 @@ from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import check_elements
 from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, ddps_around, named_tensors
+from torchbagua.fsdp import check_sharded, sharded_parts
 from torchbagua.grad_scaler import is_stepped_by_scaler
 from torchbagua.optimizers import check_optimizer, is_sharded, parameters_of
 from torchbagua.torch_private import (
@@ -67,13 +68,16 @@ def check_module(module: torch.nn.Module) -> None:
                 "attach: the module was made with delay_all_reduce_named_params, whose gradients bypass communication "
                 "hooks; wrap the model without it"
             )
+    # Of these `check_kind` decides. A DDP around them would average shards.
+    parts = {} if isinstance(module, DistributedDataParallel) else sharded_parts(module)
+    sharded_ids = {id(one) for part in parts.values() for one in (part, *part.parameters())}
     for name, submodule in inner.named_modules():
         if isinstance(submodule, DistributedDataParallel):
             raise TypeError(
                 f"attach: module must be the DistributedDataParallel itself, got {type(module).__name__} with one in "
                 f"it ({name}); with torch.compile, attach to it and then call ddp.compile()"
             )
-        if _is_sharded(submodule):
+        if _is_sharded(submodule) and id(submodule) not in sharded_ids:
             raise TypeError(_refusal_of_shards(name or "the module", submodule))
         if getattr(submodule, "sparse", False) and isinstance(submodule, torch.nn.Embedding | torch.nn.EmbeddingBag):
             raise ValueError(f"attach: {name or 'the module'} has sparse=True; sparse gradients are not supported")
@@ -82,7 +86,7 @@ def check_module(module: torch.nn.Module) -> None:
             raise ValueError(f"attach: {name} has no shape yet; run a forward of the module first")
         if tensor.is_meta:
             raise ValueError(f"attach: {name} must have values, got one on the meta device")
-        if _is_sharded(tensor):
+        if _is_sharded(tensor) and id(tensor) not in sharded_ids:
             raise TypeError(_refusal_of_shards(name, tensor))
     for name, parameter in inner.named_parameters():
         if is_stepped_in_backward(parameter):
@@ -119,6 +123,8 @@ def check_ddp_arguments(module: torch.nn.Module, arguments: Mapping[str, object]
     """Raise TypeError or ValueError where a DistributedDataParallel of `module` cannot be made with `arguments`."""
     if not isinstance(arguments, Mapping):
         raise TypeError(f"attach: ddp_arguments must be a mapping of names to values, got {arguments!r}")
+    if sharded_parts(module):
+        raise ValueError("attach: ddp_arguments must be None for a module on which fully_shard was called")
     if isinstance(module, DistributedDataParallel):
         raise ValueError("attach: ddp_arguments is for a module without a DistributedDataParallel, got one that is one")
     if unknown := arguments.keys() - DDP_ARGUMENTS:
@@ -153,6 +159,11 @@ def _refusal_of_foreign(optimizer: torch.optim.Optimizer, foreign: Sequence[torc
 
 def check_kind(algorithm: Algorithm, setup: TrainingSetup, *, averages_weights: bool) -> None:
     """Raise TypeError or ValueError where the algorithm, which averages weights or gradients, does not fit."""
+    if setup.is_sharded:
+        if averages_weights:
+            raise TypeError(_refusal_of_shards("the module", next(iter(sharded_parts(setup.module).values()))))
+        check_sharded(algorithm)
+        return
     if not averages_weights:
         if setup.ddp is None:
             raise TypeError(

@@ -130,6 +130,47 @@ def post_forward(ddp: DistributedDataParallel, outputs: Any) -> Any:
     return ddp._post_forward(outputs)
 
 
+# FSDP2. A module on which fully_shard was called has a state with parameter groups, which communicate. Seen in 2.11 to
+# 2.13.
+
+
+def fsdp_param_groups(module: torch.nn.Module) -> list[Any]:
+    """Return the groups of parameters that an FSDPModule communicates together; none where it has no parameters."""
+    return list(module._get_fsdp_state()._fsdp_param_groups)  # type: ignore[operator]
+
+
+def fsdp_shard_group(param_group: Any) -> dist.ProcessGroup | None:
+    """Return the ranks over which its parameters are sharded; None where they are replicated, too or alone."""
+    mesh_info = param_group.mesh_info
+    if mesh_info.replicate_mesh_dim is not None:
+        return None
+    group: dist.ProcessGroup = mesh_info.shard_process_group
+    return group
+
+
+def fsdp_shards(param_group: Any) -> list[tuple[torch.nn.Parameter, int]]:
+    """Return its parameters, each with the padded length of a shard, in the order in which they lie in a row."""
+    return [(one.sharded_param, one.padded_sharded_param_size.numel()) for one in param_group.fsdp_params]
+
+
+def fsdp_is_offloaded(param_group: Any) -> bool:
+    """Return whether its sharded parameters are kept on the CPU while they are computed with elsewhere."""
+    return any(one.offload_to_cpu for one in param_group.fsdp_params)
+
+
+def fsdp_reduce_scatter(param_group: Any) -> tuple[Any, bool]:
+    """Return what reduce-scatters its gradients, and whether that is torch's own."""
+    comm = param_group._reduce_scatter_comm
+    return comm, type(comm).__name__ == "DefaultReduceScatter"
+
+
+def premultiplier(op: Any) -> float | None:
+    """Return the factor of a PREMUL_SUM, None of another operation: there is no way to ask for either."""
+    state = op.__getstate__()
+    is_premultiplied = isinstance(state, tuple) and state[0] == dist.ReduceOp.PREMUL_SUM
+    return float(state[1]) if is_premultiplied else None
+
+
 # Autograd and tensors. Seen in 2.11 to 2.13.
 
 

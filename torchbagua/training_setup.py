@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua.ddp import ddps_around, named_tensors
+from torchbagua.fsdp import sharded_parts, sharding_group
 from torchbagua.torch_private import names_to_ignore
 
 
@@ -35,6 +36,11 @@ class TrainingSetup:
     def ddp(self) -> DistributedDataParallel | None:
         """The DDP that communicates: the module, where it is one, or the one that was made of it."""
         return self.module if isinstance(self.module, DistributedDataParallel) else self.driven_ddp
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether fully_shard was called on the module or a part of it."""
+        return bool(sharded_parts(self.module))
 
     @property
     def inner(self) -> torch.nn.Module:
@@ -67,10 +73,12 @@ class TrainingSetup:
         }
 
     def process_group(self) -> dist.ProcessGroup:
-        """Return the group of the module, if it is a DDP, else of the DDPs around it, else the world.
+        """Return the group of the module, if it is a DDP or sharded, else of the DDPs around it, else the world.
 
-        Raises ValueError where those around it have different groups, or there is no world.
+        Raises ValueError where those around it have different groups, or there is no world, or as `sharding_group`.
         """
+        if self.is_sharded:
+            return sharding_group(sharded_parts(self.module))
         if self.ddp is not None:
             return self.ddp.process_group
         if self.ddps:

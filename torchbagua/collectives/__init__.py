@@ -16,6 +16,7 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
 from torchbagua.collectives.residuals import Momentum
+from torchbagua.collectives.row_mean import RowMean
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "RankChunks",
     "ReduceScatter",
     "Replicas",
+    "RowMean",
     "TwoPhaseMean",
     "TwoPhaseResiduals",
     "all_reduce_max",

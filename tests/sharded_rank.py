@@ -1,0 +1,264 @@
+"""One rank that trains modules on which fully_shard was called, and compares with an oracle; started by torchrun.
+
+The oracle: each rank forms the gradients of all ranks' data with an unsharded copy, one after the other, codes each row
+of each, and adds them in rank order. What FSDP leaves in `.grad` must have these bits.
+
+Arguments: the names of the cases.
+"""
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import init_device_mesh
+
+import torchbagua as tb
+from oracle import ordered_sum, quantise, quantise_block, quantise_block_4_bits
+
+BLOCK = 16
+F32 = np.float32
+BYTEGRAD = tb.ByteGradAlgorithm(block=BLOCK)
+FOUR_BITS = tb.CompressedAllReduceAlgorithm(tb.compressors.MinMaxUInt4(BLOCK))
+FULL = tb.CompressedAllReduceAlgorithm(None)
+
+
+class Net(nn.Module):
+    """Layers whose first dimensions no number of ranks divides, a frozen one, and one that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 37)
+        self.middle = nn.ModuleList([nn.Linear(37, 37), nn.Linear(37, 37)])
+        self.frozen = nn.Linear(37, 37).requires_grad_(False)
+        self.last = nn.Linear(37, 3)
+
+    def forward(self, x: torch.Tensor, skips: bool = False) -> torch.Tensor:
+        x = self.first(x).tanh()
+        x = self.middle[0](x).tanh()
+        x = x if skips else self.middle[1](x).tanh()
+        return self.last(self.frozen(x))
+
+
+@dataclass
+class Case:
+    """What differs from plain `fully_shard`, with ByteGrad.
+
+    Attributes:
+        algorithm: is attached.
+        policy, reshards: arguments of `fully_shard`.
+        prepare: called with the sharded module.
+        divisor: of the sum; by default the number of ranks.
+        accumulates: two micro-steps; "before" they are reduced, as `set_requires_gradient_sync` does, or "after" that.
+        poison: added to the first input of rank 0 in the second step, the last.
+        skips: whether a layer has no part in forward, and no gradient; all layers then communicate together.
+        nodes: whether ranks are on two nodes.
+        compiles: whether a layer is compiled.
+    """
+
+    algorithm: tb.Algorithm = BYTEGRAD
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    reshards: bool | int = True
+    prepare: Callable[[FSDPModule], None] = lambda module: None
+    divisor: float | None = None
+    accumulates: str = ""
+    poison: float = 0.0
+    skips: bool = False
+    nodes: bool = False
+    compiles: bool = False
+
+
+def divide_by_three(module: FSDPModule) -> None:
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(3.0)
+
+
+def sum_alone(module: FSDPModule) -> None:
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)
+
+
+CASES = {
+    "bytegrad": Case(),
+    "four bits": Case(FOUR_BITS),
+    "full precision": Case(FULL),
+    "premultiplied sum": Case(prepare=divide_by_three, divisor=3.0),
+    "sum": Case(prepare=sum_alone),
+    "reduced in bfloat16": Case(policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)),
+    "computed in bfloat16": Case(policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+    "accumulated before": Case(accumulates="before"),
+    "accumulated after": Case(accumulates="after"),
+    "not resharded": Case(reshards=False),
+    "resharded to two": Case(reshards=2),
+    "not a number": Case(poison=float("nan")),
+    "left out": Case(skips=True),
+    "over nodes": Case(nodes=True),
+    "compiled": Case(compiles=True),
+}
+
+
+def coded(case: Case, row: Any, segments: list[int]) -> Any:
+    if case.algorithm is FULL:
+        return row
+    return quantise(row, segments, BLOCK, quantise_block if case.algorithm is BYTEGRAD else quantise_block_4_bits)
+
+
+def row_of(gradient: torch.Tensor, rank: int, size: int) -> Any:
+    """Return what `rank` owns of a gradient, padded with zeros."""
+    length = -(-gradient.shape[0] // size)
+    padded = torch.zeros(size * length, *gradient.shape[1:])
+    padded[: gradient.shape[0]] = gradient.float()
+    return padded[rank * length : (rank + 1) * length].reshape(-1).numpy()
+
+
+def expected_row(case: Case, gradients: list[list[torch.Tensor]], shared: bool) -> Any:
+    """Return the mean of own row of the gradients of all ranks, which are those of one FSDP parameter group."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = [[row_of(one, rank, size) for one in of_rank] for of_rank in gradients]
+    segments = [one.size for one in rows[0]]
+    whole = [np.concatenate(one) for one in rows]
+    if case.nodes:  # full precision within the two nodes
+        half = size // 2
+        whole = [ordered_sum(whole[:half]), ordered_sum(whole[half:])]
+    total = ordered_sum([coded(case, one, [sum(segments)] if shared else segments) for one in whole])
+    mean = total / F32(case.divisor or size)
+    if case.policy.reduce_dtype is torch.bfloat16:
+        mean = torch.from_numpy(mean).bfloat16().float().numpy()
+    return np.split(mean, np.cumsum(segments)[:-1])
+
+
+def data_of(step: int, rank: int, micro: int, case: Case) -> torch.Tensor:
+    x = torch.randn(4, 10, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+    if step == 1 and rank == 0:
+        x[0, 0] += case.poison
+    return x
+
+
+def reduce_scatters(module: nn.Module) -> list[Any]:
+    """Return what FSDP reduce-scatters with."""
+    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    return [part._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm for part in parts]
+
+
+def train(case: Case) -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    module, copied = Net(), Net()
+    copied.load_state_dict(module.state_dict())
+    shard = partial(
+        fully_shard,
+        mesh=init_device_mesh("cpu", (size,)),
+        reshard_after_forward=case.reshards,
+        mp_policy=case.policy,
+    )
+    shard([module.first, module.middle[0]])
+    shard(module.middle[1])
+    groups = [["first", "middle.0"], ["middle.1"], ["last"]]
+    if case.skips:  # one group with a part that is left out
+        module = Net()
+        module.load_state_dict(copied.state_dict())
+        groups = [["first", "middle.0", "last"]]
+    shard(module)
+    case.prepare(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    nodes = [other * 2 // size for other in range(size)]
+    group = tb.BaguaProcessGroup(dist.group.WORLD, nodes=nodes) if case.nodes else None
+    recorder = tb.traces.Recorder()
+    before = [
+        part._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm
+        for part in module.modules()
+        if isinstance(part, FSDPModule)
+    ]
+    attachment = tb.attach(module, optimizer, case.algorithm, process_group=group, observers=[recorder])
+    if case.compiles:
+        module.middle[1].compile(backend="aot_eager")
+    dtype = case.policy.param_dtype or torch.float32
+    for step in range(3):
+        optimizer.zero_grad()
+        micros = [0, 1] if case.accumulates else [0]
+        # One list of gradients for each reduction: of micro-steps, or of their sum.
+        reductions: list[list[dict[str, torch.Tensor]]] = []
+        for micro in micros:
+            of_ranks = []
+            for other in range(size):
+                unsharded = copy.deepcopy(copied).to(dtype)
+                unsharded(data_of(step, other, micro, case).to(dtype), case.skips).float().square().sum().backward()
+                of_ranks.append({name: one.grad for name, one in unsharded.named_parameters() if one.grad is not None})
+            if case.accumulates == "before" and reductions:
+                for mine, new in zip(reductions[0], of_ranks, strict=True):
+                    for name in mine:
+                        mine[name] = mine[name] + new[name]
+            else:
+                reductions.append(of_ranks)
+            module.set_requires_gradient_sync(micro == micros[-1] or case.accumulates == "after")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                module(data_of(step, rank, micro, case), case.skips).float().square().sum().backward()
+            told = [one for one in caught if "not all parameters had a gradient" in str(one.message)]
+            assert len(told) == (case.skips and step == 0), [str(one.message) for one in caught]
+        parameters = dict(module.named_parameters())
+        for names in groups:
+            members = [name for name in parameters if name in reductions[0][0] and name.rsplit(".", 1)[0] in names]
+            totals: list[Any] = []
+            for of_ranks in reductions:
+                rows = expected_row(case, [[one[name] for name in members] for one in of_ranks], case.skips)
+                totals = [before + new for before, new in zip(totals, rows, strict=True)] if totals else rows
+            for name, row in zip(members, totals, strict=True):
+                local = parameters[name].grad.to_local().reshape(-1)
+                assert torch.equal(local.nan_to_num(7e7), torch.from_numpy(row[: local.numel()]).nan_to_num(7e7)), (
+                    f"step {step}, {name}: {local[:5]} {row[:5]}"
+                )
+        has_nan = any(bool(one.grad.to_local().isnan().any()) for one in parameters.values() if one.grad is not None)
+        if case.poison and step == 1:
+            assert has_nan
+            break
+        assert not has_nan
+        optimizer.step()
+        with torch.no_grad():
+            for name, one in copied.named_parameters():
+                one.copy_(parameters[name].full_tensor())
+    check_trace(case, recorder, attachment)
+    attachment.detach()
+    after = [
+        part._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm
+        for part in module.modules()
+        if isinstance(part, FSDPModule)
+    ]
+    assert all(map(lambda one, other: one is other, before, after))
+
+
+def check_trace(case: Case, recorder: tb.traces.Recorder, attachment: tb.Attachment) -> None:
+    sent = sum(event.bytes_sent for event in recorder.events)
+    raw = sum(event.raw_bytes for event in recorder.events if event.phase == "send")
+    assert {event.phase for event in recorder.events} >= {"bucket", "send", "receive", "step", "backward", "wait"}
+    assert all(event.bucket.startswith("gradients of ") for event in recorder.events if event.phase == "bucket")
+    assert sent > 0
+    if case.algorithm is FULL:
+        assert sent == raw
+    elif not case.nodes:
+        assert sent < raw
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    for name in sys.argv[1:]:
+        train(CASES[name])
+        if dist.get_rank() == 0:
+            print(f"right: {name}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The mean of own row of a tensor with one row for each rank: what FSDP needs, flat or by way of nodes.
+
+Shape suffixes: N elements, L elements of a row, S elements of the rows of one rank on every node.
+"""
+
+from dataclasses import replace
+from itertools import chain
+
+import torch
+
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.collectives.rank_chunks import RankChunks
+from torchbagua.collectives.reduce_scatter import ReduceScatter
+from torchbagua.compressors import Compressor, TensorSpec, sum_dtype
+
+
+class RowMean:
+    """Every rank gets the mean of its own row over all ranks.
+
+    By way of nodes: ranks add up, within each node, the rows of those that have their place on any node; then the sums
+    are exchanged between these. A row crosses between nodes once for each node and not for each rank.
+
+    Args:
+        group: who takes part.
+        compressor: how rows are sent, by way of nodes between these. It encodes the dtypes of rows and sums.
+        row: the description of a row, which is the same for all ranks.
+        divisor: of the sum.
+        intra_compressor: how rows are sent within nodes; None to send them flat, without respect to nodes.
+
+    Raises:
+        ValueError: by way of nodes, which have different numbers of ranks.
+    """
+
+    def __init__(
+        self,
+        group: BaguaProcessGroup,
+        compressor: Compressor,
+        row: TensorSpec,
+        *,
+        divisor: float,
+        intra_compressor: Compressor | None = None,
+    ) -> None:
+        self._num_rows = group.size
+        self._order: torch.Tensor | None = None
+        if intra_compressor is None or group.intra_node is None:
+            chunks = RankChunks(group.world, compressor, *_rows(row, group.size))
+            self._scatter = ReduceScatter(chunks, divisor=divisor)
+            return
+        if len({len(ranks) for ranks in group.node_ranks}) > 1:
+            raise ValueError(
+                "attach: hierarchical=True needs equally many ranks on every node for sharded modules, got "
+                f"{group.node_ranks}; hierarchical=False sends between all ranks"
+            )
+        assert group.inter_node is not None
+        by_place = list(chain.from_iterable(zip(*group.node_ranks, strict=True)))
+        self._order = torch.tensor(by_place, device=row.device)
+        num_nodes = len(group.node_ranks)
+        within, cuts = _rows(row, group.size)
+        self._within = ReduceScatter(RankChunks(group.intra_node, intra_compressor, within, cuts[::num_nodes]))
+        self._sums_S = torch.empty(cuts[num_nodes], dtype=sum_dtype(row.dtype), device=row.device)
+        between = _rows(replace(row, dtype=self._sums_S.dtype), num_nodes)
+        self._scatter = ReduceScatter(RankChunks(group.inter_node, compressor, *between), divisor=divisor)
+
+    def __call__(self, x_N: torch.Tensor, out_L: torch.Tensor) -> None:
+        """Write the mean of own row to `out_L`, in the dtype that sums are formed in. `x_N` is left as it is.
+
+        Raises:
+            CommunicationError: a peer is gone or did not take part within the group's timeout.
+        """
+        if self._order is None:
+            self._scatter(x_N, out_L)
+            return
+        self._within(x_N.view(self._num_rows, -1).index_select(0, self._order).view(-1), self._sums_S)
+        self._scatter(self._sums_S, out_L)
+
+
+def _rows(row: TensorSpec, num_rows: int) -> tuple[TensorSpec, list[int]]:
+    """Return the description of a tensor of so many rows, and its cuts between them."""
+    cuts = [index * row.num_elements for index in range(num_rows + 1)]
+    whole = replace(row, segment_lengths=row.segment_lengths * num_rows, segment_origins=row.segment_origins * num_rows)
+    return whole, cuts
