@@ -6,23 +6,17 @@ import pytest
 
 import programs
 
-ALL_MODES = ["True", "False", "python_reducer_without_compiled_forward"]
+WAYS = ["inner", "ddp.compile", "compile(ddp)"]
+MODES = ["True", "False", "python_reducer_without_compiled_forward"]
 
 
-@pytest.mark.parametrize(
-    ("ways", "modes"),
-    [
-        (["ddp.compile"], ["True"]),
-        pytest.param(["inner", "ddp.compile", "compile(ddp)"], ALL_MODES, marks=pytest.mark.slow),
-    ],
-    ids=["default", "all"],
-)
-def test_compiled_module_is_trained_as_it_is_without(ways: list[str], modes: list[str]) -> None:
+@pytest.mark.slow
+def test_compiled_module_is_trained_as_it_is_without() -> None:
     """In real processes: torch.compile is not made for threads that compile the same code at once."""
     script = Path(__file__).with_name("compiled_rank.py")
-    run = programs.run(programs.torchrun(script, "--ways", *ways, "--modes", *modes), timeout_s=300)
+    run = programs.run(programs.torchrun(script, "--ways", *WAYS, "--modes", *MODES), timeout_s=300)
     digests = [line.split()[1:] for line in run.stdout.splitlines() if line.startswith("digests")]
-    assert len(digests) == 2 * 2 * len(ways) * len(modes)  # ranks, algorithms
+    assert len(digests) == 2 * 2 * len(WAYS) * len(MODES)  # ranks, algorithms
     for name, mode, way, plain, compiled in digests:
         assert plain == compiled, f"{name}, optimize_ddp={mode}, {way}"
     assert len({plain for name, _, _, plain, _ in digests if name == "decentralized"}) == 2, "each rank its own"

@@ -6,12 +6,15 @@ import resource
 import sys
 from pathlib import Path
 
+import pytest
+
 import programs
 
 # Whatever takes so much is memory that the system gives anew each time, and takes back; the rest is none of that.
 _MAPPED_BYTES = 1 << 19
 
 
+@pytest.mark.slow
 def test_no_algorithm_takes_new_memory_in_a_step() -> None:
     """Autograd does, for the gradients that it adds to those of the buckets."""
     thresholds = {"MALLOC_MMAP_THRESHOLD_": str(_MAPPED_BYTES), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
