@@ -3,7 +3,7 @@
 The oracle: each rank forms the gradients of all ranks' data with an unsharded copy, one after the other, codes each row
 of each, and adds them in rank order. What FSDP leaves in `.grad` must have these bits.
 
-Arguments: the names of the cases.
+Arguments: the names of the cases, and "scaled" for gradients under a GradScaler.
 """
 
 import copy
@@ -237,6 +237,26 @@ def train(case: Case) -> None:
     assert all(map(lambda one, other: one is other, before, after))
 
 
+def scale_gradients() -> None:
+    """An Inf that lands in the shard of rank 0 alone has all ranks skip the step."""
+    rank = dist.get_rank()
+    module = fully_shard(nn.Linear(10, 37))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with tb.attach(module, optimizer, BYTEGRAD, grad_scaler=scaler):
+        for step in range(3):
+            optimizer.zero_grad()
+            weights = torch.ones(37)
+            weights[0] = torch.inf if step == 1 and rank == dist.get_world_size() - 1 else 1.0
+            before = module.weight.full_tensor().clone()
+            scaler.scale((module(torch.ones(1, 10)) * weights).sum()).backward()
+            assert bool(module.weight.grad.to_local().isnan().any()) == (step == 1 and rank == 0)
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(before, module.weight.full_tensor()) == (step == 1)
+            assert scaler.get_scale() == (4.0 if step == 0 else 2.0)
+
+
 def check_trace(case: Case, recorder: tb.traces.Recorder, attachment: tb.Attachment) -> None:
     sent = sum(event.bytes_sent for event in recorder.events)
     raw = sum(event.raw_bytes for event in recorder.events if event.phase == "send")
@@ -253,7 +273,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     for name in sys.argv[1:]:
-        train(CASES[name])
+        if name == "scaled":
+            scale_gradients()
+        else:
+            train(CASES[name])
         if dist.get_rank() == 0:
             print(f"right: {name}", flush=True)
     dist.barrier()
