@@ -3,7 +3,7 @@
 The oracle: each rank forms the gradients of all ranks' data with an unsharded copy, one after the other, codes each row
 of each, and adds them in rank order. What FSDP leaves in `.grad` must have these bits.
 
-Arguments: the names of the cases, and "scaled" for gradients under a GradScaler.
+Arguments: the names of the cases, "scaled" for gradients under a GradScaler, and "uneven nodes".
 """
 
 import copy
@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -257,6 +258,18 @@ def scale_gradients() -> None:
             assert scaler.get_scale() == (4.0 if step == 0 else 2.0)
 
 
+def refuse_uneven_nodes() -> None:
+    """Over three ranks; without respect to nodes they train."""
+    module = fully_shard(nn.Linear(10, 37))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    groups = [tb.BaguaProcessGroup(dist.group.WORLD, nodes=["a", "a", "b"]) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"hierarchical must be False .* got \[\[0, 1\], \[2\]\]"):
+        tb.attach(module, optimizer, BYTEGRAD, process_group=groups[0])
+    flat = tb.ByteGradAlgorithm(hierarchical=False)
+    with tb.attach(module, optimizer, flat, process_group=groups[1]):
+        module(torch.ones(1, 10)).sum().backward()
+
+
 def check_trace(case: Case, recorder: tb.traces.Recorder, attachment: tb.Attachment) -> None:
     sent = sum(event.bytes_sent for event in recorder.events)
     raw = sum(event.raw_bytes for event in recorder.events if event.phase == "send")
@@ -275,6 +288,8 @@ def main() -> None:
     for name in sys.argv[1:]:
         if name == "scaled":
             scale_gradients()
+        elif name == "uneven nodes":
+            refuse_uneven_nodes()
         else:
             train(CASES[name])
         if dist.get_rank() == 0:

@@ -101,7 +101,17 @@ def check_sharded(algorithm: Algorithm) -> None:
 
 
 def scattered_by(impl: AlgorithmImpl, module: torch.nn.Module) -> ExitStack:
-    """Have `impl` reduce-scatter the gradients of all parts until what is returned is closed; then torch does again."""
+    """Have `impl` reduce-scatter the gradients of all parts until what is returned is closed; then torch does again.
+
+    Raises:
+        ValueError: it respects nodes, and these have different numbers of ranks.
+    """
+    node_ranks = impl.process_group.node_ranks
+    if impl.algorithm.hierarchical and len(set(map(len, node_ranks))) > 1:
+        raise ValueError(
+            f"attach: {type(impl.algorithm).__name__}: hierarchical must be False for sharded modules where nodes have "
+            f"different numbers of ranks, got {node_ranks}"
+        )
     names = {id(one): name for name, one in module.named_parameters()}
     seen: set[int] = set()
     with ExitStack() as undo:  # closed here only where one of these steps raises

@@ -21,14 +21,11 @@ class RowMean:
     are exchanged between these. A row crosses between nodes once for each node and not for each rank.
 
     Args:
-        group: who takes part.
+        group: who takes part; by way of nodes, with equally many ranks on each.
         compressor: how rows are sent, by way of nodes between these. It encodes the dtypes of rows and sums.
         row: the description of a row, which is the same for all ranks.
         divisor: of the sum.
         intra_compressor: how rows are sent within nodes; None to send them flat, without respect to nodes.
-
-    Raises:
-        ValueError: by way of nodes, which have different numbers of ranks.
     """
 
     def __init__(
@@ -46,11 +43,6 @@ class RowMean:
             chunks = RankChunks(group.world, compressor, *_rows(row, group.size))
             self._scatter = ReduceScatter(chunks, divisor=divisor)
             return
-        if len({len(ranks) for ranks in group.node_ranks}) > 1:
-            raise ValueError(
-                "attach: hierarchical=True needs equally many ranks on every node for sharded modules, got "
-                f"{group.node_ranks}; hierarchical=False sends between all ranks"
-            )
         assert group.inter_node is not None
         by_place = list(chain.from_iterable(zip(*group.node_ranks, strict=True)))
         self._order = torch.tensor(by_place, device=row.device)
