@@ -34,7 +34,7 @@ def steps_of(output: str, what: str, *names: str) -> dict[str, list[tuple[int, f
     """The lines about steps below the line that is each name: step, and the number behind `what`."""
     parts = {name: output.split(f"{name}\n", 1)[1] for name in names}
     blocks = {name: re.match(r"(?:  step.*\n)*", part)[0] for name, part in parts.items()}
-    pattern = rf"step +(\d+):.*{what} ([\d.]+)"
+    pattern = rf"step +(\d+):.*{what} +([\d.]+)"
     return {n: [(int(step), float(one)) for step, one in re.findall(pattern, block)] for n, block in blocks.items()}
 
 
@@ -118,6 +118,20 @@ def qadam() -> Figure:
     return figure
 
 
+def diloco() -> Figure:
+    output, names = output_of("07_diloco"), ("DDP", "DiLoCo", "local SGD")
+    loss = steps_of(output, "loss", *names)
+    figure, both = panels("held-out loss over bytes", "held-out loss over time, 20 Mbit/s a rank")
+    for axes, (what, label) in zip(both, {"sent": "MB sent by a rank", "after": "seconds"}.items(), strict=True):
+        costs = steps_of(output, what, *names)
+        pairs = {name: zip(costs[name], loss[name], strict=True) for name in names}
+        curves(axes, {name: [(cost, value) for (_, cost), (_, value) in pairs[name]] for name in names})
+        axes.set_xlabel(label)
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=1.9)
+    return figure
+
+
 if __name__ == "__main__":
-    for draw in (your_own_loop, ddp_to_bytegrad, decentralized, async_on_a_slow_network, qadam):
+    for draw in (your_own_loop, ddp_to_bytegrad, decentralized, async_on_a_slow_network, qadam, diloco):
         draw().savefig(PICTURES / f"{draw.__name__}.png")
