@@ -150,13 +150,13 @@ CONTESTANTS: dict[str, Contestant] = {
     "diloco_10": once_a_round("DiLoCo, 10 steps", tb.DiLoCoAlgorithm(10)),
     "diloco_100": once_a_round("DiLoCo, 100 steps", tb.DiLoCoAlgorithm(100)),
     "local_sgd": once_a_round("LocalSGD, 30 steps", tb.LocalSGDAlgorithm(30)),
-    "streaming": once_a_round("DiLoCo, 30 steps, 3 fragments, delay 5", tb.DiLoCoAlgorithm(fragments=3, delay=5)),
+    "streaming": once_a_round("DiLoCo, 3 fragments, delay 5", tb.DiLoCoAlgorithm(fragments=3, delay=5)),
     **{
         f"diloco_{inner_steps}_momentum_{momentum}": once_a_round(
             f"DiLoCo, {inner_steps} steps, momentum {momentum}",
             tb.DiLoCoAlgorithm(inner_steps, outer_momentum=momentum),
         )
-        for inner_steps in (10, 100)
+        for inner_steps in (10, 30, 100)
         for momentum in (0.3, 0.9)
     },
 }
