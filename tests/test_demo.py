@@ -27,6 +27,7 @@ COMMAND = [sys.executable, "-m", "torchbagua.cli", "demo"]
 TIMEOUT_S = 150
 
 
+@pytest.mark.slow
 def test_demo_trains_and_reports(tmp_path: Path) -> None:
     command = [*COMMAND, "--nproc", "2", "--steps", str(STEPS), "--seed", "7", "--output", str(tmp_path / "a" / "b")]
 

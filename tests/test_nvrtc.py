@@ -46,9 +46,8 @@ class Counting(nvrtc.Compiler):
         return super().compile(target)
 
 
-@pytest.mark.parametrize(
-    "target", [target if target == "sm_90" else pytest.param(target, marks=pytest.mark.slow) for target in TARGETS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles(target: str) -> None:
     image = compiler_of().compile(target)
     assert image[:4] == b"\x7fELF"

@@ -205,6 +205,7 @@ for epoch in range(start_epoch, num_epochs + 1):
 """
 
 
+@pytest.mark.slow
 def test_training_and_primitives(tmp_path: Path) -> None:
     """As in the examples for MNIST, of the synthetic benchmark, with all algorithms in turn, and of the primitives."""
     script = tmp_path / "train.py"
