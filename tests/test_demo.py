@@ -179,7 +179,8 @@ def _children(process_id: int) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks' processes in /proc")
-@pytest.mark.parametrize("victim", ["launcher", pytest.param("rank", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_a_signal_ends_all_processes(victim: str, tmp_path: Path) -> None:
     with _training(tmp_path) as process:
         ranks = _children(process.pid)

@@ -22,10 +22,11 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [
-        pytest.param("tb.DecentralizedAlgorithm()", marks=pytest.mark.slow),
+        "tb.DecentralizedAlgorithm()",
         "tb.AsyncModelAverageAlgorithm(sync_interval_ms=5)",  # whose lane is at work at any time
     ],
 )
