@@ -74,7 +74,7 @@ class Attachment:
             impl.tell_uncompressed(setup.trained(), strict=strict)
             ignored = setup.ignored_names()
             if setup.ddp not in of_all_ranks and not setup.is_sharded:
-                own = [tensor for name, tensor in named_tensors(setup.module) if name not in ignored]
+                own = [tensor for name, tensor in named_tensors(setup.inner) if name not in ignored]
                 broadcast_tensors(impl.process_group.world, own, "the module")
             if setup.module not in of_all_ranks and not setup.is_sharded:
                 self.broadcast_optimizers()
@@ -85,8 +85,8 @@ class Attachment:
                 for ddp in setup.ddps:
                     if node_gradients is not None and ddp in of_all_ranks:
                         undo.enter_context(ddp_within_nodes(ddp, partial(comm_hook, node_gradients)))
-                    elif not within_nodes:
-                        undo.enter_context(ddp_sync_disabled(ddp))
+                    else:
+                        undo.enter_context(ddp_within_nodes(ddp, None) if within_nodes else ddp_sync_disabled(ddp))
             elif setup.is_sharded:
                 undo.enter_context(scattered_by(impl, setup.module))
             else:

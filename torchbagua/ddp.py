@@ -120,10 +120,11 @@ def ddp_sync_disabled(ddp: DistributedDataParallel) -> ExitStack:
         return undo.pop_all()
 
 
-def ddp_within_nodes(ddp: DistributedDataParallel, hook: Hook) -> ExitStack:
-    """Have `ddp`, of all ranks, send what `hook` sends of gradients and no buffers, until what is returned is closed.
+def ddp_within_nodes(ddp: DistributedDataParallel, hook: Hook | None) -> ExitStack:
+    """Have `ddp` average gradients within the node, and refuse Join, until what is returned is closed.
 
-    In the second forward it still forms its buckets anew, for which it hears from rank 0.
+    Where it is of all ranks, it sends what `hook` sends of gradients and no buffers. In the second forward it still
+    forms its buckets anew, for which it hears from rank 0. None: it is of the node's ranks, and goes on as it is.
     """
 
     def refuse_join(module: torch.nn.Module, inputs: Any) -> None:
@@ -131,10 +132,11 @@ def ddp_within_nodes(ddp: DistributedDataParallel, hook: Hook) -> ExitStack:
             raise RuntimeError(f"torchbagua: {JOIN_REFUSAL}")
 
     with ExitStack() as undo:
-        undo.callback(setattr, ddp, "broadcast_buffers", ddp.broadcast_buffers)
-        ddp.broadcast_buffers = False
         undo.callback(ddp.register_forward_pre_hook(refuse_join).remove)
-        undo.enter_context(hooked(ddp, hook))
+        if hook is not None:
+            undo.callback(setattr, ddp, "broadcast_buffers", ddp.broadcast_buffers)
+            ddp.broadcast_buffers = False
+            undo.enter_context(hooked(ddp, hook))
         return undo.pop_all()
 
 

@@ -246,10 +246,12 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
         if self.is_single_rank:
             return
         is_in_flight = self._round is not None or self._has_differences
-        # What has failed is heard of at once.
-        if is_in_flight and (self.step >= self._snapshot_step + self.algorithm.delay or self.lane.has_failed):
+        due = [one for one in self.weights if self._is_due(one)]
+        is_time = self.step >= self._snapshot_step + self.algorithm.delay
+        # What has failed is heard of at once. A loaded round may come from another schedule, and last until the next.
+        if is_in_flight and (is_time or due or self.lane.has_failed):
             self.finish_round()
-        if due := [one for one in self.weights if self._is_due(one)]:
+        if due:
             self._start_round(due)
             if not self.algorithm.delay:
                 self._receive()
