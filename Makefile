@@ -108,6 +108,14 @@ bench-optimizer: $(STAMPS)/package ## time QAdam's update beside torch's fused A
 bench-network: $(STAMPS)/package ## time training steps over emulated slow networks (as root, on Linux)
 	$(BIN)/python benchmarks/network.py $(ARGS)
 
+.PHONY: bench-step
+bench-step: $(STAMPS)/package ## time what each thread does in a step over an emulated network, and draw one (as root, on Linux)
+	$(BIN)/python benchmarks/step_profile.py $(ARGS)
+
+.PHONY: bench-revisions
+bench-revisions: $(STAMPS)/package ## time two revisions of the package over emulated networks, in turns (as root, on Linux)
+	$(BIN)/python benchmarks/two_revisions.py $(ARGS)
+
 .PHONY: bench-convergence
 bench-convergence: $(STAMPS)/bench ## train four models with every algorithm at its best learning rate; hours, goes on where it ended
 	$(BIN)/python benchmarks/convergence.py $(ARGS)
