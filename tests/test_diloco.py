@@ -172,6 +172,32 @@ def test_shadow_weights_are_equal_with_any_codec(compression: str) -> None:
         assert all(theta.isfinite().all() for theta in of_step[0].values())
 
 
+def test_a_loaded_round_is_applied_before_another_begins() -> None:
+    """It was to be applied after step 14; under the other schedule the next begins after step 12."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        def averaging(inner_steps: int) -> tb.LocalSGDAlgorithm:
+            return tb.LocalSGDAlgorithm(inner_steps, compression=None, delay=4, final_average=False)
+
+        module, loaded = Dyadic(), Dyadic()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
+        with attached(group, module, optimizer, averaging(10)) as attachment:
+            dyadic_steps(module, optimizer, group.rank(), 11)
+            state = attachment.impl.state_dict()
+        optimizer = torch.optim.SGD(loaded.parameters(), lr=0.25)
+        with attached(group, loaded, optimizer, averaging(6)) as attachment:
+            attachment.impl.load_state_dict(state)
+            alone = copy.deepcopy(loaded)
+            dyadic_steps(alone, torch.optim.SGD(alone.parameters(), lr=0.25), group.rank(), 1)
+            dyadic_steps(loaded, optimizer, group.rank(), 1)
+            assert attachment.impl.num_rounds == 2
+            assert any(difference.any() for difference in state["differences"].values())
+            expected = {name: one + state["differences"][name] for name, one in weights_of(alone).items()}
+            assert_same_weights([weights_of(loaded), expected])
+
+    run_ranks(2, body)
+
+
 def test_progress_made_during_a_round_is_kept() -> None:
     """(e): the mean of the weights is theta' and the mean progress since the snapshot; of dyadic data, exactly."""
     algorithm = tb.LocalSGDAlgorithm(4, compression=None, delay=2, final_average=False)
