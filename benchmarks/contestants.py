@@ -232,15 +232,7 @@ def _averaged(algorithm: type[tb.Algorithm], **arguments: Any) -> Wrap:
 
 def _diloco(label: str, **arguments: Any) -> Contestant:
     """DiLoCo in 4 bits."""
-
-    def wrap(setup: Setup) -> Entry:
-        entry = Entry(setup.ddp())
-        own = tb.DiLoCoAlgorithm(
-            inner_steps=INNER_STEPS, bucket_cap_mb=setup.bucket_cap_mb, final_average=False, **arguments
-        )
-        entry.attach(own, setup)
-        return entry
-
+    wrap = _averaged(tb.DiLoCoAlgorithm, inner_steps=INNER_STEPS, **arguments)
     return Contestant(f"DiLoCo, {INNER_STEPS} steps{label}", wrap, _uint4_bytes, steps_a_round=INNER_STEPS)
 
 

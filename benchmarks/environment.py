@@ -20,16 +20,18 @@ def environment_record() -> dict[str, str | int]:
     """The machine, the software and the date. No host name and no path: results are published."""
     return {
         "date_utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        # With `-dirty` where tracked files differ from the commit.
-        "git_revision": _first_line(
-            "git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"
-        ),
+        "git_revision": git_revision(REPOSITORY),
         "cpu": _cpu_model(),
         "cores": usable_cores(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "kernel": f"{platform.system()} {platform.release()}",
         **environment(),
     }
+
+
+def git_revision(clone: Path) -> str:
+    """The commit, with `-dirty` where tracked files differ from it."""
+    return _first_line("git", "-C", str(clone), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
 
 
 def note_environment(known: list[dict[str, Any]]) -> None:

@@ -17,16 +17,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from environment import write_record
+from environment import git_revision, write_record
 from table import table
 
 NAMES = ("before", "after")
 Rows = dict[tuple[int, str, str], dict[str, Any]]  # by number of ranks, network and contestant
-
-
-def revision(clone: Path) -> str:
-    command = ["git", "-C", str(clone), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def run(clone: Path, arguments: list[str]) -> list[dict[str, Any]]:
@@ -79,7 +74,7 @@ def main() -> None:
     arguments = parser.parse_args(own)
     for_network = sys.argv[len(own) + 2 :]
     clones = dict(zip(NAMES, (clone.resolve() for clone in arguments.clones), strict=True))
-    revisions = {name: revision(clone) for name, clone in clones.items()}
+    revisions = {name: git_revision(clone) for name, clone in clones.items()}
     rows: Rows = {}
     if arguments.json is not None and arguments.json.exists():
         known = json.loads(arguments.json.read_text())

@@ -183,6 +183,11 @@ class SynchronousAveragingImpl(AveragingImpl):
         return not self.is_single_rank and bool(self.step % self.algorithm.communication_interval == 0)
 
     @property
+    def _is_of_nodes(self) -> bool:
+        """Whether ranks average by way of nodes, of which one has several of them."""
+        return self.algorithm.hierarchical and self.process_group.intra_node is not None
+
+    @property
     def needs_grad_scaler(self) -> bool:
         """True: all ranks skip a step, or none."""
         return not self.is_single_rank

@@ -84,7 +84,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
     def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
         """Make buckets, and start the round of step 0."""
         super().set_module(module, ignored_names)
-        self._go_on(starts_round=self.is_due)
+        self._apply_round(starts_next=self.is_due)
 
     def reset(self) -> None:
         """Make buckets again, once the round in flight has been applied."""
@@ -101,11 +101,11 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
     def after_step(self) -> None:
         """Apply the round that was in flight, and start the next one where it is due."""
         self.step += 1
-        self._go_on(starts_round=self.is_due)
+        self._apply_round(starts_next=self.is_due)
 
     def finish_round(self) -> None:
         """Wait for the round in flight and add what it changes to the weights."""
-        self._go_on(starts_round=False)
+        self._apply_round(starts_next=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return step and rounds so far, and the finished round that is still to be added to the weights."""
@@ -126,9 +126,9 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         for bucket in self.buckets:
             bucket.round_index = self.num_rounds
 
-    def _go_on(self, *, starts_round: bool) -> None:
+    def _apply_round(self, *, starts_next: bool) -> None:
         """Bucket by bucket, while the lane is at the next: apply the round in flight, and hand over to the new one."""
-        if starts_round:
+        if starts_next:
             self.submit_in_lockstep(lambda: None)
             self.num_rounds += 1
         for one in self.weights:
@@ -136,7 +136,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
                 self._wait_for(one)
                 self.weights.add(DIFFERENCE, snapshot=FLAT, buckets=[one])
                 del self._in_flight[one]
-            if starts_round:
+            if starts_next:
                 self.weights.read(buckets=[one])
                 self._in_flight[one] = self.lane.submit(one.bucket.run)
 
@@ -286,10 +286,6 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         for name, replica in _REPLICAS.items():
             self.weights.load_by_name(replica, state[name])
         self.step = state["step"]
-
-    @property
-    def _is_of_nodes(self) -> bool:
-        return self.algorithm.hierarchical and self.process_group.intra_node is not None
 
     def _append_ring(self, bucket: BaguaBucket, compression: Compressor) -> None:
         own = self.weights[bucket]

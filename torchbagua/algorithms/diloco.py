@@ -174,7 +174,7 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
 
     @property
     def averages_gradients_within_nodes(self) -> bool:
-        return self.algorithm.hierarchical and self.process_group.intra_node is not None
+        return self._is_of_nodes
 
     def open_node_gradients(self) -> AlgorithmImpl:
         """Have a lane of their own: behind a round that is under way gradients would wait."""
@@ -230,7 +230,7 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
         if self._residuals is not None and codec is self.compressor:
             self._feedback[one] = self._residuals.of_bucket(gradient)
         residuals = self._feedback.get(one)
-        if not self.averages_gradients_within_nodes:
+        if not self._is_of_nodes:
             gradient.append_centralized_synchronous_op(compression=codec, error_feedback=residuals)
             return
         mean = mean_of_nodes(self.process_group, codec, gradient.spec, residuals=residuals)
@@ -331,7 +331,7 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
     @property
     def _nodes(self) -> list[int] | None:
         """Among which shards of what is sent are divided; None where each rank sends all of it."""
-        return self.process_group.nodes if self.averages_gradients_within_nodes else None
+        return self.process_group.nodes if self._is_of_nodes else None
 
     def _fragment_of(self, tensor: BaguaTensor) -> int:
         """Buffers go with the last."""

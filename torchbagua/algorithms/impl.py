@@ -139,7 +139,7 @@ class AlgorithmImpl:
 
         It is closed with this impl. Called where `averages_gradients_within_nodes`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must override AlgorithmImpl.open_node_gradients")
 
     def need_reset(self) -> bool:
         """Return True to have buckets initialised again.

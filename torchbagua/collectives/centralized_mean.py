@@ -1,5 +1,6 @@
 """The mean over all ranks of a group: flat or with respect to nodes, compressed or in full precision."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -57,13 +58,10 @@ def centralized_mean(
         return AllReduceMean(group.world, spec, divisor)
     mean: Mean
     if is_of_nodes:
-
-        def mean_between_nodes(owners: Communicator, shard: slice, shard_spec: TensorSpec) -> BetweenNodes:
-            over_owners = TwoPhaseMean(owners, compressor, shard_spec, divisor, residuals=residuals, start=shard.start)
-            return lambda sum_L, round_index: over_owners(sum_L)
+        between_nodes = _mean_between_nodes(compressor, residuals, divisor)
 
         def make_whole() -> Mean:
-            return Hierarchical(group, spec, compressor.block_elements, mean_between_nodes, intra_compressor)
+            return Hierarchical(group, spec, compressor.block_elements, between_nodes, intra_compressor)
 
         if residuals is None and HierarchicalMean.is_worthwhile(group, compressor, spec, intra_compressor):
             mean = HierarchicalMean(group, compressor, spec, divisor, intra_compressor, make_whole)
@@ -90,15 +88,23 @@ def mean_of_nodes(
         spec: the tensor.
         residuals: of the tensor, float32, which is averaged in place.
     """
-    assert group.intra_node is not None
+    between_nodes = _mean_between_nodes(compressor, residuals)
+    mean = Hierarchical(group, spec, compressor.block_elements, between_nodes, ranks_agree=True)
+    return mean if residuals is None else RedistributingMean(mean, residuals, group.intra_node, group.world, spec)
 
-    def mean_between_nodes(owners: Communicator, shard: slice, shard_spec: TensorSpec) -> BetweenNodes:
-        divisor = float(owners.size)
-        over_owners = TwoPhaseMean(owners, compressor, shard_spec, divisor, residuals=residuals, start=shard.start)
+
+def _mean_between_nodes(
+    compressor: Compressor, residuals: TwoPhaseResiduals | None, divisor: float | None = None
+) -> Callable[[Communicator, slice, TensorSpec], BetweenNodes]:
+    """Return what makes the mean of a shard over its owners, one on each node; their number is the default divisor."""
+
+    def make(owners: Communicator, shard: slice, shard_spec: TensorSpec) -> BetweenNodes:
+        over_owners = TwoPhaseMean(
+            owners, compressor, shard_spec, divisor or float(owners.size), residuals=residuals, start=shard.start
+        )
         return lambda sum_L, round_index: over_owners(sum_L)
 
-    mean = Hierarchical(group, spec, compressor.block_elements, mean_between_nodes, ranks_agree=True)
-    return mean if residuals is None else RedistributingMean(mean, residuals, group.intra_node, group.world, spec)
+    return make
 
 
 def _copy(x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
