@@ -5,6 +5,9 @@ import importlib
 import os
 from collections.abc import Generator, Iterator
 
+# Before torch is imported, which is when OpenMP reads it for threads that are still to come, such as ranks.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import hypothesis
 import pytest
 import torch
@@ -22,7 +25,6 @@ hypothesis.settings.load_profile("torchbagua")
 # Ranks are threads, and several tests run at once: with a pool of threads for each they would wait for one another.
 # A test of what such a pool computes sets its size itself.
 torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,13 +1,16 @@
 """One rank that trains modules on which fully_shard was called, and compares with an oracle; started by torchrun.
 
 The oracle: each rank forms the gradients of all ranks' data with an unsharded copy, one after the other, codes each row
-of each, and adds them in rank order. What FSDP leaves in `.grad` must have these bits.
+of each, and adds them in rank order. What FSDP leaves in `.grad` must have these bits. Where weights are quantised, the
+copy computes with weights of which each row has been coded.
 
-Arguments: the names of the cases, "scaled" for gradients under a GradScaler, and "uneven nodes".
+Arguments: the names of the cases, "scaled" for gradients under a GradScaler, "gathered" for weights alone,
+"overlapped", and "uneven nodes".
 """
 
 import copy
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,11 +27,14 @@ from torch.distributed.tensor import init_device_mesh
 
 import torchbagua as tb
 from oracle import ordered_sum, quantise, quantise_block, quantise_block_4_bits
+from torchbagua.compressors import Compressor, MinMaxUInt4, MinMaxUInt8
+from torchbagua.torch_private import fsdp_all_gather, fsdp_param_groups, fsdp_reduce_scatter
 
 BLOCK = 16
 F32 = np.float32
 BYTEGRAD = tb.ByteGradAlgorithm(block=BLOCK)
-FOUR_BITS = tb.CompressedAllReduceAlgorithm(tb.compressors.MinMaxUInt4(BLOCK))
+EIGHT, FOUR = MinMaxUInt8(BLOCK), MinMaxUInt4(BLOCK)
+FOUR_BITS = tb.CompressedAllReduceAlgorithm(FOUR)
 FULL = tb.CompressedAllReduceAlgorithm(None)
 
 
@@ -63,6 +69,8 @@ class Case:
         skips: whether a layer has no part in forward, and no gradient; all layers then communicate together.
         nodes: whether ranks are on two nodes.
         compiles: whether a layer is compiled.
+        freezes: whether a bias is frozen in the second step, and free again in the third.
+        weights: attach's quantize_weights.
     """
 
     algorithm: tb.Algorithm = BYTEGRAD
@@ -75,6 +83,8 @@ class Case:
     skips: bool = False
     nodes: bool = False
     compiles: bool = False
+    freezes: bool = False
+    weights: str | Compressor | None = None
 
 
 def divide_by_three(module: FSDPModule) -> None:
@@ -105,7 +115,23 @@ CASES = {
     "left out": Case(skips=True),
     "over nodes": Case(nodes=True),
     "compiled": Case(compiles=True),
+    "frozen for a step": Case(freezes=True),
+    "weights in 8 bits": Case(weights=EIGHT),
+    "weights in 4 bits": Case(FOUR_BITS, weights=FOUR, accumulates="after"),
+    "weights in bfloat16": Case(FULL, weights="bfloat16"),
+    "weights in 8 bits, not resharded": Case(weights=EIGHT, reshards=False),
+    "weights in 8 bits, resharded to two": Case(weights=EIGHT, reshards=2),
+    "weights in 8 bits, computed in bfloat16": Case(
+        policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), weights=EIGHT
+    ),
+    "weights in 8 bits, over nodes": Case(weights=EIGHT, nodes=True),
 }
+OF_FOUR_RANKS = [
+    "resharded to two",
+    "over nodes",
+    "weights in 8 bits, resharded to two",
+    "weights in 8 bits, over nodes",
+]
 
 
 def coded(case: Case, row: Any, segments: list[int]) -> Any:
@@ -120,6 +146,26 @@ def row_of(gradient: torch.Tensor, rank: int, size: int) -> Any:
     padded = torch.zeros(size * length, *gradient.shape[1:])
     padded[: gradient.shape[0]] = gradient.float()
     return padded[rank * length : (rank + 1) * length].reshape(-1).numpy()
+
+
+def decoded(weights: str | Compressor | None, groups: list[list[torch.Tensor]]) -> None:
+    """Code the weights of each FSDP parameter group in place, row by row."""
+    size = dist.get_world_size()
+    if weights is None:
+        return
+    for members in groups:
+        for rank in range(size):
+            rows = [row_of(one.detach(), rank, size) for one in members]
+            segments = [one.size for one in rows]
+            row = np.concatenate(rows)
+            if weights == "bfloat16":
+                row = torch.from_numpy(row).bfloat16().float().numpy()
+            else:
+                row = quantise(row, segments, BLOCK, quantise_block if weights is EIGHT else quantise_block_4_bits)
+            for one, part in zip(members, np.split(row, np.cumsum(segments)[:-1]), strict=True):
+                length = -(-one.shape[0] // size)
+                own = one.detach()[rank * length : (rank + 1) * length]
+                own.copy_(torch.from_numpy(part[: own.numel()]).view_as(own))
 
 
 def expected_row(case: Case, gradients: list[list[torch.Tensor]], shared: bool) -> Any:
@@ -145,10 +191,11 @@ def data_of(step: int, rank: int, micro: int, case: Case) -> torch.Tensor:
     return x
 
 
-def reduce_scatters(module: nn.Module) -> list[Any]:
-    """Return what FSDP reduce-scatters with."""
+def comms(module: nn.Module) -> list[Any]:
+    """Return what FSDP reduce-scatters and gathers with."""
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    return [part._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm for part in parts]
+    groups = [fsdp_param_groups(part)[0] for part in parts]
+    return [comm for one in groups for comm in (fsdp_reduce_scatter(one)[0], fsdp_all_gather(one)[0])]
 
 
 def train(case: Case) -> None:
@@ -164,35 +211,46 @@ def train(case: Case) -> None:
     )
     shard([module.first, module.middle[0]])
     shard(module.middle[1])
-    groups = [["first", "middle.0"], ["middle.1"], ["last"]]
+    shard(module.frozen)
+    groups = [["first", "middle.0"], ["middle.1"], ["frozen"], ["last"]]
     if case.skips:  # one group with a part that is left out
         module = Net()
         module.load_state_dict(copied.state_dict())
-        groups = [["first", "middle.0", "last"]]
+        groups = [["first", "middle.0", "middle.1", "frozen", "last"]]
     shard(module)
     case.prepare(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     nodes = [other * 2 // size for other in range(size)]
     group = tb.BaguaProcessGroup(dist.group.WORLD, nodes=nodes) if case.nodes else None
     recorder = tb.traces.Recorder()
-    before = [
-        part._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm
-        for part in module.modules()
-        if isinstance(part, FSDPModule)
-    ]
-    attachment = tb.attach(module, optimizer, case.algorithm, process_group=group, observers=[recorder])
+    before = comms(module)
+    attachment = tb.attach(
+        module,
+        optimizer,
+        case.algorithm,
+        process_group=group,
+        observers=[recorder],
+        quantize_weights=case.weights,
+    )
     if case.compiles:
         module.middle[1].compile(backend="aot_eager")
     dtype = case.policy.param_dtype or torch.float32
     for step in range(3):
         optimizer.zero_grad()
+        for one in (module.first.bias, copied.first.bias):
+            one.requires_grad_(not (case.freezes and step == 1))
+        computing = copy.deepcopy(copied).to(dtype)
+        of_groups = [
+            [one for name, one in computing.named_parameters() if name.rsplit(".", 1)[0] in names] for names in groups
+        ]
+        decoded(case.weights, of_groups)
         micros = [0, 1] if case.accumulates else [0]
         # One list of gradients for each reduction: of micro-steps, or of their sum.
         reductions: list[list[dict[str, torch.Tensor]]] = []
         for micro in micros:
             of_ranks = []
             for other in range(size):
-                unsharded = copy.deepcopy(copied).to(dtype)
+                unsharded = copy.deepcopy(computing)
                 unsharded(data_of(step, other, micro, case).to(dtype), case.skips).float().square().sum().backward()
                 of_ranks.append({name: one.grad for name, one in unsharded.named_parameters() if one.grad is not None})
             if case.accumulates == "before" and reductions:
@@ -210,6 +268,8 @@ def train(case: Case) -> None:
         parameters = dict(module.named_parameters())
         for names in groups:
             members = [name for name in parameters if name in reductions[0][0] and name.rsplit(".", 1)[0] in names]
+            if not members:  # all are frozen
+                continue
             totals: list[Any] = []
             for of_ranks in reductions:
                 rows = expected_row(case, [[one[name] for name in members] for one in of_ranks], case.skips)
@@ -230,12 +290,7 @@ def train(case: Case) -> None:
                 one.copy_(parameters[name].full_tensor())
     check_trace(case, recorder, attachment)
     attachment.detach()
-    after = [
-        part._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm
-        for part in module.modules()
-        if isinstance(part, FSDPModule)
-    ]
-    assert all(map(lambda one, other: one is other, before, after))
+    assert all(map(lambda one, other: one is other, before, comms(module)))
 
 
 def scale_gradients() -> None:
@@ -258,6 +313,91 @@ def scale_gradients() -> None:
             assert scaler.get_scale() == (4.0 if step == 0 else 2.0)
 
 
+def gather_weights() -> None:
+    """Gathered weights have the oracle's bits, also where one is not a number; what cannot be coded is named."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    module = fully_shard(nn.Linear(10, 37))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    if rank == size - 1:
+        with torch.no_grad():
+            module.weight.to_local()[0, 3] = torch.nan
+    whole = [one.full_tensor().detach() for one in module.parameters()]
+    coded = [one.clone() for one in whole]
+    decoded(EIGHT, [coded])
+    assert coded[0].isnan().sum() == BLOCK
+    for async_op in (False, True):
+        with torch.no_grad():
+            module(torch.ones(1, 10))  # leaves whole weights behind, which were not coded
+        with tb.attach(module, optimizer, BYTEGRAD, quantize_weights=EIGHT):
+            handle = module.unshard(async_op=async_op)
+            if handle is not None:
+                handle.wait()
+            for one, expected in zip(module.parameters(), coded, strict=True):
+                assert torch.equal(one.nan_to_num(7e7), expected.nan_to_num(7e7))
+        module.unshard()  # by torch again
+        for one, expected in zip(module.parameters(), whole, strict=True):
+            assert torch.equal(one.nan_to_num(7e7), expected.nan_to_num(7e7))
+
+    with tb.attach(module, optimizer, BYTEGRAD, quantize_weights="bfloat16"):
+        with torch.inference_mode():
+            module(torch.ones(1, 10))
+        module(torch.ones(1, 10)).sum().backward()
+
+    with pytest.raises(ValueError, match="ranks disagree in attach's argument quantize_weights"):
+        tb.attach(module, optimizer, BYTEGRAD, quantize_weights=["MinMaxUInt8", "MinMaxUInt4"][rank % 2])
+
+    long = fully_shard(nn.Sequential(nn.Linear(512, 512)))
+    recorder = tb.traces.Recorder()
+    optimizer = torch.optim.SGD(long.parameters(), lr=0.1)
+    with tb.attach(long, optimizer, "bytegrad", quantize_weights="MinMaxUInt8", observers=[recorder]):
+        long.unshard()
+    sent = [event for event in recorder.events if event.phase == "send"]
+    row = -(-512 // size) * 513
+    assert {event.bucket for event in sent} == {"weights of FSDPSequential"}
+    assert sum(event.raw_bytes for event in sent) == 4 * row * (size - 1)
+    assert 3.9 * sum(event.wire_bytes for event in sent) < sum(event.raw_bytes for event in sent)
+
+    mixed = nn.Linear(10, 37)
+    mixed.bias = nn.Parameter(mixed.bias.detach().bfloat16(), requires_grad=False)
+    fully_shard(mixed)
+    whole = [one.full_tensor().detach() for one in mixed.parameters()]
+    optimizer = torch.optim.SGD(mixed.parameters(), lr=0.1)
+    with tb.attach(mixed, optimizer, BYTEGRAD, quantize_weights=EIGHT):
+        for told in (True, False):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                mixed.unshard()
+            assert all(map(torch.equal, mixed.parameters(), whole))
+            mixed.reshard()
+            assert [str(one.message).split(", because")[0] for one in caught] == [
+                "torchbagua: weights of FSDPLinear are gathered in full precision"
+            ] * told
+
+
+def watch_gradient(reached: threading.Event, layer: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    output.register_hook(lambda _: reached.set())
+
+
+def overlap_with_backward() -> None:
+    """Backward goes on while the lane is busy, unless somebody reads the gradient before its end."""
+    for reads in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(10, 37), nn.Linear(37, 3))
+        fully_shard(module[1])
+        fully_shard(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with tb.attach(module, optimizer, BYTEGRAD) as attachment:
+            if reads:
+                module[1].weight.register_post_accumulate_grad_hook(lambda _: None)
+            reached = threading.Event()
+            job = attachment.impl.lane.submit(partial(reached.wait, 1.0 if reads else 60.0))
+            module[0].register_forward_hook(partial(watch_gradient, reached))
+            module(torch.ones(1, 10)).sum().backward()
+            assert job.result() != reads
+            assert module[1].weight.grad.to_local().abs().sum() > 0
+
+
 def refuse_uneven_nodes() -> None:
     """Over three ranks; without respect to nodes they train."""
     module = fully_shard(nn.Linear(10, 37))
@@ -274,9 +414,12 @@ def check_trace(case: Case, recorder: tb.traces.Recorder, attachment: tb.Attachm
     sent = sum(event.bytes_sent for event in recorder.events)
     raw = sum(event.raw_bytes for event in recorder.events if event.phase == "send")
     assert {event.phase for event in recorder.events} >= {"bucket", "send", "receive", "step", "backward", "wait"}
-    assert all(event.bucket.startswith("gradients of ") for event in recorder.events if event.phase == "bucket")
+    kinds = {event.bucket.split(" of ")[0] for event in recorder.events if event.phase == "bucket"}
+    assert kinds == ({"gradients"} if case.weights is None else {"gradients", "weights"})
     assert sent > 0
-    if case.algorithm is FULL:
+    scopes = {event.scope for event in recorder.events if event.phase == "send" and event.bucket.startswith("weights")}
+    assert scopes == (set() if case.weights is None else {"inter_node", "intra_node"} if case.nodes else {"world"})
+    if case.algorithm is FULL and case.weights is None:
         assert sent == raw
     elif not case.nodes:
         assert sent < raw
@@ -288,6 +431,10 @@ def main() -> None:
     for name in sys.argv[1:]:
         if name == "scaled":
             scale_gradients()
+        elif name == "gathered":
+            gather_weights()
+        elif name == "overlapped":
+            overlap_with_backward()
         elif name == "uneven nodes":
             refuse_uneven_nodes()
         else:

@@ -250,3 +250,24 @@ def test_a_schedule_of_numpy_numbers_and_of_each_ranks_own() -> None:
     (first_lr, first), (second_lr, second) = run_ranks(2, body)
     assert (first_lr, second_lr) == (0.05, 0.025)
     assert all(map(torch.equal, first, second))
+
+
+@EVERY
+def test_a_buffer_of_minus_infinity_stays(name: str) -> None:
+    """A mask of attention, say; such a round is sound."""
+
+    class Masked(Normed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.full((3,), -torch.inf))
+
+    model = build(Masked)
+
+    def body(group: dist.ProcessGroup) -> None:
+        def look(trainer: Trainer, attachment: tb.Attachment) -> None:
+            assert bool((trainer.module.mask == -torch.inf).all())
+            assert getattr(attachment.impl, "num_dropped", 0) == 0
+
+        train(group, model, ALGORITHMS[name], lr=0.01, after_step=look)
+
+    run_ranks(2, body)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torchbagua as tb
 from oracle import ordered_sum, quantise
 from ranks import run_ranks
-from torchbagua.collectives import AllGather, RankChunks, ReduceScatter
+from torchbagua.collectives import AllGather, RankChunks, ReduceScatter, RowMean
 from torchbagua.compressors import Compressor, Identity, MinMaxUInt8, TensorSpec
 
 BLOCK = 16
@@ -46,6 +46,23 @@ def test_each_rank_gets_the_mean_of_its_own_row(size: int, compressor: Compresso
     for rank, out in enumerate(run_ranks(size, body)):
         expected = ordered_sum([one[rank] for one in left]) / np.float32(3)
         assert torch.equal(out, torch.from_numpy(expected))
+
+
+def test_means_of_rows_by_way_of_nodes_hold_no_sums() -> None:
+    """FSDP has one for each layer: sums of their own would take as much as whole layers, divided by a node's ranks."""
+    values = torch.arange(4 * 4 * sum(ROW), dtype=torch.float32).view(4, -1)
+    row = TensorSpec(ROW, torch.float32, torch.device("cpu"), "layer 0")
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        own = tb.BaguaProcessGroup(group, nodes=[0, 1, 0, 1])
+        mean = RowMean(own, Identity(), row, divisor=4.0, intra_compressor=Identity())
+        out = torch.full((sum(ROW),), torch.nan)
+        mean(values[group.rank()].clone(), out)
+        own.close()
+        assert not [one for one in vars(mean).values() if isinstance(one, torch.Tensor) and one.is_floating_point()]
+        return out
+
+    assert torch.equal(torch.cat(run_ranks(4, body)), values.mean(0))
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda one: type(one).__name__)

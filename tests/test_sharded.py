@@ -1,5 +1,7 @@
 """attach on modules on which fully_shard was called: bit for bit the oracle's gradients, and what is refused."""
 
+import warnings
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,16 +13,18 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import init_device_mesh
 
+import hsdp_rank
 import programs
 import torchbagua as tb
 from ranks import init_default_group
-from sharded_rank import CASES
+from sharded_rank import CASES, OF_FOUR_RANKS
+from torchbagua.torch_private import fsdp_all_gather, fsdp_all_reduce_hook, fsdp_param_groups, fsdp_reduce_scatter
 
 
-def run(ranks: int, names: list[str]) -> None:
+def run(ranks: int, names: list[str], program: str = "sharded_rank.py", arguments: Sequence[str] = ()) -> None:
     """In real processes: a mesh is found by the names of its groups, which all threads of a process share."""
-    script = Path(__file__).with_name("sharded_rank.py")
-    printed = programs.run(programs.torchrun(script, *names, ranks=ranks), timeout_s=300).stdout
+    script = Path(__file__).with_name(program)
+    printed = programs.run(programs.torchrun(script, *arguments, *names, ranks=ranks), timeout_s=300).stdout
     assert [line for line in printed.splitlines() if line.startswith("right: ")] == [f"right: {name}" for name in names]
 
 
@@ -28,17 +32,35 @@ CHEAP = ["bytegrad", "four bits", "premultiplied sum", "reduced in bfloat16", "a
 
 
 def test_gradients_are_those_of_the_oracle() -> None:
-    run(2, [*CHEAP, "scaled"])
+    run(2, [*CHEAP, "weights in 8 bits", "scaled", "gathered"])
+
+
+def all_cases() -> Iterator[tuple[int, list[str]]]:
+    """Some at a time: a case takes seconds on two cores."""
+    for ranks, without, others in (
+        (2, [*CHEAP, "weights in 8 bits", *OF_FOUR_RANKS], ["overlapped"]),
+        (3, OF_FOUR_RANKS, ["gathered", "uneven nodes"]),
+        (4, [], ["gathered"]),
+    ):
+        names = [name for name in CASES if name not in without] + others
+        yield from ((ranks, names[at : at + 8]) for at in range(0, len(names), 8))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "without"),
-    [(2, [*CHEAP, "resharded to two", "over nodes"]), (3, ["resharded to two", "over nodes"]), (4, [])],
-    ids=["2", "3", "4"],
-)
-def test_gradients_are_those_of_the_oracle_in_all_cases(ranks: int, without: list[str]) -> None:
-    run(ranks, [name for name in CASES if name not in without] + ["uneven nodes"] * (ranks == 3))
+@pytest.mark.parametrize(("ranks", "names"), all_cases())
+def test_gradients_are_those_of_the_oracle_in_all_cases(ranks: int, names: list[str]) -> None:
+    run(ranks, names)
+
+
+# Three at a time, and two of six ranks: a case takes tens of seconds on two cores.
+OF_REPLICAS = [(way, 4, names[at : at + 3]) for way, names in hsdp_rank.WAYS.items() for at in range(0, len(names), 3)]
+OF_REPLICAS += [(way, 6, ["bytegrad", "accumulated within"]) for way in hsdp_rank.WAYS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "ranks", "names"), OF_REPLICAS)
+def test_gradients_of_replicas_are_those_of_the_oracle(way: str, ranks: int, names: list[str]) -> None:
+    run(ranks, names, "hsdp_rank.py", [way])
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +85,6 @@ def test_other_gradient_algorithms_are_refused(algorithm: tb.Algorithm | str) ->
     module = sharded()
     with pytest.raises(ValueError, match=r"attach: \w+Algorithm does not take modules on which fully_shard was called"):
         tb.attach(module, optimizer_of(module), algorithm)
-
-
-@pytest.mark.parametrize("name", ["decentralized", "low_precision_decentralized", "async"])
-def test_weights_are_not_averaged(name: str) -> None:
-    module = sharded()
-    with pytest.raises(TypeError, match=r"attach: the module is sharded \(FSDPSequential\): ranks hold"):
-        tb.attach(module, optimizer_of(module), name)
 
 
 def test_q_adam_is_refused() -> None:
@@ -114,9 +129,12 @@ def of_two_meshes() -> nn.Module:
     [
         (
             lambda: sharded(mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))),
-            r"the module is replicated \(FSDPSequential\).* a mesh of one dimension",
+            r"the module is replicated \(FSDPSequential\).* replicate_group=mesh.* torchbagua\.fsdp\.register_backend",
         ),
-        (lambda: replicate(nn.Linear(2, 2)), r"the module is replicated \(Replicate\w+\).* an all-reduce that cannot"),
+        (
+            lambda: replicate(nn.Linear(2, 2)),
+            r"the module is replicated \(Replicate\w+\).*\.register_backend, which replicate\(\) needs",
+        ),
         (
             partial(sharded, offload_policy=CPUOffloadPolicy(pin_memory=False)),
             "the module has an OffloadPolicy",
@@ -139,6 +157,176 @@ def test_ddp_arguments_are_refused() -> None:
         tb.attach(module, optimizer_of(module), "bytegrad", ddp_arguments={})
 
 
+@pytest.mark.parametrize("group", [[0, 1], dist.GroupMember.NON_GROUP_MEMBER], ids=["ranks", "not a member"])
+def test_replicate_group_must_be_a_group(group: object) -> None:
+    module = sharded()
+    with pytest.raises(TypeError, match=r"replicate_group must be a torch\.distributed\.ProcessGroup .* got"):
+        tb.attach(module, optimizer_of(module), "bytegrad", replicate_group=group)  # type: ignore[arg-type]
+
+
+def test_replicate_group_is_for_sharded_modules() -> None:
+    module = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="attach: replicate_group must be None for Linear, on no part of which"):
+        tb.attach(module, optimizer_of(module), "decentralized", replicate_group=dist.group.WORLD)
+
+
+def test_replicas_need_the_hook_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sharded()
+    module.set_all_reduce_hook(hook := lambda gradient: None)
+    # Other ranks may have none, and would wait for this one.
+    monkeypatch.setattr(tb.Algorithm, "reify", lambda *_, **__: pytest.fail("refused after ranks have communicated"))
+    with pytest.raises(ValueError, match=r"attach: the module has the all-reduce hook .* already"):
+        tb.attach(module, optimizer_of(module), "bytegrad", replicate_group=dist.group.WORLD)
+    (param_group,) = fsdp_param_groups(module)
+    assert fsdp_all_reduce_hook(param_group) is hook
+
+
+def test_gradients_that_were_never_averaged_are_told_of() -> None:
+    module = sharded()
+    attachment = tb.attach(module, optimizer_of(module), "bytegrad", replicate_group=dist.group.WORLD)
+    module.set_requires_all_reduce(False)
+    module(torch.ones(1, 4)).sum().backward()
+    assert not module[0].weight.grad.full_tensor().any()
+    with pytest.warns(RuntimeWarning, match="accumulated under set_requires_all_reduce.False. is lost"):
+        attachment.detach()
+    (param_group,) = fsdp_param_groups(module)
+    assert fsdp_all_reduce_hook(param_group) is None
+
+
+def test_micro_steps_must_reach_the_same_parameters() -> None:
+    module = sharded()
+    attachment = tb.attach(module, optimizer_of(module), "bytegrad", replicate_group=dist.group.WORLD)
+    module.set_requires_all_reduce(False)
+    module(torch.ones(1, 4)).sum().backward()
+    module.set_requires_all_reduce(True)
+    module[0].weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"every backward must reach the same parameters, got 11 .* after 23"):
+        module(torch.ones(1, 4)).sum().backward()
+    with pytest.warns(RuntimeWarning, match="is lost"):
+        attachment.detach()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"algorithm": "bytegrad"}, TypeError, "algorithm must be an Algorithm, got 'bytegrad'"),
+        ({"algorithm": tb.TopKAlgorithm()}, ValueError, "TopKAlgorithm does not take modules on which fully_shard"),
+        ({"algorithm": tb.ByteGradAlgorithm(), "name": "My backend"}, ValueError, "name must be a lower-case identif"),
+        ({"algorithm": tb.ByteGradAlgorithm(), "name": "gloo"}, ValueError, "name 'gloo' is taken; give another"),
+    ],
+)
+def test_backends_that_are_refused(arguments: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"register_backend: {message}"):
+        tb.fsdp.register_backend(**arguments)  # type: ignore[arg-type]
+
+
+def test_blocks_are_aligned_over_a_backend_only() -> None:
+    with pytest.raises(ValueError, match="align_blocks: no part of the module has replicas over a group of register_"):
+        tb.fsdp.align_blocks(sharded())
+
+
+def replicated(name: str) -> tuple[FSDPModule, dist.ProcessGroup]:
+    """Over a backend of that name, which stays registered."""
+    tb.fsdp.register_backend(tb.ByteGradAlgorithm(), name=name)
+    names = ("replicas", "shards")
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=names, backend_override={"replicas": name})
+    return sharded(mesh=mesh), mesh.get_group("replicas")
+
+
+def test_blocks_are_aligned_after_an_evaluation_that_left_whole_weights() -> None:
+    module, _ = replicated("torchbagua_evaluated")
+    with torch.no_grad():
+        module(torch.ones(2, 4))
+    tb.fsdp.align_blocks(module)
+    with warnings.catch_warnings(action="error"):
+        module(torch.ones(2, 4)).sum().backward()
+
+
+def test_what_is_no_gradient_is_not_taken_for_one() -> None:
+    module, group = replicated("torchbagua_not_reduced")
+    tb.fsdp.align_blocks(module)
+    module.set_requires_all_reduce(False)
+    module(torch.ones(2, 4)).sum().backward()
+    with pytest.warns(RuntimeWarning, match="an all-reduce of 5 elements is compressed .* if it is yours"):
+        dist.all_reduce(torch.ones(5), group=group)
+
+
+class OwnAllGather:
+    """Somebody else's."""
+
+
+def with_own_all_gather() -> nn.Module:
+    module = sharded()
+    module.set_custom_all_gather(OwnAllGather())  # type: ignore[arg-type]
+    return module  # type: ignore[return-value]
+
+
+def with_memory_of_the_group() -> nn.Module:
+    module = sharded()
+    module.set_allocate_memory_from_process_group_for_comm(True)
+    (param_group,) = fsdp_param_groups(fully_shard(nn.Linear(2, 2)))
+    module.set_custom_reduce_scatter(fsdp_reduce_scatter(param_group)[0])
+    return module  # type: ignore[return-value]
+
+
+class GathersItself(torch.Tensor):
+    """A shard that says how it is gathered."""
+
+    def fsdp_pre_all_gather(self) -> None: ...
+
+    def fsdp_post_all_gather(self) -> None: ...
+
+
+def of_an_own_class() -> nn.Module:
+    module = sharded()
+    module[0].weight._local_tensor = module[0].weight._local_tensor.detach().as_subclass(GathersItself)  # type: ignore[index,union-attr,operator]
+    return module  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("make", "quantize_weights", "message"),
+    [
+        (sharded, "MinMaxUInt3", "must be None, a Compressor or one of .*, got 'MinMaxUInt3'"),
+        (sharded, "sign1bit", "must not be a codec that needs error feedback, .* got 'sign1bit'"),
+        (sharded, tb.compressors.TopK(), "must not be a codec that needs error feedback, .* got TopK"),
+        (sharded, tb.compressors.RandomK(), "must not be RandomK"),
+        (lambda: nn.Linear(2, 2), "MinMaxUInt8", "must be None for Linear, on no part of which fully_shard was called"),
+        (with_own_all_gather, "MinMaxUInt8", "must be None where the module has the all-gather OwnAllGather already"),
+        (with_memory_of_the_group, "MinMaxUInt8", "must be None where .* all-gather ProcessGroupAllocAllGather"),
+        (of_an_own_class, "MinMaxUInt8", r"must be None where 0.weight says .* \(GathersItself.fsdp_pre_all_gather\)"),
+    ],
+)
+def test_weights_that_are_not_quantised(make: object, quantize_weights: object, message: str) -> None:
+    module = make()  # type: ignore[operator]
+    with pytest.raises(ValueError, match=f"attach: quantize_weights {message}"):
+        tb.attach(module, optimizer_of(module), "bytegrad", quantize_weights=quantize_weights)  # type: ignore[arg-type]
+
+
+def test_weights_are_not_both_averaged_and_quantised() -> None:
+    module, group = sharded(), dist.group.WORLD
+    with pytest.raises(ValueError, match="quantize_weights must be None with DecentralizedAlgorithm"):
+        tb.attach(module, optimizer_of(module), "decentralized", replicate_group=group, quantize_weights="MinMaxUInt8")
+
+
+def test_strict_names_weights_that_no_codec_encodes() -> None:
+    module = fully_shard(nn.Linear(4, 3).double())
+    message = "strict=True, and weights of FSDPLinear are gathered in full precision, .* does not encode torch.float64"
+    full = tb.CompressedAllReduceAlgorithm(None)
+    with pytest.raises(ValueError, match=message):
+        tb.attach(module, optimizer_of(module), full, quantize_weights="MinMaxUInt8", strict=True)
+    (param_group,) = fsdp_param_groups(module)
+    _, is_torchs = fsdp_all_gather(param_group)
+    assert is_torchs
+
+
+def test_attach_after_an_evaluation_that_left_whole_weights() -> None:
+    module = sharded()
+    optimizer = optimizer_of(module)
+    with torch.no_grad():
+        module(torch.ones(2, 4))
+    tb.attach(module, optimizer, "bytegrad").detach()
+
+
 def test_two_algorithms_are_refused() -> None:
     module = sharded()
     optimizer = optimizer_of(module)
@@ -147,14 +335,22 @@ def test_two_algorithms_are_refused() -> None:
         tb.attach(module, optimizer, "bytegrad")
 
 
-def test_one_rank_trains_as_without() -> None:
+def test_an_algorithm_for_a_part_of_an_attached_module_is_refused() -> None:
+    module = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 3)), nn.Linear(3, 2)))
+    match = "the module has the reduce-scatter RowScatter already; .* detach what is attached to a module around it"
+    with tb.attach(module, optimizer_of(module), "bytegrad"), pytest.raises(ValueError, match=match):
+        tb.attach(module[0], optimizer_of(module[0]), "bytegrad")
+
+
+@pytest.mark.parametrize("quantize_weights", [None, "MinMaxUInt8"])
+def test_one_rank_trains_as_without(quantize_weights: str | None) -> None:
     torch.manual_seed(0)
     x, weights = torch.randn(8, 4), []
     for attached in (False, True):
         torch.manual_seed(1)
         module = sharded()
         optimizer = optimizer_of(module)
-        attachment = tb.attach(module, optimizer, "bytegrad") if attached else None
+        attachment = tb.attach(module, optimizer, "bytegrad", quantize_weights=quantize_weights) if attached else None
         for _ in range(2):
             optimizer.zero_grad()
             module(x).square().sum().backward()

@@ -379,7 +379,7 @@ def test_gossip_is_d_psgd() -> None:
                 for parameter in parameters:
                     parameter.copy_(mean).sub_(parameter.grad, alpha=0.1)
     for rank, (before, _) in enumerate(run_own(Gossip)):
-        torch.testing.assert_close(before, weights(replicas[rank]), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(before, weights(replicas[rank]), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("do_flatten", [True, False])

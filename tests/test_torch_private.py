@@ -1,5 +1,6 @@
 """Canaries: every private name of torch that torchbagua uses is still there, and does what it is used for."""
 
+import copy
 from datetime import timedelta
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._jit_internal import _extract_tensors
 from torch.distributed.algorithms.join import _JoinConfig
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -40,6 +41,24 @@ def test_groups(group: dist.ProcessGroup) -> None:
     assert torch_private.backend_of(group, "cuda") is None
 
 
+def test_work_of_a_future() -> None:
+    future: torch.futures.Future[int] = torch.futures.Future()
+    work = torch_private.work_of(future)
+    assert not work.is_completed()
+    future.set_result(1)
+    assert work.wait()
+    assert work.is_completed()
+
+
+def test_gradient_hooks() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert not torch_private.has_gradient_hooks(parameter)
+    handle = parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert torch_private.has_gradient_hooks(parameter)
+    handle.remove()
+    assert not torch_private.has_gradient_hooks(parameter)
+
+
 def test_fsdp() -> None:
     init_default_group()
     module = fully_shard(torch.nn.Linear(3, 5))
@@ -53,16 +72,66 @@ def test_fsdp() -> None:
     module.set_custom_reduce_scatter(own := object())
     assert torch_private.fsdp_reduce_scatter(param_group) == (own, False)
     module.set_custom_reduce_scatter(comm)
+    assert torch_private.fsdp_all_reduce_hook(param_group) is None
+    module.set_all_reduce_hook(own)
+    assert torch_private.fsdp_all_reduce_hook(param_group) is own
+    assert torch_private.fsdp_all_reduces(param_group)
+    module.set_requires_all_reduce(False)
+    assert not torch_private.fsdp_all_reduces(param_group)
+    assert torch_private.fsdp_divide_factor(param_group) is None
+    module.set_gradient_divide_factor(3.0)
+    assert torch_private.fsdp_divide_factor(param_group) == 3.0
+    gather, is_torchs = torch_private.fsdp_all_gather(param_group)
+    assert is_torchs
+    module.set_custom_all_gather(own)
+    assert torch_private.fsdp_all_gather(param_group) == (own, False)
+    module.set_custom_all_gather(gather)
     offloaded = fully_shard(torch.nn.Linear(3, 5), offload_policy=CPUOffloadPolicy(pin_memory=False))
     assert torch_private.fsdp_is_offloaded(torch_private.fsdp_param_groups(offloaded)[0])
     assert torch_private.fsdp_param_groups(fully_shard(torch.nn.ReLU())) == []
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))
     of_two = fully_shard(torch.nn.Linear(3, 5), mesh=mesh)
-    assert torch_private.fsdp_shard_group(torch_private.fsdp_param_groups(of_two)[0]) is None
+    (of_replicas,) = torch_private.fsdp_param_groups(of_two)
+    assert torch_private.fsdp_shard_group(of_replicas) is None
+    assert torch_private.fsdp_replicate_group(of_replicas) is mesh.get_group("replicas")
+    assert torch_private.fsdp_replicate_group(param_group) is None
+
+
+class GathersItself(torch.Tensor):
+    """A parameter whose class says how it is gathered."""
+
+    def fsdp_pre_all_gather(self) -> None: ...
+
+    def fsdp_post_all_gather(self) -> None: ...
+
+
+OF_INTEGERS = pytest.param(
+    True, marks=pytest.mark.skipif(torch.__version__ < (2, 12), reason="fully_shard of torch 2.11 takes no integers")
+)
+
+
+@pytest.mark.parametrize("has_integers", [False, OF_INTEGERS], ids=["floating-point", "integers"])
+def test_what_fsdp_gathers(has_integers: bool) -> None:
+    init_default_group()
+    module = torch.nn.Linear(3, 5)
+    module.bias = torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+    integers = {torch.int8} if has_integers else set()
+    if has_integers:
+        module.count = torch.nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
+    for policy, dtypes in (
+        (MixedPrecisionPolicy(), {torch.float32, torch.bfloat16} | integers),
+        (MixedPrecisionPolicy(param_dtype=torch.float16), {torch.float16} | integers),
+    ):
+        (param_group,) = torch_private.fsdp_param_groups(fully_shard(copy.deepcopy(module), mp_policy=policy))
+        assert torch_private.fsdp_gathered_dtypes(param_group) == dtypes
+        assert torch_private.fsdp_own_gathers(param_group) == []
+    for one in param_group.fsdp_params[:1]:  # as fully_shard of such a parameter leaves it
+        one.sharded_param._local_tensor = one.sharded_param._local_tensor.detach().as_subclass(GathersItself)
+    assert torch_private.fsdp_own_gathers(param_group) == [(param_group.fsdp_params[0].sharded_param, GathersItself)]
 
 
 def test_reduce_operations() -> None:
-    assert torch_private.premultiplier(dist.ReduceOp.PREMUL_SUM(0.25)) == 0.25
+    assert torch_private.premultiplier(dist._make_nccl_premul_sum(0.25)) == 0.25
     assert torch_private.premultiplier(dist.ReduceOp.AVG) is None
     assert torch_private.premultiplier(dist.ReduceOp.SUM) is None
 

@@ -51,7 +51,10 @@ time.sleep(1.5)  # what is half a second old is written
 """
 
 
-@pytest.mark.parametrize(("end", "status"), [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("", 0)])
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), pytest.param("", 0, marks=pytest.mark.slow)],
+)
 def test_a_process_that_does_not_detach_loses_next_to_nothing(tmp_path: Path, end: str, status: int) -> None:
     script = tmp_path / "train.py"
     script.write_text(KILLED.format(end=end))
@@ -158,6 +161,7 @@ print(attachments[0].summary())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "num_warnings"), [("perfetto", 2), ("tensorboard", 1)])
 def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path, kind: str, num_warnings: int) -> None:
     """A limit on the size of files stands for a disk that fills: writing raises OSError in the same places."""

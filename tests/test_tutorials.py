@@ -235,6 +235,40 @@ def check_diloco_on_an_emulated_network(output: str) -> None:
     assert float(loss) > rows["DiLoCo"][0], "DDP needs longer for the same loss"
 
 
+def rows_of_fsdp(output: str) -> dict[str, list[float]]:
+    """Loss, megabytes and milliseconds a step, and speed-up of each; checks what holds on any network."""
+    ((num_ranks, num_parameters),) = [map(int, pair) for pair in re.findall(r"(\d+) ranks, (\d+) parameters", output)]
+    rows = {
+        name: [float(number) for number in numbers.split()]
+        for name, numbers in re.findall(
+            r"^(float32|8-bit gradients|8-bit weights too) +([\d. ]+)$", output, re.MULTILINE
+        )
+    }
+    assert len(re.findall(r"^  step +\d+: loss", output, re.MULTILINE)) == 3 * 10
+    # Gathered twice, and reduce-scattered by gloo, which sends twice what it must. In 8 bits a block has a range.
+    to_others = (num_ranks - 1) / num_ranks * num_parameters
+    expected = {"float32": 16, "8-bit gradients": 9, "8-bit weights too": 3}
+    assert {name: 1e6 * row[1] / to_others for name, row in rows.items()} == pytest.approx(expected, rel=0.01)
+    # 3.2 nats is the entropy of single bytes of source code. The three differ by 0.2 % where it was measured.
+    assert rows["float32"][0] < 2.9
+    assert [row[0] for row in rows.values()] == pytest.approx(3 * [rows["float32"][0]], rel=0.02)
+    return rows
+
+
+def check_fsdp(output: str) -> None:
+    rows_of_fsdp(output)
+
+
+def check_fsdp_on_an_emulated_network(output: str) -> None:
+    rows = rows_of_fsdp(output)
+    # 200 Mbit/s for what a rank sends; bursts go beyond.
+    assert rows["float32"][2] > 0.95 * 8 * rows["float32"][1] / 0.2
+    # The rest of a step stays; coding is a part of it.
+    for name in ("8-bit gradients", "8-bit weights too"):
+        saved_ms = 8 * (rows["float32"][1] - rows[name][1]) / 0.2
+        assert rows["float32"][2] - rows[name][2] > 0.5 * saved_ms
+
+
 CHECKS = {
     ("00_your_own_loop", "torchrun"): check_your_own_loop,
     ("00_your_own_loop", "unshare"): check_your_own_loop_on_an_emulated_network,
@@ -247,6 +281,8 @@ CHECKS = {
     ("06_aggregation", "torchrun"): check_aggregation,
     ("07_diloco", "torchrun"): check_diloco,
     ("07_diloco", "unshare"): check_diloco_on_an_emulated_network,
+    ("08_fsdp", "torchrun"): check_fsdp,
+    ("08_fsdp", "unshare"): check_fsdp_on_an_emulated_network,
     ("05_read_a_trace", "unshare"): check_read_a_trace_on_an_emulated_network,
 }
 

@@ -17,9 +17,12 @@ from torchbagua.algorithms.saved_state import check_saved, load_state, save_stat
 from torchbagua.checks import check_first_step, check_kind, check_within_nodes, mark_attached
 from torchbagua.collectives import broadcast_state, broadcast_tensors
 from torchbagua.comm_hook import comm_hook
+from torchbagua.compressors import Compressor
 from torchbagua.ddp import ddp_sync_disabled, ddp_within_nodes, driven_by, hooked, named_tensors
-from torchbagua.fsdp import scattered_by
+from torchbagua.fsdp import communicated_by
+from torchbagua.optimizer_state import broadcast_optimizer_state
 from torchbagua.optimizers import is_sharded
+from torchbagua.shards import local_shard
 from torchbagua.step_hooks import install_step_hooks
 from torchbagua.traces import Summary
 from torchbagua.training_setup import TrainingSetup
@@ -43,6 +46,7 @@ class Attachment:
         *,
         strict: bool,
         ddp_arguments: Mapping[str, Any] | None,
+        quantize_weights: str | Compressor | None,
     ) -> None:
         self.algorithm = algorithm
         self.impl = impl
@@ -73,10 +77,12 @@ class Attachment:
             node_gradients = impl.open_node_gradients() if within_nodes and of_all_ranks else None
             impl.tell_uncompressed(setup.trained(), strict=strict)
             ignored = setup.ignored_names()
-            if setup.ddp not in of_all_ranks and not setup.is_sharded:
-                own = [tensor for name, tensor in named_tensors(setup.inner) if name not in ignored]
+            # Gradients of shards say nothing of who holds the same: fully_shard takes the weights as they are.
+            holds_alike = not setup.is_sharded or impl.averages_weights
+            if setup.ddp not in of_all_ranks and holds_alike:
+                own = [local_shard(tensor) for name, tensor in named_tensors(setup.inner) if name not in ignored]
                 broadcast_tensors(impl.process_group.world, own, "the module")
-            if setup.module not in of_all_ranks and not setup.is_sharded:
+            if setup.module not in of_all_ranks and holds_alike:
                 self.broadcast_optimizers()
             impl.grad_scaler = setup.grad_scaler
             impl.set_module(setup.inner, ignored)
@@ -88,7 +94,16 @@ class Attachment:
                     else:
                         undo.enter_context(ddp_within_nodes(ddp, None) if within_nodes else ddp_sync_disabled(ddp))
             elif setup.is_sharded:
-                undo.enter_context(scattered_by(impl, setup.module))
+                communicated = communicated_by(
+                    impl,
+                    setup.module,
+                    setup.sharded_parts,
+                    setup.replicate_group,
+                    setup.must_agree(),
+                    quantize_weights,
+                    strict=strict,
+                )
+                undo.enter_context(communicated)
             else:
                 assert setup.ddp is not None
                 undo.enter_context(hooked(setup.ddp, partial(comm_hook, impl)))
@@ -149,14 +164,8 @@ class Attachment:
         """
         world = self.impl.process_group.world
         for optimizer in self._setup.optimizers:
-            if is_sharded(optimizer):
-                continue
-            # Not its groups: learning rates belong to the loop, and to its schedulers.
-            own = optimizer.state_dict()
-            without_groups = {key: value for key, value in own.items() if key != "param_groups"}
-            state = broadcast_state(world, without_groups, f"the state of {type(optimizer).__name__}")
-            if world.rank != 0:
-                optimizer.load_state_dict({**own, **state})
+            if not is_sharded(optimizer):
+                broadcast_optimizer_state(world, optimizer)
         scaler = self._setup.grad_scaler
         if scaler is not None and scaler.is_enabled():
             scaler.load_state_dict(broadcast_state(world, scaler.state_dict(), "the state of the GradScaler"))

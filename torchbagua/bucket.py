@@ -19,8 +19,8 @@ class BaguaTensor:
 
     Attributes:
         name: its name in the module. Without `attach`, which knows the module, its place in the optimizers that
-            `Algorithm.reify` was given, or else its place in the bucket.
-        parameter: the parameter itself, or the buffer.
+            `Algorithm.reify` was given, or else its place in the bucket. Of a shard it also says which that is.
+        parameter: the parameter itself, or the buffer. Of a DTensor, the shard of this rank lies in the bucket.
     """
 
     name: str

@@ -14,9 +14,10 @@ from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import check_elements
 from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, ddps_around, named_tensors
-from torchbagua.fsdp import check_sharded, sharded_parts
+from torchbagua.fsdp import check_all_reduce_hooks, check_reduce_scatters, check_sharded
 from torchbagua.grad_scaler import is_stepped_by_scaler
 from torchbagua.optimizers import check_optimizer, is_sharded, parameters_of
+from torchbagua.shards import sharded_parts
 from torchbagua.torch_private import (
     has_delayed_all_reduce,
     is_joining,
@@ -134,6 +135,22 @@ def check_ddp_arguments(module: torch.nn.Module, arguments: Mapping[str, object]
         )
 
 
+def check_replicate_group(module: torch.nn.Module, group: object) -> None:
+    """Raise TypeError or ValueError unless it is None, or a torch group, and fully_shard was called on the module."""
+    if group is None:
+        return
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"attach: replicate_group must be a torch.distributed.ProcessGroup of which this rank is a member, got "
+            f"{type(group).__name__}"
+        )
+    if not sharded_parts(module):
+        raise ValueError(
+            f"attach: replicate_group must be None for {type(module).__name__}, on no part of which fully_shard was "
+            "called; ranks that hold all of it are those of process_group"
+        )
+
+
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module) -> None:
     """Raise TypeError or ValueError unless `optimizers` are some, and each has parameters of `module`."""
     if not optimizers:
@@ -159,11 +176,19 @@ def _refusal_of_foreign(optimizer: torch.optim.Optimizer, foreign: Sequence[torc
 
 def check_kind(algorithm: Algorithm, setup: TrainingSetup, *, averages_weights: bool) -> None:
     """Raise TypeError or ValueError where the algorithm, which averages weights or gradients, does not fit."""
-    if setup.is_sharded:
-        if averages_weights:
-            raise TypeError(_refusal_of_shards("the module", next(iter(sharded_parts(setup.module).values()))))
-        check_sharded(algorithm)
+    if setup.is_sharded and not averages_weights:
+        check_sharded("attach", algorithm)
+        check_reduce_scatters(setup.sharded_parts)
+        if setup.replicate_group is not None:
+            check_all_reduce_hooks(setup.sharded_parts)
         return
+    if setup.is_sharded and setup.replicate_group is None:
+        raise ValueError(
+            f"attach: {type(algorithm).__name__} averages weights among ranks that hold the same ones, and the module "
+            "is sharded: give the ranks that hold the same shards as this one, replicate_group=..., while "
+            "several meshes train copies of it; to compress gradients within one mesh, attach ByteGradAlgorithm or "
+            "CompressedAllReduceAlgorithm"
+        )
     if not averages_weights:
         if setup.ddp is None:
             raise TypeError(
@@ -245,6 +270,12 @@ def check_same_ranks(own: dist.ProcessGroup, given: BaguaProcessGroup, *, or_nod
 
 def check_within_nodes(impl: AlgorithmImpl, setup: TrainingSetup) -> None:
     """Raise ValueError where DDP cannot go on averaging gradients within nodes."""
+    if setup.is_sharded:
+        raise ValueError(
+            f"attach: {type(impl.algorithm).__name__}: hierarchical must be False for a sharded module whose "
+            f"replicate_group has several ranks on a node, here {impl.process_group.node_ranks}: gradients are "
+            "averaged among the ranks of a mesh, and not of a node"
+        )
     subject = f"attach: {type(impl.algorithm).__name__} with hierarchical=True has DDP average gradients within nodes"
     if not setup.ddps:
         raise ValueError(

@@ -40,8 +40,9 @@ class CommEvent(NamedTuple):
         operation: the exchange that it is part of: "all_to_all", "all_gather", "all_reduce" (over NCCL),
             "peer_exchange", or "agreement" for small numbers.
         bucket: the name of the bucket that it served; for an agreement, what that is about.
-        scope: the group that it ran over: "world", "intra_node" or "inter_node".
-        ranks: the members of that group, as ranks of the group that trains.
+        scope: the group that it ran over: "world", "intra_node" or "inter_node". With " of replicas" after it, it ran
+            over `attach`'s replicate_group.
+        ranks: the members of that group, as ranks of the group that trains; or of the replicas.
         peers: the rank that a message goes to or comes from. In "reduce", the peer if the mean is taken with a single
             one.
         message: the number of the message among those between these two ranks in this group, the same on both.

@@ -14,6 +14,7 @@ from torchbagua.averaged_gradients import AverageInGradient, with_average
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup, Momentum, TwoPhaseResiduals
 from torchbagua.memory_order import flat_length, flatten_like, shape_like
+from torchbagua.shards import local_shard
 
 
 class BucketState(Protocol):
@@ -274,7 +275,7 @@ def _merged(parts: Sequence[slice]) -> list[slice]:
 def _fits(tensor: object, parameter: torch.Tensor | None, shape_of: ShapeOf | None) -> bool:
     if parameter is None or not isinstance(tensor, torch.Tensor):
         return False
-    return list(tensor.shape) == list(parameter.shape if shape_of is None else shape_of(parameter))
+    return list(tensor.shape) == list(local_shard(parameter).shape if shape_of is None else shape_of(parameter))
 
 
 def _shaped(parameter: torch.Tensor, flat: torch.Tensor, shape_of: ShapeOf | None) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torchbagua.optimizers import StepWatch, parameters_of
+from torchbagua.shards import local_shard
 from torchbagua.torch_private import num_writes
 from torchbagua.user_warning import warn_user
 
@@ -173,15 +174,16 @@ class _UnusedGradients:
         if gradient is None:
             return True
         # What was clipped, say, has changed too. Seldom asked: a step comes between two backward passes, or nothing.
-        return _mark_of(gradient) != self._mark and not gradient.any()
+        return _mark_of(gradient) != self._mark and not local_shard(gradient).any()
 
 
 def _sum_of(parameter: torch.Tensor) -> torch.Tensor:
     wide = torch.complex128 if parameter.is_complex() else torch.float64
-    return parameter.detach().sum(dtype=wide)
+    return local_shard(parameter).detach().sum(dtype=wide)
 
 
 def _mark_of(gradient: torch.Tensor | None) -> tuple[int, int]:
     """Return what changes where the gradient is written to, or is another tensor."""
     assert gradient is not None
+    gradient = local_shard(gradient)
     return gradient.data_ptr(), num_writes(gradient)

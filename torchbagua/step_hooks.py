@@ -120,12 +120,16 @@ class _Backward:
                 self._clock.before_backward()
             self._is_queued = True
             self._start = self._tracer.now()
-            queue_callback(self._end)
+            queue_callback(self._tell)
+
+    def _tell(self) -> None:
+        """All gradients are computed. What comes next has to come after all that was queued during the backward."""
+        self._tracer.tell("backward", self._start, self._tracer.now())
+        queue_callback(self._end)
 
     def _end(self) -> None:
         self._is_queued = False
-        self._tracer.tell("backward", self._start, self._tracer.now())
         if self._clock is not None and self._is_training:
             self._clock.after_backward()
-        if self._on_end is not None:
+        if self._on_end is not None:  # it may read gradients, the last of which FSDP writes in such a callback
             self._on_end()

@@ -3,7 +3,7 @@
 tests/test_torch_private.py has a canary for each, which fails where a new torch has moved one.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from types import CodeType
 from typing import Any, TypeVar
@@ -29,9 +29,22 @@ def unregistered_group(
 ) -> dist.ProcessGroup:
     """Return a group whose tensors on devices of one type `backend` moves."""
     group = dist.ProcessGroup(store, rank, size)
-    group._set_default_backend(kind)
-    group._register_backend(torch.device(device_type), kind, backend)
+    add_backends(group, {device_type: (kind, backend)})
     return group
+
+
+def add_backends(group: dist.ProcessGroup, backends: Mapping[str, tuple[dist.ProcessGroup.BackendType, Any]]) -> None:
+    """Have a group that was made by hand move the tensors of each type of devices by a backend, given with its kind."""
+    for index, (device_type, (kind, backend)) in enumerate(backends.items()):
+        if index == 0:
+            group._set_default_backend(kind)
+        group._register_backend(torch.device(device_type), kind, backend)
+
+
+def work_of(future: "torch.futures.Future[Any]") -> dist.Work:
+    """Return what a process group written in Python hands out for an operation that is done when `future` is."""
+    work: dist.Work = torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+    return work
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str | None = None) -> Any:
@@ -136,7 +149,10 @@ def post_forward(ddp: DistributedDataParallel, outputs: Any) -> Any:
 
 def fsdp_param_groups(module: torch.nn.Module) -> list[Any]:
     """Return the groups of parameters that an FSDPModule communicates together; none where it has no parameters."""
-    return list(module._get_fsdp_state()._fsdp_param_groups)  # type: ignore[operator]
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11
 
 
 def fsdp_shard_group(param_group: Any) -> dist.ProcessGroup | None:
@@ -145,6 +161,15 @@ def fsdp_shard_group(param_group: Any) -> dist.ProcessGroup | None:
     if mesh_info.replicate_mesh_dim is not None:
         return None
     group: dist.ProcessGroup = mesh_info.shard_process_group
+    return group
+
+
+def fsdp_replicate_group(param_group: Any) -> dist.ProcessGroup | None:
+    """Return the ranks over which its parameters are replicated; None where they are not."""
+    mesh_info = param_group.mesh_info
+    if mesh_info.replicate_mesh_dim is None:
+        return None
+    group: dist.ProcessGroup = mesh_info.replicate_process_group
     return group
 
 
@@ -164,6 +189,41 @@ def fsdp_reduce_scatter(param_group: Any) -> tuple[Any, bool]:
     return comm, type(comm).__name__ == "DefaultReduceScatter"
 
 
+def fsdp_all_reduce_hook(param_group: Any) -> Any:
+    """Return what it calls with its reduce-scattered gradients, where there are no replicas of its own; or None."""
+    return param_group._all_reduce_hook
+
+
+def fsdp_all_reduces(param_group: Any) -> bool:
+    """Return whether gradients are to be averaged over replicas in this backward, as `set_requires_all_reduce` said."""
+    return bool(param_group.all_reduce_grads)
+
+
+def fsdp_divide_factor(param_group: Any) -> float | None:
+    """Return what `set_gradient_divide_factor` said; None for the number of ranks."""
+    factor: float | None = param_group.gradient_divide_factor
+    return factor
+
+
+def fsdp_all_gather(param_group: Any) -> tuple[Any, bool]:
+    """Return what gathers its weights, and whether that is torch's own."""
+    comm = param_group._all_gather_comm
+    return comm, type(comm).__name__ == "DefaultAllGather"
+
+
+def fsdp_gathered_dtypes(param_group: Any) -> set[torch.dtype]:
+    """Return the dtypes in which its parameters are gathered; where these are several, they are gathered as bytes."""
+    cast = param_group.mp_policy.param_dtype
+    dtypes = {one.sharded_param.dtype for one in param_group.fsdp_params}
+    return {cast if cast is not None and dtype.is_floating_point else dtype for dtype in dtypes}
+
+
+def fsdp_own_gathers(param_group: Any) -> list[tuple[torch.nn.Parameter, type]]:
+    """Return its parameters whose class says how they are gathered, by `fsdp_pre_all_gather`, each with that class."""
+    shards = [(one.sharded_param, one._sharded_local_tensor) for one in param_group.fsdp_params]
+    return [(parameter, type(shard)) for parameter, shard in shards if hasattr(shard, "fsdp_pre_all_gather")]
+
+
 def premultiplier(op: Any) -> float | None:
     """Return the factor of a PREMUL_SUM, None of another operation: there is no way to ask for either."""
     state = op.__getstate__()
@@ -177,6 +237,11 @@ def premultiplier(op: Any) -> float | None:
 def queue_callback(callback: Callable[[], None]) -> None:
     """Have the autograd engine call `callback` at the end of the backward under way; without one RuntimeError."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether a function is called in backward when the parameter's gradient is there."""
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 def is_in_backward() -> bool:

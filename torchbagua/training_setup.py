@@ -1,8 +1,9 @@
 """What `attach` is told of a training loop, and what can be read from that."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua.ddp import ddps_around, named_tensors
-from torchbagua.fsdp import sharded_parts, sharding_group
+from torchbagua.fsdp import sharding_group
+from torchbagua.shards import sharded_parts
 from torchbagua.torch_private import names_to_ignore
 
 
@@ -23,6 +25,8 @@ class TrainingSetup:
         ddps: `module` first, where it is a DDP, and others around it.
         optimizers: of its parameters.
         grad_scaler: the loop's.
+        replicate_group: the ranks that hold the same shards as this one, of a sharded module; None where each shard is
+            held once.
         driven_ddp: one that attach has made of `module`, which is no DDP, and that forwards of `module` drive.
     """
 
@@ -30,6 +34,7 @@ class TrainingSetup:
     ddps: Sequence[DistributedDataParallel]
     optimizers: Sequence[torch.optim.Optimizer]
     grad_scaler: torch.amp.GradScaler | None
+    replicate_group: dist.ProcessGroup | None = None
     driven_ddp: DistributedDataParallel | None = None
 
     @property
@@ -37,10 +42,15 @@ class TrainingSetup:
         """The DDP that communicates: the module, where it is one, or the one that was made of it."""
         return self.module if isinstance(self.module, DistributedDataParallel) else self.driven_ddp
 
+    @cached_property
+    def sharded_parts(self) -> Mapping[str, Any]:
+        """The parts of the module, itself among them, on which fully_shard was called, by name."""
+        return sharded_parts(self.module)
+
     @property
     def is_sharded(self) -> bool:
         """Whether fully_shard was called on the module or a part of it."""
-        return bool(sharded_parts(self.module))
+        return bool(self.sharded_parts)
 
     @property
     def inner(self) -> torch.nn.Module:
@@ -72,13 +82,17 @@ class TrainingSetup:
             if parameter.requires_grad and name not in ignored
         }
 
-    def process_group(self) -> dist.ProcessGroup:
+    def process_group(self, *, averages_weights: bool | None) -> dist.ProcessGroup:
         """Return the group of the module, if it is a DDP or sharded, else of the DDPs around it, else the world.
+
+        Of a sharded one it is that over which its gradients are reduce-scattered; for an algorithm that may average
+        weights, that of the ranks which hold the same shards.
 
         Raises ValueError where those around it have different groups, or there is no world, or as `sharding_group`.
         """
         if self.is_sharded:
-            return sharding_group(sharded_parts(self.module))
+            group = sharding_group(self.sharded_parts)
+            return group if averages_weights is False else self.replicate_group or group
         if self.ddp is not None:
             return self.ddp.process_group
         if self.ddps:
@@ -107,7 +121,16 @@ class TrainingSetup:
             "the optimizers, with the number of parameters in each group": repr(sizes),
             "the number of DistributedDataParallel modules around it": len(self.ddps),
             "whether attach was given a grad_scaler": self.grad_scaler is not None,
+            "whether attach was given a replicate_group": self.replicate_group is not None,
         }
+
+    @property
+    def shard(self) -> str | None:
+        """Which shard of each parameter this rank holds, as all of `replicate_group` do; None without such a group."""
+        if self.replicate_group is None:
+            return None
+        group = sharding_group(self.sharded_parts)
+        return f"{group.rank()} of {group.size()}"
 
     def run_settings(self) -> dict[str, str]:
         """Return what a trace writes down: the model and its optimizers, with what they were made with."""

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from torchbagua.collectives import BaguaProcessGroup, Replicas, clamp_to_mean, f
 from torchbagua.compressors import sum_dtype
 from torchbagua.lane import Job, Lane
 from torchbagua.memory_order import flat_length
+from torchbagua.shards import local_shard, name_of_shard, reshard, sharded_parts
 
 T = TypeVar("T")
 FlatOf = Callable[["WeightBucket"], torch.Tensor]
@@ -70,6 +71,16 @@ class WeightBucket:
         dtype = sum_dtype(self.bucket.flat.dtype)
         return Replicas(*(torch.zeros_like(self.bucket.flat, dtype=dtype) for _ in range(3)))
 
+    def subtract(self, mean: torch.Tensor, snapshot: torch.Tensor, out: torch.Tensor) -> None:
+        """Write mean minus snapshot to `out`, which may be one of them.
+
+        A buffer may well hold -inf, a mask of attention say: where that stays, the difference is zero and not NaN.
+        """
+        stays = mean == snapshot if self.are_buffers else None
+        torch.sub(mean, snapshot, out=out)
+        if stays is not None:
+            out.masked_fill_(stays, 0)
+
     def named(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the parts of `flat`, in the shapes of the weights, by their names."""
         return {tensor.name: part for tensor, part in self.bucket.views(flat)}
@@ -109,6 +120,7 @@ class WeightBuckets:
         self._module = torch.nn.Module()
         self._ignored_names: frozenset[str] = frozenset()
         self._averaged: dict[str, torch.Tensor] = {}  # parameters, by name
+        self._sharded_parts: list[Any] = []
         self._shapes: dict[str, torch.Size] = {}
         self._buckets: dict[BaguaBucket, WeightBucket] = {}
         self._own: dict[WeightBucket, torch.Tensor] = {}  # this rank's weights, while the module has the mean
@@ -131,6 +143,9 @@ class WeightBuckets:
 
         A layer that you freeze after some steps goes on being averaged; else it would stay different on every rank.
 
+        Of a parameter that is sharded (`fully_shard`) the rank averages its own shard, whose name says which it is: a
+        state of another shard is then refused.
+
         Args:
             module: the module that is read and written from now on.
             ignored_names: names of parameters and buffers to leave alone.
@@ -139,6 +154,8 @@ class WeightBuckets:
             ValueError: one of them is of a dtype that cannot be averaged, or they are on several devices.
         """
         self._module, self._ignored_names = module, ignored_names
+        self._sharded_parts = list(sharded_parts(module).values())
+        reshard(self._sharded_parts)
         once_averaged = {id(parameter) for parameter in self._averaged.values()}
         tensors = [
             BaguaTensor(name, parameter)
@@ -157,7 +174,8 @@ class WeightBuckets:
         if len(devices) > 1:
             raise ValueError(f"{self._owner}: the module must be on one device, got {', '.join(devices)}")
         self._averaged = {tensor.name: tensor.parameter for tensor in tensors if _is_parameter(tensor)}
-        return [] if self._group.size == 1 else tensors
+        named = [BaguaTensor(name_of_shard(one.name, one.parameter), one.parameter) for one in tensors]
+        return [] if self._group.size == 1 else named
 
     def need_reset(self) -> bool:
         """Return whether parameters have been unfrozen, or replaced by others, since `select`.
@@ -167,6 +185,7 @@ class WeightBuckets:
         """
         if self._group.size == 1:
             return False
+        reshard(self._sharded_parts)
         averaged = {id(parameter) for parameter in self._averaged.values()}
         others = {
             name: parameter
@@ -196,14 +215,14 @@ class WeightBuckets:
             kinds.setdefault((part_of(tensor), tensor.parameter.dtype, _is_parameter(tensor)), []).append(tensor)
         self._buckets = {}
         for (part, dtype, are_parameters), alike in kinds.items():
-            for members in parted(alike, self._cap_bytes, lambda one: one.parameter.nbytes):
+            for members in parted(alike, self._cap_bytes, lambda one: local_shard(one.parameter).nbytes):
                 name = f"{part}{'weight' if are_parameters else 'buffer'} bucket {len(self._buckets)}"
                 num_elements = sum(flat_length(one.parameter) for one in members)
                 flat = torch.zeros(num_elements, dtype=dtype.to_real(), device=members[0].parameter.device)
                 bucket = BaguaBucket(name, members, self._group, flat)
                 self._buckets[bucket] = WeightBucket(bucket, are_buffers=not are_parameters)
-        self._shapes = {tensor.name: tensor.parameter.shape for tensor in tensors}
-        layout = [(tensor.name, tuple(tensor.parameter.shape), str(tensor.parameter.dtype)) for tensor in tensors]
+        self._shapes = {tensor.name: local_shard(tensor.parameter).shape for tensor in tensors}
+        layout = [(one.name, tuple(self._shapes[one.name]), str(one.parameter.dtype)) for one in tensors]
         self.fingerprint = fingerprint(layout)
         return list(self._buckets)
 
@@ -247,8 +266,9 @@ class WeightBuckets:
     def _with_weights(self, one: WeightBucket, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the module's tensors with their parts of `flat`; buffers by name, since a module may replace them."""
         found = []
+        reshard(self._sharded_parts)
         for tensor in one.bucket.tensors:
-            weight = self._module.get_buffer(tensor.name) if one.are_buffers else tensor.parameter
+            weight = self._module.get_buffer(tensor.name) if one.are_buffers else local_shard(tensor.parameter)
             if weight.shape != self._shapes[tensor.name]:
                 raise RuntimeError(
                     f"torchbagua: {'buffer' if one.are_buffers else 'parameter'} {tensor.name} was of shape "

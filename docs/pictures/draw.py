@@ -118,10 +118,11 @@ def qadam() -> Figure:
     return figure
 
 
-def diloco() -> Figure:
-    output, names = output_of("07_diloco"), ("DDP", "DiLoCo", "local SGD")
+def over_bytes_and_seconds(page: str, where: str, *names: str) -> Figure:
+    """Held-out loss over what was sent, and over the time until then, on the network that `where` names."""
+    output = output_of(page)
     loss = steps_of(output, "loss", *names)
-    figure, both = panels("held-out loss over bytes", "held-out loss over time, 20 Mbit/s a rank")
+    figure, both = panels("held-out loss over bytes", f"held-out loss over time, {where}")
     for axes, (what, label) in zip(both, {"sent": "MB sent by a rank", "after": "seconds"}.items(), strict=True):
         costs = steps_of(output, what, *names)
         pairs = {name: zip(costs[name], loss[name], strict=True) for name in names}
@@ -132,6 +133,15 @@ def diloco() -> Figure:
     return figure
 
 
+def diloco() -> Figure:
+    return over_bytes_and_seconds("07_diloco", "20 Mbit/s a rank", "DDP", "DiLoCo", "local SGD")
+
+
+def fsdp() -> Figure:
+    names = "float32", "8-bit gradients", "8-bit weights too"
+    return over_bytes_and_seconds("08_fsdp", "200 Mbit/s a rank", *names)
+
+
 if __name__ == "__main__":
-    for draw in (your_own_loop, ddp_to_bytegrad, decentralized, async_on_a_slow_network, qadam, diloco):
+    for draw in (your_own_loop, ddp_to_bytegrad, decentralized, async_on_a_slow_network, qadam, diloco, fsdp):
         draw().savefig(PICTURES / f"{draw.__name__}.png")

@@ -235,7 +235,7 @@ class BackgroundRounds:
                 for one in self._weights:
                     self._average(one, ends or self.num_rounds == 0)
                     if not ends:
-                        one.bucket.flat.sub_(one.snapshot)  # while it is in the caches
+                        one.subtract(one.bucket.flat, one.snapshot, out=one.bucket.flat)  # while it is in the caches
                 self.num_rounds += 1
                 if ends:
                     return outcome

@@ -144,7 +144,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         """Wait for the mean of a bucket, and form its difference to the snapshot."""
         job = self._in_flight[one]
         if job is not None:
-            one.difference.sub_(job.result())
+            one.subtract(one.difference, job.result(), out=one.difference)
             self._in_flight[one] = None
 
 

@@ -2,8 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from torchbagua.collectives import Communicator, all_reduce_max
 from torchbagua.lane import Job
+from torchbagua.shards import local_shard
 from torchbagua.weights import WeightBucket
 
 
@@ -26,7 +29,7 @@ def average_gradients(
     has_gradient = []
     for tensor, part in (member for one in buckets for member in one.bucket.views(one.snapshot)):
         gradient = tensor.parameter.grad
-        part.zero_() if gradient is None else part.copy_(gradient)
+        part.zero_() if gradient is None else part.copy_(local_shard(gradient))
         has_gradient.append(int(gradient is not None))
 
     def average() -> list[int]:
@@ -41,6 +44,5 @@ def average_gradients(
         if not is_used:
             continue
         if tensor.parameter.grad is None:
-            tensor.parameter.grad = part.clone()
-        else:
-            tensor.parameter.grad.copy_(part)
+            tensor.parameter.grad = torch.zeros_like(tensor.parameter)
+        local_shard(tensor.parameter.grad).copy_(part)

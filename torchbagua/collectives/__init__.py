@@ -3,7 +3,7 @@
 from torchbagua.collectives.agreement import all_reduce_max, fingerprint, require_same_progress
 from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
-from torchbagua.collectives.centralized_mean import centralized_mean, mean_of_nodes
+from torchbagua.collectives.centralized_mean import Mean, centralized_mean, mean_of_nodes
 from torchbagua.collectives.clamp import clamp_to_mean
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
@@ -16,6 +16,7 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
 from torchbagua.collectives.residuals import Momentum
+from torchbagua.collectives.row_gather import RowGather
 from torchbagua.collectives.row_mean import RowMean
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 
@@ -27,10 +28,12 @@ __all__ = [
     "LowRankMean",
     "LowRankState",
     "MatrixShape",
+    "Mean",
     "Momentum",
     "RankChunks",
     "ReduceScatter",
     "Replicas",
+    "RowGather",
     "RowMean",
     "TwoPhaseMean",
     "TwoPhaseResiduals",

@@ -77,7 +77,8 @@ class Communicator:
         self._staging = Staging(self._timeout_s)
         # A work holds the connections open, so what is posted and not waited for is kept where `close` ends it.
         self._pending: dict[tuple[int, Direction, int], _Pending] = {}
-        self._scratch: dict[str, dict[int, torch.Tensor]] = {}  # by the role and the number of bytes
+        # By the role, the stream and the number of bytes.
+        self._scratch: dict[tuple[str, torch.cuda.Stream | None], dict[int, torch.Tensor]] = {}
         self._num_messages: Counter[tuple[str, int]] = Counter()
         self._gloo: dist.ProcessGroup | None = None
         try:
@@ -147,8 +148,10 @@ class Communicator:
         It is the same tensor as for whoever asked for as much before, unless more has been asked for since.
 
         Users of one group come one after the other, and what the last has left in the caches the next one finds there.
+        On a GPU they do so on one stream each: FSDP gathers weights on one, while it scatters gradients on another.
         """
-        parts = self._scratch.setdefault(role, {})
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        parts = self._scratch.setdefault((role, stream), {})
         part = parts.get(num_bytes)
         if part is None or part.device != device:
             largest = parts[max(parts)] if parts else None

@@ -122,6 +122,8 @@ class LowPrecisionRing:
                 mean_L = (own.weight + own.left + own.right) / self._three
                 d_L.add_(own.weight)
                 d_L.copy_(clamp_to_mean(d_L, x_L, mean_L)).sub_(own.weight)
+                # Where nothing has changed that is zero already, but of -inf, in a mask say, NaN.
+                d_L.masked_fill_((own.weight == x_L) & (own.weight == mean_L), 0)
             self._compressor.encode(d_L, layout, self._wire_W[own_bytes])
             if is_sampled:
                 self._error_probe.tell(d_L, self._wire_W[own_bytes])

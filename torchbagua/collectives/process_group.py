@@ -255,6 +255,13 @@ class BaguaProcessGroup(GroupOperations):
             must_agree=must_agree,
         )
 
+    def tell_through(self, tracer: Tracer, whose: str) -> None:
+        """Have the observers of another group told of what is done over this one, and errors say `whose` it is."""
+        self.tracer = tracer
+        for communicator in self._communicators:
+            communicator.tracer = tracer
+            communicator.scope = f"{communicator.scope} of {whose}"
+
     def poll_nccl(self) -> bool:
         """Return whether NCCL is still working on what was launched over the private groups.
 

@@ -6,7 +6,7 @@ Shape suffixes: N elements, W wire bytes, R ranks.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -101,6 +101,24 @@ class RankChunks:
         self._wires: list[list[torch.Tensor]] = []
         self._received_W: torch.Tensor | None = None
         self._received: list[torch.Tensor] = []
+
+    @classmethod
+    def of_rows(
+        cls, communicator: Communicator, compressor: Compressor, row: TensorSpec, rows_each: int = 1
+    ) -> "RankChunks":
+        """Return the chunks of a tensor of equal rows, of which each rank owns the same number, one after the other.
+
+        Args:
+            communicator, compressor: as in the constructor.
+            row: the description of a row.
+            rows_each: how many each rank owns.
+        """
+        num_rows = rows_each * communicator.size
+        whole = replace(
+            row, segment_lengths=row.segment_lengths * num_rows, segment_origins=row.segment_origins * num_rows
+        )
+        cuts = [rank * rows_each * row.num_elements for rank in range(communicator.size + 1)]
+        return cls(communicator, compressor, whole, cuts)
 
     def _piece(self, index: int, num_pieces: int) -> Piece:
         """Return a piece, of which a part is at `index` and every `num_pieces` further in the layout."""

@@ -40,18 +40,17 @@ class RowMean:
         self._num_rows = group.size
         self._order: torch.Tensor | None = None
         if intra_compressor is None or group.intra_node is None:
-            chunks = RankChunks(group.world, compressor, *_rows(row, group.size))
+            chunks = RankChunks.of_rows(group.world, compressor, row)
             self._scatter = ReduceScatter(chunks, divisor=divisor)
             return
         assert group.inter_node is not None
         by_place = list(chain.from_iterable(zip(*group.node_ranks, strict=True)))
         self._order = torch.tensor(by_place, device=row.device)
         num_nodes = len(group.node_ranks)
-        within, cuts = _rows(row, group.size)
-        self._within = ReduceScatter(RankChunks(group.intra_node, intra_compressor, within, cuts[::num_nodes]))
-        self._sums_S = torch.empty(cuts[num_nodes], dtype=sum_dtype(row.dtype), device=row.device)
-        between = _rows(replace(row, dtype=self._sums_S.dtype), num_nodes)
-        self._scatter = ReduceScatter(RankChunks(group.inter_node, compressor, *between), divisor=divisor)
+        self._within = ReduceScatter(RankChunks.of_rows(group.intra_node, intra_compressor, row, num_nodes))
+        sums = replace(row, dtype=sum_dtype(row.dtype))
+        self._sums_dtype, self._sums_bytes = sums.dtype, num_nodes * row.num_elements * sums.dtype.itemsize
+        self._scatter = ReduceScatter(RankChunks.of_rows(group.inter_node, compressor, sums), divisor=divisor)
 
     def __call__(self, x_N: torch.Tensor, out_L: torch.Tensor) -> None:
         """Write the mean of own row to `out_L`, in the dtype that sums are formed in. `x_N` is left as it is.
@@ -62,12 +61,8 @@ class RowMean:
         if self._order is None:
             self._scatter(x_N, out_L)
             return
-        self._within(x_N.view(self._num_rows, -1).index_select(0, self._order).view(-1), self._sums_S)
-        self._scatter(self._sums_S, out_L)
-
-
-def _rows(row: TensorSpec, num_rows: int) -> tuple[TensorSpec, list[int]]:
-    """Return the description of a tensor of so many rows, and its cuts between them."""
-    cuts = [index * row.num_elements for index in range(num_rows + 1)]
-    whole = replace(row, segment_lengths=row.segment_lengths * num_rows, segment_origins=row.segment_origins * num_rows)
-    return whole, cuts
+        # Scratch: there is a mean for each layer, and sums that each keeps would take many times what shards do.
+        memory = self._within.chunks.communicator.scratch("sums of rows", self._sums_bytes, x_N.device)
+        sums_S = memory.view(self._sums_dtype)
+        self._within(x_N.view(self._num_rows, -1).index_select(0, self._order).view(-1), sums_S)
+        self._scatter(sums_S, out_L)

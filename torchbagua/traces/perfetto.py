@@ -145,6 +145,8 @@ def _find_messages(files: Iterable[RankFile]) -> tuple[int, list[tuple[_Span, _S
         for event in file.events_on_common_clock():
             origin_ns = min(origin_ns, event.start_ns)
             span = _Span(event.start_ns, event.end_ns, rank, tracks.of(event)[0])
+            if event.scope.endswith(" of replicas"):  # of whom none is in this run
+                continue
             if event.phase == "send":
                 sent[_Message(event.scope, event.ranks, rank, event.peers[0], event.message)] = span
             elif event.phase == "receive":

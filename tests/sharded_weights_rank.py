@@ -1,0 +1,377 @@
+"""One of four ranks, two meshes of two, whose sharded modules average weights between the meshes; started by torchrun.
+
+Beside each sharded module a whole one is trained by the same algorithm over the same two ranks, with the mean of the
+gradients of its mesh's ranks. Both have the same bits all along: a sum of two is the same in any order, all factors of
+the optimizers are powers of two, and in the net "even" no block of a codec lies in two shards.
+
+Arguments: names of CASES, or of the functions in CHECKS.
+"""
+
+import copy
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DeviceMesh, DTensor, init_device_mesh
+
+import torchbagua as tb
+
+BLOCK = 16
+STEPS = 7
+
+
+class Net(nn.Module):
+    """Two layers, a norm with buffers, and a parameter that is not sharded.
+
+    Args:
+        width: of the hidden layer; with 1, the second of two ranks has shards without elements.
+        outputs: of the last layer.
+    """
+
+    def __init__(self, width: int, outputs: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.last = nn.Linear(width, outputs)
+        self.plain = nn.Parameter(torch.full((4,), 0.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)).tanh()) * self.plain.square().sum()
+
+
+@dataclass
+class Case:
+    """What is trained, and how.
+
+    Attributes:
+        algorithm: is attached.
+        is_even: whether shards are cut between blocks; else first dimensions are odd, or 1.
+        is_exact: whether there are the same bits as of a whole module.
+    """
+
+    algorithm: tb.Algorithm
+    is_even: bool = True
+    is_exact: bool = True
+
+    def net(self, seed: int) -> Net:
+        torch.manual_seed(seed)
+        return Net(32, 64) if self.is_even else Net(37, 1)
+
+
+def diloco(compression: Any = None, inner_steps: int = 2, **options: Any) -> tb.DiLoCoAlgorithm:
+    return tb.DiLoCoAlgorithm(
+        inner_steps, outer_lr=0.5, outer_momentum=0.5, compression=compression, bucket_cap_mb=0.001, **options
+    )
+
+
+FOUR_BITS = tb.compressors.MinMaxUInt4(BLOCK)
+CASES = {
+    "decentralized": Case(tb.DecentralizedAlgorithm()),
+    "decentralized, uneven": Case(tb.DecentralizedAlgorithm(bucket_cap_mb=0.001), is_even=False),
+    "shift one": Case(tb.DecentralizedAlgorithm(peer_selection_mode="shift_one", communication_interval=2)),
+    "low precision": Case(
+        tb.LowPrecisionDecentralizedAlgorithm(compression=tb.compressors.MinMaxUInt8(BLOCK), communication_interval=2)
+    ),
+    "low precision, uneven": Case(tb.LowPrecisionDecentralizedAlgorithm(), is_even=False, is_exact=False),
+    "diloco": Case(diloco()),
+    "diloco, uneven": Case(diloco(), is_even=False),
+    "diloco in 4 bits": Case(diloco(FOUR_BITS)),
+    "diloco in 4 bits, uneven": Case(diloco(FOUR_BITS), is_even=False, is_exact=False),
+    "streaming diloco": Case(diloco(FOUR_BITS, 4, fragments=2, delay=1)),
+    "local sgd": Case(tb.LocalSGDAlgorithm(inner_steps=3, compression=FOUR_BITS)),
+}
+
+
+def data_of(step: int, replica: int, shard: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * replica + shard)
+    return torch.randn(6, 8, generator=generator)
+
+
+class Trainer:
+    """A net, its optimizer, and what it is trained on.
+
+    Args:
+        mesh: of two dimensions, replicas and shards.
+        net: already sharded, or whole.
+    """
+
+    def __init__(self, mesh: DeviceMesh, net: Net) -> None:
+        self.mesh = mesh
+        self.net = net
+        self.parameters = dict(net.named_parameters())
+        self.is_sharded = isinstance(net.last.weight, DTensor)
+        self.replica = mesh["replicas"].get_local_rank()
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=1 / 32, momentum=0.5)
+        self.attachment: tb.Attachment | None = None
+
+    def attach(self, algorithm: tb.Algorithm, **options: Any) -> tb.Attachment:
+        replicas = self.mesh["replicas"].get_group()
+        where = {"replicate_group": replicas} if self.is_sharded else {"process_group": tb.BaguaProcessGroup(replicas)}
+        self.attachment = tb.attach(self.net, self.optimizer, algorithm, **where, **options)
+        return self.attachment
+
+    def backward(self, step: int) -> None:
+        """Leave the mean of the mesh's gradients."""
+        own = self.mesh["shards"].get_local_rank()
+        others = [] if self.is_sharded else [copy.deepcopy(self.net)]
+        self.optimizer.zero_grad()
+        self.net(data_of(step, self.replica, own)).square().mean().backward()
+        if self.is_sharded:  # what is not is the loop's own affair
+            dist.all_reduce(self.net.plain.grad, group=self.mesh["shards"].get_group())
+            self.net.plain.grad.div_(2)
+        for other in others:
+            other.zero_grad()
+            other(data_of(step, self.replica, 1 - own)).square().mean().backward()
+            for mine, its in zip(self.net.parameters(), other.parameters(), strict=True):
+                if mine.grad is not None:
+                    mine.grad.add_(its.grad).div_(2)
+
+    def evaluate(self) -> torch.Tensor:
+        """Run a forward alone, which leaves the last layer gathered."""
+        self.net.eval()
+        with torch.no_grad():
+            output = self.net(data_of(0, 0, 0))
+        self.net.train()
+        return output
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.backward(step)
+            self.optimizer.step()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def values_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return all weights, buffers, and momentum, whole."""
+    found = {name: whole(one) for name, one in [*trainer.parameters.items(), *trainer.net.named_buffers()]}
+    for name, one in trainer.parameters.items():
+        if one in trainer.optimizer.state:
+            found[f"momentum of {name}"] = whole(trainer.optimizer.state[one]["momentum_buffer"])
+    return found
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], where: str) -> None:
+    assert one.keys() == other.keys(), (where, one.keys() ^ other.keys())
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different, f"{where}: {different}, {one[different[0]].view(-1)[:4]} {other[different[0]].view(-1)[:4]}"
+
+
+def same_on_replicas(mesh: DeviceMesh, tensor: torch.Tensor) -> bool:
+    every = [torch.empty_like(tensor) for _ in range(2)]
+    dist.all_gather(every, tensor.contiguous(), group=mesh["replicas"].get_group())
+    return torch.equal(every[0], every[1])
+
+
+def shard(net: Net, mesh: DeviceMesh) -> Net:
+    for layer in (net.first, net.norm, net.last):
+        fully_shard(layer, mesh=mesh["shards"], reshard_after_forward=layer is not net.last)
+    return net
+
+
+def trainers_of(case: Case, mesh: DeviceMesh) -> tuple[Trainer, Trainer]:
+    """Return a sharded one and a whole one, on which replicas differ: the first has been trained for a step."""
+    replica = mesh["replicas"].get_local_rank()
+    both = Trainer(mesh, shard(case.net(replica), mesh)), Trainer(mesh, case.net(replica))
+    for one in both:
+        if replica == 0:
+            one.train(range(100, 101))
+        one.evaluate()
+    return both
+
+
+def train(case: Case, mesh: DeviceMesh) -> None:
+    sharded, unsharded = both = trainers_of(case, mesh)
+
+    def compare(where: str) -> None:
+        if case.is_exact:
+            assert_same(values_of(sharded), values_of(unsharded), where)
+
+    for one in both:
+        one.attach(case.algorithm)
+    assert_same(values_of(sharded), values_of(unsharded), "attached")
+    has_differed = False
+    for step in range(STEPS):
+        for one in both:
+            one.train(range(step, step + 1))
+        compare(f"step {step}")
+        has_differed |= not same_on_replicas(mesh, whole(sharded.net.first.weight))
+        if isinstance(case.algorithm, tb.DiLoCoAlgorithm):
+            shadow = sharded.attachment.impl.shadow
+            assert all(same_on_replicas(mesh, theta) for theta in shadow.tensors)
+    assert has_differed, "replicas took the same steps, so that nothing was there to be averaged"
+    with sharded.attachment.averaged_weights(), unsharded.attachment.averaged_weights():
+        outputs = [one.evaluate() for one in both]
+        assert torch.equal(*outputs) or not case.is_exact
+        compare("averaged")
+        assert same_on_replicas(mesh, whole(sharded.net.first.weight))
+    for one in both:
+        one.train(range(STEPS, STEPS + 1))
+    compare("after averaged_weights")
+    for one in both:
+        one.attachment.detach()
+    compare("detached")
+    assert all(same_on_replicas(mesh, one) for one in values_of(sharded).values())
+
+
+def resume(case: Case, mesh: DeviceMesh) -> None:
+    """Bit for bit, from what each rank has saved; and not from what is another shard's."""
+    trainer, _ = trainers_of(case, mesh)
+    trainer.attach(case.algorithm)
+    trainer.train(range(5))
+    saved = io.BytesIO()
+    torch.save(trainer.attachment.rank_state_dict(), saved)
+    trainer.train(range(5, 9))
+    again, _ = trainers_of(case, mesh)
+    again.attach(case.algorithm)
+    of_mesh: list[Any] = [None, None]
+    dist.all_gather_object(of_mesh, saved.getvalue(), group=mesh["shards"].get_group())
+    own = mesh["shards"].get_local_rank()
+    loaded, others = (torch.load(io.BytesIO(of_mesh[rank]), weights_only=True) for rank in (own, 1 - own))
+    with pytest.raises(ValueError, match=rf"load_state_dict: .* 'first\.\w+, shard {1 - own} of 2'"):
+        again.attachment.load_state_dict(others["attachment"])
+    again.attachment.load_rank_state_dict(loaded)
+    again.train(range(5, 9))
+    assert_same(values_of(trainer), values_of(again), "resumed")
+    for one in (again, trainer):
+        one.attachment.detach()
+
+
+def unfreeze(mesh: DeviceMesh) -> None:
+    """A layer that is trained only later is averaged from then on."""
+    for algorithm in (tb.DecentralizedAlgorithm(), diloco(FOUR_BITS)):
+        both = trainers_of(Case(algorithm), mesh)
+        for one in both:
+            one.net.first.requires_grad_(False)
+            one.attach(algorithm)
+            one.train(range(3))
+            one.net.first.requires_grad_(True)
+            one.train(range(3, 7))
+            one.attachment.detach()
+        assert_same(*map(values_of, both), str(algorithm))
+        assert same_on_replicas(mesh, whole(both[0].net.first.weight))
+
+
+def gradients_of(net: Net, x: torch.Tensor) -> list[torch.Tensor]:
+    copied = copy.deepcopy(net)
+    copied.zero_grad()
+    copied(x).square().mean().backward()
+    return [one.grad for one in copied.parameters()]
+
+
+def average_in_background(mesh: DeviceMesh) -> None:
+    """Gradients of the first steps, and then weights."""
+    case = Case(tb.AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=2), is_even=False)
+    trainer, reference = trainers_of(case, mesh)
+    trainer.attach(case.algorithm)
+    with torch.no_grad():
+        for one, value in zip(reference.net.parameters(), trainer.net.parameters(), strict=True):
+            one.copy_(whole(value))
+    for step in range(2):
+        trainer.backward(step)
+        of_ranks = [gradients_of(reference.net, data_of(step, rank // 2, rank % 2)) for rank in range(4)]
+        for (name, one), *own in zip(trainer.net.named_parameters(), *of_ranks, strict=True):
+            if name != "plain":  # whose mean the loop forms, in another order
+                mean = ((own[0] + own[1]) / 2 + (own[2] + own[3]) / 2) / 2
+                assert torch.equal(whole(one.grad), mean), (step, name)
+        trainer.optimizer.step()
+        with torch.no_grad():
+            for one, value in zip(reference.net.parameters(), trainer.net.parameters(), strict=True):
+                one.copy_(whole(value))
+    assert all(same_on_replicas(mesh, whole(one)) for one in trainer.net.parameters())
+    trainer.train(range(2, 6))
+    impl = trainer.attachment.impl
+    impl.abort(trainer.net)
+    assert all(same_on_replicas(mesh, whole(one)) for one in trainer.net.parameters())
+    trainer.train(range(6, 7))
+    assert not same_on_replicas(mesh, whole(trainer.net.first.weight))
+    impl.resume(trainer.net)
+    trainer.train(range(7, 10))
+    trainer.attachment.detach()
+    assert impl.num_rounds > 2
+    assert all(same_on_replicas(mesh, one) for one in values_of(trainer).values())
+
+
+def skip_together(mesh: DeviceMesh) -> None:
+    """An Inf in one shard of one replica has all ranks skip the step."""
+    replica, own = mesh["replicas"].get_local_rank(), mesh["shards"].get_local_rank()
+    module = fully_shard(nn.Linear(8, 37), mesh=mesh["shards"])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.125)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    replicas = mesh["replicas"].get_group()
+    with tb.attach(module, optimizer, "decentralized", grad_scaler=scaler, replicate_group=replicas):
+        for step in range(3):
+            optimizer.zero_grad()
+            weights = torch.ones(37)
+            weights[0] = torch.inf if step == 1 and replica == 1 else 1.0
+            before = whole(module.weight)
+            scaler.scale((module(data_of(step, replica, own)) * weights).mean()).backward()
+            has_inf = not bool(module.weight.grad.to_local().isfinite().all())
+            assert has_inf == (step == 1 and replica == 1 and own == 0)
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1e3)
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(before, whole(module.weight)) == (step == 1)
+            assert scaler.get_scale() == (4.0 if step == 0 else 2.0)
+
+
+def refuse(mesh: DeviceMesh) -> None:
+    """Ranks that hold other shards; and nodes over which nobody averages gradients."""
+    trainer, _ = trainers_of(Case(diloco()), mesh)
+    with pytest.raises(ValueError, match="the shard that it holds"):
+        tb.attach(trainer.net, trainer.optimizer, "diloco", replicate_group=mesh["shards"].get_group())
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicas", "shards"))
+    module = fully_shard(nn.Linear(8, 4), mesh=mesh["shards"])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.125)
+    replicas = mesh["replicas"].get_group()
+    groups = [tb.BaguaProcessGroup(replicas, nodes=[0, 0, 1, 1]) for _ in range(3)]
+    with pytest.raises(ValueError, match=r"hierarchical must be False .* replicate_group .* \[\[0, 1\], \[2, 3\]\]"):
+        tb.attach(module, optimizer, "diloco", replicate_group=replicas, process_group=groups[0])
+    for group, algorithm in zip(groups[1:], [tb.DecentralizedAlgorithm(), diloco(hierarchical=False)], strict=True):
+        with tb.attach(module, optimizer, algorithm, replicate_group=replicas, process_group=group):
+            for step in range(3):
+                optimizer.zero_grad()
+                module(data_of(step, dist.get_rank(), 0)).square().mean().backward()
+                optimizer.step()
+    every = [torch.empty(4, 8) for _ in range(4)]
+    dist.all_gather(every, whole(module.weight))
+    assert all(torch.equal(every[0], one) for one in every)
+
+
+RESUMED = ["decentralized", "low precision", "streaming diloco"]
+CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
+    **{f"resumed {name}": partial(resume, CASES[name]) for name in RESUMED},
+    "unfrozen": unfreeze,
+    "in the background": average_in_background,
+    "scaled": skip_together,
+    "refused": refuse,
+}
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    for name in sys.argv[1:]:
+        if name in CASES:
+            train(CASES[name], mesh)
+        else:
+            CHECKS[name](mesh)
+        if dist.get_rank() == 0:
+            print(f"right: {name}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

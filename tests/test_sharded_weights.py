@@ -1,0 +1,92 @@
+"""Weights averaged between ranks that hold the same shards: bit for bit as of whole modules, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import programs
+import torchbagua as tb
+from ranks import init_default_group
+from sharded_weights_rank import CASES, CHECKS
+
+
+def run(script: str, *arguments: str, ranks: int) -> list[str]:
+    """In real processes: a mesh is found by the names of its groups, which all threads of a process share."""
+    command = programs.torchrun(Path(__file__).with_name(script), *arguments, ranks=ranks)
+    printed = programs.run(command, timeout_s=300).stdout
+    return [line for line in printed.splitlines() if line.startswith("right: ")]
+
+
+def some_at_a_time(names: list[str]) -> list[list[str]]:
+    """Each takes seconds on two cores."""
+    return [names[at : at + 5] for at in range(0, len(names), 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", some_at_a_time([*CASES, *CHECKS]))
+def test_shards_are_averaged_as_whole_weights_are(names: list[str]) -> None:
+    assert run("sharded_weights_rank.py", *names, ranks=4) == [f"right: {name}" for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bytegrad", "diloco"])
+def test_checkpoint_of_four_ranks_is_loaded_by_two(name: str, tmp_path: Path) -> None:
+    assert run("sharded_checkpoint_rank.py", "save", name, str(tmp_path), ranks=4) == ["right: save"]
+    assert run("sharded_checkpoint_rank.py", "load", name, str(tmp_path), ranks=2) == ["right: load"]
+
+
+@pytest.fixture(autouse=True)
+def default_group() -> None:
+    init_default_group()
+
+
+def sharded() -> FSDPModule:
+    return fully_shard(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+NAMES = ["decentralized", "low_precision_decentralized", "async", "diloco", "local_sgd"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replicate_group_must_be_given(name: str) -> None:
+    module = sharded()
+    with pytest.raises(ValueError, match=r"Algorithm averages weights .* replicate_group=.* or CompressedAllReduce"):
+        tb.attach(module, optimizer_of(module), name)
+
+
+@pytest.mark.parametrize("name", ["low_precision_decentralized", "async", "diloco"])
+def test_one_replica_trains_as_without(name: str) -> None:
+    torch.manual_seed(0)
+    x, weights = torch.randn(8, 4), []
+    for attached in (False, True):
+        torch.manual_seed(1)
+        module = sharded()
+        optimizer = optimizer_of(module)
+        attachment = tb.attach(module, optimizer, name, replicate_group=dist.group.WORLD) if attached else None
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(x).square().sum().backward()
+            optimizer.step()
+        if attachment is not None:
+            attachment.detach()
+        weights.append([one.full_tensor() for one in module.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+def test_evaluation_before_attach_leaves_nothing_gathered() -> None:
+    """A root keeps its parameters gathered after a forward, and then lists those."""
+    module = fully_shard(nn.Linear(4, 2))
+    optimizer = optimizer_of(module)
+    with torch.no_grad():
+        module(torch.randn(8, 4))
+    assert type(module.weight) is nn.Parameter
+    with tb.attach(module, optimizer, "bytegrad"):
+        assert isinstance(module.weight, torch.distributed.tensor.DTensor)

@@ -1,0 +1,58 @@
+"""The rows of all ranks in one tensor: what FSDP gathers weights by, flat or by way of nodes.
+
+Shape suffixes: N elements, L elements of a row, S elements of the rows of one rank on every node.
+"""
+
+from itertools import chain
+
+import torch
+
+from torchbagua.collectives.all_gather import AllGather
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.collectives.rank_chunks import RankChunks
+from torchbagua.compressors import Compressor, Identity, TensorSpec
+
+
+class RowGather:
+    """Every rank gets the rows of all ranks, all decoded, its own too: so all have the same bits.
+
+    By way of nodes: a rank sends its row to those that have its place on other nodes. The ranks of a node then send
+    each other what they have decoded, in full precision. A row crosses between nodes once for each node and not for
+    each rank, and has the same bits as without.
+
+    Args:
+        group: who takes part; by way of nodes, with equally many ranks on each.
+        compressor: how rows are sent, by way of nodes between these. It encodes the dtype of rows.
+        row: the description of a row, which is the same for all ranks.
+        hierarchical: go by way of nodes, where there are several with several ranks.
+    """
+
+    def __init__(
+        self, group: BaguaProcessGroup, compressor: Compressor, row: TensorSpec, *, hierarchical: bool
+    ) -> None:
+        self._num_rows = group.size
+        self._order: torch.Tensor | None = None
+        if not hierarchical or group.intra_node is None:
+            self._gather = AllGather(RankChunks.of_rows(group.world, compressor, row))
+            return
+        assert group.inter_node is not None
+        by_place = list(chain.from_iterable(zip(*group.node_ranks, strict=True)))
+        self._order = torch.tensor(by_place, device=row.device)
+        self._gather = AllGather(RankChunks.of_rows(group.inter_node, compressor, row))
+        self._within = AllGather(RankChunks.of_rows(group.intra_node, Identity(), row, len(group.node_ranks)))
+
+    def __call__(self, x_L: torch.Tensor, out_N: torch.Tensor) -> None:
+        """Write the rows of all ranks to `out_N`, of which own one is `x_L`; it may be its place in `out_N`.
+
+        Raises:
+            CommunicationError: a peer is gone or did not take part within the group's timeout.
+        """
+        if self._order is None:
+            self._gather(x_L, out_N)
+            return
+        by_place_N = torch.empty_like(out_N)
+        own_S = by_place_N[self._within.chunks.own]
+        self._gather(x_L, own_S)
+        self._within(own_S, by_place_N)
+        rows = (self._num_rows, -1)
+        out_N.view(rows).index_copy_(0, self._order, by_place_N.view(rows))

@@ -1,0 +1,117 @@
+"""A torch process group that averages the replicas of native HSDP: its all-reduce is that of a gradient algorithm."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchbagua.algorithms.base import Algorithm
+from torchbagua.fsdp.rows import CommunicatingPart, Row, RowAllReduce, RowRunner
+from torchbagua.torch_private import add_backends, fsdp_all_reduces, nccl_options, work_of
+from torchbagua.user_warning import warn_user
+
+
+class ReplicaGroup(dist.ProcessGroup):
+    """A group of ranks that hold the same shards. It compresses sums and means of flat floating-point tensors.
+
+    Everything else gloo does, and NCCL where there are GPUs. FSDP's all-reduce is in `foreach_reduce`, where nothing
+    but its group can be replaced.
+
+    Args:
+        algorithm: whose two-phase mean takes the place of an all-reduce.
+        store, rank, size, timeout: what torch gives the maker of a backend. Collective.
+    """
+
+    def __init__(self, algorithm: Algorithm, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the one constructor that Python may override
+        kinds = dist.ProcessGroup.BackendType
+        backends: dict[str, Any] = {"cpu": (kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout))}
+        if dist.is_nccl_available() and torch.cuda.is_available():
+            nccl = dist.ProcessGroupNCCL(store, rank, size, nccl_options(timeout))
+            backends["cuda"] = (kinds.NCCL, nccl)
+        # The algorithm gets a group of its own, whose all-reduce is not this one.
+        self._inner = dist.ProcessGroup(store, rank, size)
+        for group in (self, self._inner):
+            add_backends(group, backends)
+        self._impl = algorithm.reify(self._inner, timeout=timeout)
+        self._all_reduce = RowAllReduce(self._impl.algorithm, self._impl.process_group)
+        self._runner = RowRunner(self._impl)
+        self._announced: CommunicatingPart | None = None
+        self._has_warned = False
+
+    def announce(self, part: CommunicatingPart) -> None:
+        """Take note of what is all-reduced next: the gradients of `part`."""
+        self._announced = part
+
+    def allreduce(self, *arguments: Any, **named: Any) -> Any:
+        """Replace the tensors by their sum or mean over the ranks, and return torch's handle of that.
+
+        Raises:
+            CommunicationError: a rank is gone or did not take part in time.
+        """
+        if not is_compressed(*arguments, **named):
+            return self._inner.allreduce(*arguments, **named)
+        (x_L,), options = arguments
+        row: Row = (("", x_L.numel()),)
+        name = "an all-reduce"
+        if self._announced is not None:
+            name, row = self._announced.name, self._announced.row(x_L.numel())
+            self._announced = None
+        elif not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"torchbagua: an all-reduce of {x_L.numel():,} elements is compressed in blocks that end at no "
+                "parameter's end: if it is FSDP's, call torchbagua.fsdp.align_blocks(module) after fully_shard; if it "
+                "is yours, use another group to have it exact"
+            )
+        self._impl.use_device(x_L.device)
+        mean = self._all_reduce.mean(row, x_L, name, average=options.reduceOp == dist.ReduceOp.AVG)
+        self._runner.run(self._impl.process_group, name, x_L, lambda: mean(x_L))
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=[x_L.device] if x_L.is_cuda else None)
+        future.set_result([x_L])
+        return work_of(future)
+
+    def shutdown(self) -> None:
+        """End the private groups; `destroy_process_group` calls it, on all ranks."""
+        self._impl.ends_in_order = True
+        self._impl.close()
+        super().shutdown()
+
+
+def is_compressed(tensors: Any, options: Any = None, **named: Any) -> bool:
+    """Return whether an all-reduce with these arguments is the sum or the mean of one flat floating-point tensor."""
+    if named or not isinstance(options, dist.AllreduceOptions) or not isinstance(tensors, list) or len(tensors) != 1:
+        return False
+    (x,) = tensors
+    is_flat = x.layout is torch.strided and x.dim() == 1 and x.is_contiguous() and x.is_floating_point()
+    operation: Any = options.reduceOp
+    return is_flat and (operation == dist.ReduceOp.SUM or operation == dist.ReduceOp.AVG)
+
+
+class Announcer:
+    """The reduce-scatter that a part had, which tells the group of its replicas what is all-reduced after it.
+
+    It does so where memory is allocated: with one shard FSDP calls the reduce-scatter itself not at all.
+
+    Args:
+        comm: the reduce-scatter.
+        part: whose gradients it gets.
+        group: over which they are all-reduced.
+    """
+
+    def __init__(self, comm: Any, part: CommunicatingPart, group: ReplicaGroup) -> None:
+        self._comm = comm
+        self._part = part
+        self._group = group
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for an input or output."""
+        if fsdp_all_reduces(self._part.param_group):
+            self._group.announce(self._part)
+        memory: torch.Tensor = self._comm.allocate(size, dtype=dtype, device=device)
+        return memory
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Reduce-scatter; FSDP gives the arguments by name."""
+        return self._comm(**arguments)

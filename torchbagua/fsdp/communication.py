@@ -1,0 +1,57 @@
+"""What communicates for a sharded module: its gradients, over its replicas too, and the weights that it gathers."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.compressors import Compressor
+from torchbagua.description import describe
+from torchbagua.fsdp.gather import gathered_by
+from torchbagua.fsdp.reduce_scatter import scattered_by
+from torchbagua.fsdp.replicas import averaged_by, open_replicas, share_shards
+from torchbagua.fsdp.rows import RowRunner, communicating_parts
+
+
+def communicated_by(
+    impl: AlgorithmImpl,
+    module: torch.nn.Module,
+    parts: Mapping[str, Any],
+    replicate_group: dist.ProcessGroup | None,
+    must_agree: Mapping[str, Any],
+    quantize_weights: str | Compressor | None,
+    *,
+    strict: bool,
+) -> ExitStack:
+    """Have `impl` communicate for a module until what is returned is closed. Collective with replicas.
+
+    Replicas first get the parameters and buffers of the first.
+
+    Args:
+        impl: over the ranks among which the module is sharded.
+        module: all of it.
+        parts: those on which fully_shard was called, by name.
+        replicate_group: the ranks that hold the same shards.
+        must_agree: what must be the same on all of these, by name.
+        quantize_weights, strict: see `gathered_by`; None to have weights gathered as torch does.
+
+    Raises:
+        ValueError, TimeoutError, CommunicationError: see `scattered_by`, `gathered_by`, `open_replicas`.
+    """
+    communicating = communicating_parts(module, parts)
+    with ExitStack() as undo:  # closed here only where one of these steps raises
+        runner = RowRunner(impl)
+        if replicate_group is not None:
+            algorithm = describe(impl.algorithm, type(impl.algorithm).__name__)
+            must_agree = {"the algorithm": algorithm, **must_agree}
+            replicas = undo.enter_context(open_replicas(impl, replicate_group, must_agree))
+            share_shards(replicas, module)
+            runner = RowRunner(impl, replicas)
+            undo.enter_context(averaged_by(runner, communicating))
+        undo.enter_context(scattered_by(runner, communicating))
+        if quantize_weights is not None:
+            undo.enter_context(gathered_by(runner, communicating, quantize_weights, strict=strict))
+        return undo.pop_all()
