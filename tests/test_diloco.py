@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import io
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -352,10 +353,11 @@ def test_a_state_of_another_number_of_ranks() -> None:
     def load(group: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:
         trainer, rank = Trainer(group, model, lr=0.01), group.rank()
         with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
-            other = copy.deepcopy(saved[0][0]["attachment"])
-            other["impl"]["residuals"] |= {"rank": 1 - rank % 2, "num_ranks": 3}
+            other, before = copy.deepcopy(saved[0][0]), weights_of(trainer.module)
+            other["attachment"]["impl"]["residuals"] |= {"rank": 1 - rank % 2, "num_ranks": 3}
             with pytest.raises(ValueError, match=rf"that of rank {rank} of 3, got that of rank {1 - rank % 2} of 3"):
-                attachment.load_state_dict(other)
+                attachment.load_rank_state_dict(other)
+            assert_same_weights([before, weights_of(trainer.module)])
             attachment.load_rank_state_dict(saved[rank % 2][0])
             assert attachment.impl.step == 4
             assert_same_weights([attachment.impl.shadow.state_dict()["theta"], saved[0][1]])
@@ -363,9 +365,87 @@ def test_a_state_of_another_number_of_ranks() -> None:
                 trainer.step()
             return [attachment.impl.shadow.state_dict()["theta"], weights_of(trainer.module)]
 
-    with pytest.warns(RuntimeWarning, match=r"is of 2 ranks on the nodes None, and these are 3 on None: residuals"):
+    with pytest.warns(RuntimeWarning, match=r"the state is of 2 ranks on the nodes None, and attached are 3 on None"):
         ranks = run_ranks(3, load)
     assert_same_weights([theta for theta, _ in ranks])
+
+
+def test_a_state_of_a_single_rank() -> None:
+    """It has trained alone: its weights are where all start from."""
+    model, algorithm = build(Normed), DiLoCo(3, delay=1)
+
+    def save(group: dist.ProcessGroup) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        trainer = Trainer(group, model, lr=0.01)
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+            for _ in range(4):
+                trainer.step()
+            return copy.deepcopy(attachment.rank_state_dict()), weights_of(trainer.module)
+
+    state, weights = run_ranks(1, save)[0]
+
+    def load(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model, lr=0.01)
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
+            for _ in range(2):
+                trainer.step()
+            attachment.load_rank_state_dict(copy.deepcopy(state))
+            theta = attachment.impl.shadow.state_dict()["theta"]
+            assert_same_weights([theta, weights])
+            for _ in range(3):
+                trainer.step()
+            assert (attachment.impl.step, attachment.impl.num_rounds) == (7, 1)
+            assert not torch.equal(attachment.impl.shadow.state_dict()["theta"]["last.bias"], theta["last.bias"])
+
+    run_ranks(2, load)
+
+
+@pytest.mark.parametrize(("saved", "attached"), [(None, "MinMaxUInt4"), ("MinMaxUInt4", None), ("topk", "sign1bit")])
+def test_a_state_under_another_compression(saved: str | None, attached: str | None) -> None:
+    """Residuals are taken over; where full precision follows they are dropped, and it says so."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model, lr=0.01)
+        with tb.attach(trainer.ddp, trainer.optimizer, DiLoCo(3, compression=saved)) as attachment:
+            for _ in range(4):
+                trainer.step()
+            state = copy.deepcopy(attachment.state_dict())
+        with tb.attach(trainer.ddp, trainer.optimizer, DiLoCo(3, compression=attached)) as attachment:
+            attachment.load_state_dict(state)
+            impl = attachment.state_dict()["impl"]
+            assert_equal(impl["theta"], state["impl"]["theta"])
+            if saved is not None and attached is not None:
+                assert_equal(impl["residuals"], state["impl"]["residuals"])
+            for _ in range(2):
+                trainer.step()
+            assert attachment.impl.num_rounds == 2
+
+    if attached is None:
+        with pytest.warns(RuntimeWarning, match="residuals of error feedback are dropped.* with compression=None"):
+            run_ranks(2, body)
+    else:
+        run_ranks(2, body)
+
+
+def test_a_frozen_layer_stands_still() -> None:
+    """After the round that brings what it has learnt; the outer momentum does not carry it on."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = Trainer(group, model, lr=0.01)
+        with tb.attach(trainer.ddp, trainer.optimizer, DiLoCo(2, compression=None)) as attachment:
+            for step in range(9):
+                trainer.step()
+                if step == 4:
+                    trainer.module.last.requires_grad_(False)
+                    trainer.module.last.weight.grad = trainer.module.last.bias.grad = None
+                if step == 5:
+                    stopped = attachment.impl.shadow.state_dict()["theta"]
+        theta = attachment.impl.shadow.state_dict()["theta"]
+        assert torch.equal(theta["last.weight"], stopped["last.weight"])
+        assert not torch.equal(theta["first.weight"], stopped["first.weight"])
+
+    run_ranks(2, body)
 
 
 def test_a_state_of_other_arguments_or_weights() -> None:
@@ -459,24 +539,6 @@ def assert_equal(one: Any, other: Any) -> None:
         assert one == other
 
 
-def test_a_buffer_of_minus_infinity_drops_no_round() -> None:
-    class Masked(Normed):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mask", torch.full((3,), -torch.inf))
-
-    model = build(Masked)
-
-    def body(group: dist.ProcessGroup) -> None:
-        def look(trainer: Trainer, attachment: tb.Attachment) -> None:
-            assert attachment.impl.num_dropped == 0
-            assert bool((trainer.module.mask == -torch.inf).all())
-
-        train(group, model, DiLoCo(2), lr=0.01, after_step=look)
-
-    run_ranks(2, body)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -567,7 +629,7 @@ def test_an_outer_optimizer_of_the_users() -> None:
             for _ in range(3):
                 resumed.step()
             assert_same_weights([weights_of(resumed.module), expected.start[-1]])
-            assert all(one["step"] == 3 for one in attachment.impl.shadow.optimizer.state_dict()["state"].values())
+            assert attachment.impl.shadow.state_dict()["outer"]["state"]["last.weight"]["step"] == 3
 
     run_ranks(2, body)
 
@@ -622,6 +684,7 @@ def test_rounds_are_traced() -> None:
 
     for events, text, bytes_sent in run_ranks(2, body):
         assert "DiLoCoAlgorithm" in text
+        assert re.search(r"rank \d: 3 rounds, each applied 1.0 steps after its snapshot; .* [\d.]+ ms a round", text)
         buckets = [event.bucket for event in events if event.phase == "bucket"]
         assert buckets == ["fragment 0 weight bucket 0", "fragment 1 weight bucket 1"] * 2
         applied = [event.values for event in events if event.phase == "apply" and event.values]

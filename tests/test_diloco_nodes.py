@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
@@ -157,6 +158,49 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
             tb.attach(trainer.ddp, trainer.optimizer, "diloco", process_group=other)
         with pytest.raises(ValueError, match=r"must have the module's ranks: rank . of 2, got rank . of 4"):
             tb.attach(trainer.ddp, trainer.optimizer, "decentralized", process_group=own)
+
+    run_ranks(4, body)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_ddp_ignores_stays_each_rank_s_own(way: str) -> None:
+    on = NODES["2 x 2"]
+
+    def body(group: dist.ProcessGroup) -> None:
+        model = copy.deepcopy(MODEL)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["last.bias", "norm.running_mean"])
+        with torch.no_grad():
+            model.last.bias.fill_(group.rank())
+            model.norm.running_mean.fill_(group.rank())
+        trainer = NodeTrainer(group, model, on, way)
+        own = tb.BaguaProcessGroup(group, nodes=on)
+        with tb.attach(trainer.ddp, trainer.optimizer, tb.DiLoCoAlgorithm(2), process_group=own):
+            trainer.module.eval()
+            for _ in range(5):
+                trainer.optimizer.zero_grad()
+                trainer.ddp(torch.ones(2, 10)).square().sum().backward()
+                trainer.module.last.bias.grad = None
+                trainer.optimizer.step()
+        assert trainer.module.last.bias.item() == group.rank()
+        assert bool((trainer.module.norm.running_mean == group.rank()).all())
+
+    run_ranks(4, body)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_join_is_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # Join asks torch's registry for its rank
+    on = NODES["2 x 2"]
+
+    def body(group: dist.ProcessGroup) -> None:
+        trainer = NodeTrainer(group, MODEL, on, way)
+        own = tb.BaguaProcessGroup(group, nodes=on)
+        with (
+            pytest.raises(RuntimeError, match=r"does not take torch\.distributed\.algorithms\.Join"),
+            tb.attach(trainer.ddp, trainer.optimizer, "diloco", process_group=own),
+            Join([trainer.ddp]),
+        ):
+            trainer.step()
 
     run_ranks(4, body)
 

@@ -36,10 +36,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "qadam": {"error_feedback": True, "compression": "sign1bit"},
     "decentralized": {"communication_interval": 2},
     "low_precision_decentralized": {},
+    "diloco": {"inner_steps": 3, "delay": 1},
     # Which round falls between which steps is chance; in this time there is none.
     "async": {"sync_interval_ms": 600_000, "warmup_steps": 7},
 }
-AVERAGES_WEIGHTS = ("decentralized", "low_precision_decentralized", "async")
+AVERAGES_WEIGHTS = ("decentralized", "low_precision_decentralized", "diloco", "async")
 
 
 def build(*, norm: bool = True) -> torch.nn.Module:

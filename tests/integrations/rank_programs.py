@@ -11,7 +11,7 @@ from documentation import ROOT
 
 RANKS = (0, 1)
 GRADIENTS = ("gradient_allreduce", "bytegrad", "qadam")
-WEIGHTS = ("decentralized", "low_precision_decentralized", "async")
+WEIGHTS = ("decentralized", "low_precision_decentralized", "diloco", "async")
 
 Found = list[dict[str, Any]]
 

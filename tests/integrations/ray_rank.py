@@ -25,6 +25,7 @@ ALGORITHMS: dict[str, Callable[[torch.optim.Optimizer], tb.Algorithm]] = {
     "qadam": lambda optimizer: tb.QAdamAlgorithm(optimizer, error_feedback=True),
     "decentralized": lambda optimizer: tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
     "low_precision_decentralized": lambda optimizer: tb.LowPrecisionDecentralizedAlgorithm(),
+    "diloco": lambda optimizer: tb.DiLoCoAlgorithm(2, delay=1),
 }
 
 Wrap = Callable[[nn.Module], nn.Module]

@@ -156,7 +156,7 @@ def test_resumed_runs_are_the_same_to_the_bit(of_two: dict[str, list[Any]], case
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_file_of_another_number_of_ranks(of_one: dict[str, list[Any]], algorithm: str) -> None:
     (result,) = each(of_one, "from_two_ranks")
-    if algorithm == "gradient_allreduce":
+    if algorithm in ("gradient_allreduce", "diloco"):  # it has no state; what ranks share goes on with any number
         assert result[algorithm] == "accepted"
     else:  # the others have a state of their own on each rank, with the settings of these tests
         assert "must be that of rank 0 of 1, got that of rank 0 of 2" in result[algorithm]

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integrations
 pytest.importorskip("ray.train")
 
 RANK_PROGRAM = Path(__file__).parent / "ray_rank.py"
-WEIGHTS = ("decentralized", "low_precision_decentralized")
+WEIGHTS = ("decentralized", "low_precision_decentralized", "diloco")
 STEPS, STOP = 6, 3
 
 

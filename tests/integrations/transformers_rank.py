@@ -29,6 +29,7 @@ ALGORITHMS: dict[str, tb.Algorithm | str] = {
     "qadam": "qadam",
     "decentralized": tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
     "low_precision_decentralized": "low_precision_decentralized",
+    "diloco": tb.DiLoCoAlgorithm(2, delay=1),
     "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=5),
 }
 

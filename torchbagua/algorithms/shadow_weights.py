@@ -95,8 +95,12 @@ class ShadowWeights:
 
     @torch.no_grad()
     def step(self, ones: Iterable[WeightBucket]) -> None:
-        """Have the outer optimizer step the shadow weights of some buckets by the means in their gradient buckets."""
-        stepped = [(self._views[tensor.name], part) for one in ones for tensor, part in self._mean_parts(one)]
+        """Have the outer optimizer step the shadow weights of some buckets by the means in their gradient buckets.
+
+        A parameter whose mean is all zeros has no gradient in that step, as one that is frozen: its momentum waits.
+        """
+        parts = [(self._views[tensor.name], part) for one in ones for tensor, part in self._mean_parts(one)]
+        stepped = [(view, part) for view, part in parts if _is_nonzero(part)]
         for view, mean in stepped:
             view.grad = mean
         if self.optimizer is not None and stepped:
@@ -180,6 +184,11 @@ class ShadowWeights:
                 f"given, got one of {len(given)}, {len(self._names.keys() & set(given))} of them among these"
             )
         return optimizer
+
+
+def _is_nonzero(tensor: torch.Tensor) -> bool:
+    """Return whether an element is not zero; most often the first one tells."""
+    return bool(tensor.numel()) and (bool(tensor[(0,) * tensor.dim()]) or bool(tensor.any()))
 
 
 def _copied(value: Any) -> Any:

@@ -39,6 +39,8 @@ class Figures:
         bytes_sent: on the wire, without headers of the transport.
         bytes_received: on the wire, without headers of the transport.
         num_elements: how many elements were sent.
+        num_rounds: how many rounds of averaging were applied to the weights; 0 where ranks do not average in rounds.
+        staleness_steps: how many steps before that their snapshots were taken, of all rounds together.
         bucket_ns: how long each bucket of each step took.
         latest: the last of the sampled values, by name; and `peer`, if a mean is taken with a single one.
     """
@@ -48,6 +50,7 @@ class Figures:
         self.step_ns = self.wait_ns = self.communication_ns = self.network_ns = 0
         self.phase_ns: Counter[str] = Counter()
         self.bytes_sent = self.bytes_received = self.num_elements = 0
+        self.num_rounds = self.staleness_steps = 0
         self.bucket_ns: list[int] = []
         self.latest: dict[str, float] = {}
         self._encoded_squared = self._left_out_squared = 0.0
@@ -82,6 +85,9 @@ class Figures:
                 self._add_measured(event)
             elif event.phase == "apply":
                 self.latest.update(event.values)
+                if "rounds" in event.values:
+                    self.num_rounds += 1
+                    self.staleness_steps += int(event.values["staleness in steps"])
         self.communication_ns += busy_ns(communication)
         self.network_ns += busy_ns(network)
         self.bucket_ns += map(busy_ns, buckets.values())

@@ -57,7 +57,7 @@ def table_of(summaries: Sequence[Summary]) -> str:
         ["", "steps", "ms", "waited", "overlap", *(["ms"] * len(PHASES)), "MB sent", "bits per", "ratio", "Gbit/s"],
         ["rank", "", "a step", "ms", "%", *PHASES, "a step", "element", "", ""],
     ]
-    figures = table([*head, *map(_row, summaries)], num_head_rows=len(head), num_left=0)
+    rows = table([*head, *map(_row, summaries)], num_head_rows=len(head), num_left=0)
     runs = [summary.run for summary in summaries if summary.run is not None]
     count = f"{runs[0].num_ranks} ranks" if runs and runs[0].num_ranks > 1 else "1 rank"
     titles = [f"{runs[0].description}, {count}", ""] if runs else []
@@ -66,8 +66,15 @@ def table_of(summaries: Sequence[Summary]) -> str:
         for summary in summaries
         if summary.run is not None and summary.bytes_after
     ]
+    notes += [
+        f"rank {summary.run.rank}: {figures.num_rounds} rounds, each applied "
+        f"{figures.staleness_steps / figures.num_rounds:.1f} steps after its snapshot; training stood still for "
+        f"{figures.wait_ns / figures.num_rounds / _NS_PER_MS:.2f} ms a round"
+        for summary in summaries
+        if summary.run is not None and (figures := summary.figures).num_rounds
+    ]
     notes += [f"rank {run.rank}: {failure}" for run in runs for failure in run.failures]
-    return "\n".join([*titles, figures, "", _LEGEND, *(["", *notes] if notes else [])])
+    return "\n".join([*titles, rows, "", _LEGEND, *(["", *notes] if notes else [])])
 
 
 _LEGEND = """\
