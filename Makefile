@@ -58,6 +58,16 @@ HOROVOD_WHEELS ?= $(HOME)/.cache/torchbagua-horovod
 test-horovod: $(STAMPS)/horovod ## build Horovod, and run the tests that need it
 	.venv-horovod/bin/python -m pytest -m horovod $(ARGS) tests/test_horovod.py
 
+# What shows where another torch differs: its private names, DDP, FSDP2 and torch.compile.
+TORCH_TESTS ?= $(addprefix tests/test_,torch_private.py attach.py ddp.py sharded.py sharded_weights.py compiled.py)
+
+# The package is installed, built against that torch; `python -m pytest` would take that of the working tree instead.
+.PHONY: test-torch
+test-torch: $(if $(VERSION),.venv-torch-$(VERSION)/stamp) ## run what depends on torch's private names with another torch: VERSION=2.12.0; 5 GB
+	@test -n "$(VERSION)" || { echo 'make test-torch: VERSION=... names a version of torch, such as VERSION=2.12.0'; exit 1; }
+	.venv-torch-$(VERSION)/bin/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .
+	.venv-torch-$(VERSION)/bin/pytest -m 'not gpu' $(ARGS) $(TORCH_TESTS)
+
 # The package is read for the reference, and not imported: this needs neither torch nor a compiler.
 .PHONY: docs
 docs: $(STAMPS)/docs ## build the documentation in site/, and check it
@@ -146,7 +156,7 @@ test-browser: $(STAMPS)/dev docs ## open traces in TensorBoard, and the document
 
 .PHONY: clean
 clean: ## remove .venv and everything built
-	rm -rf .venv .venv-integrations .venv-horovod build dist runs site docs/assets/vendor *.egg-info torchbagua/native/*.so .hypothesis .*_cache .cache
+	rm -rf .venv .venv-integrations .venv-horovod .venv-torch-* build dist runs site docs/assets/vendor *.egg-info torchbagua/native/*.so .hypothesis .*_cache .cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS)/venv:
@@ -184,6 +194,14 @@ $(STAMPS)/horovod: $(STAMPS)/dev tests/build_horovod.sh
 	.venv-horovod/bin/$(PIP_INSTALL_ARGS) torch
 	.venv-horovod/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) 'setuptools<81' wheel packaging cffi cloudpickle psutil pyyaml numpy ninja filelock hypothesis pytest
 	PATH="$(CURDIR)/.venv-horovod/bin:$$PATH" bash tests/build_horovod.sh $(HOROVOD_WHEELS)
+	touch $@
+
+# An environment for each version of torch. It chooses what it needs itself: CUDA's packages, which are most of the 5 GB, and
+# setuptools.
+.venv-torch-%/stamp: constraints.txt
+	$(PYTHON) -m venv .venv-torch-$*
+	sed -E '/^(torch|setuptools|cuda-|nvidia-)/d' constraints.txt > .venv-torch-$*/constraints.txt
+	.venv-torch-$*/bin/python -m pip install --disable-pip-version-check -c .venv-torch-$*/constraints.txt $(PIP_ARGS) torch==$* filelock hypothesis ninja numpy pytest 'setuptools>=77' tensorboard wheel
 	touch $@
 
 # They need a newer Python than the package does.
