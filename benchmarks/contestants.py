@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
@@ -60,6 +62,21 @@ class Setup:
         bucket_cap_mb = bucket_cap_mb or self.bucket_cap_mb
         return DistributedDataParallel(self.own_model(), bucket_cap_mb=bucket_cap_mb, init_sync=False)
 
+    def mesh(self) -> DeviceMesh:
+        """All ranks, by their nodes, which have equally many: on each a copy of what is sharded within."""
+        num_nodes = max(self.nodes) + 1
+        shape = (num_nodes, len(self.nodes) // num_nodes)
+        return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+
+    def sharded(self, policy: MixedPrecisionPolicy, mesh: DeviceMesh | None = None) -> nn.Module:
+        """The model, of which every layer is sharded over a mesh, by default of all ranks."""
+        model = self.own_model()
+        mesh = mesh or init_device_mesh("cpu", (len(self.nodes),))
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+        return fully_shard(model, mesh=mesh, mp_policy=policy)  # type: ignore[return-value]
+
     def group(self) -> tb.BaguaProcessGroup:
         assert dist.group.WORLD is not None
         return tb.BaguaProcessGroup(dist.group.WORLD, nodes=self.nodes)
@@ -88,12 +105,12 @@ class Entry:
         self.module(batch).square().mean().backward()
         self.optimizer.step()
 
-    def attach(self, algorithm: tb.Algorithm, setup: Setup) -> tb.Attachment:
+    def attach(self, algorithm: tb.Algorithm, setup: Setup, **options: Any) -> tb.Attachment:
         """Attach to module and optimizer; record what is sent, and end it at `close`."""
         self.recorder = tb.traces.Recorder()
-        attachment = tb.attach(
-            self.module, self.optimizer, algorithm, process_group=setup.group(), observers=[self.recorder]
-        )
+        if "replicate_group" not in options:  # whose process group is that of a copy, on one node
+            options["process_group"] = setup.group()
+        attachment = tb.attach(self.module, self.optimizer, algorithm, observers=[self.recorder], **options)
         self.close = attachment.detach
         return attachment
 
@@ -108,7 +125,8 @@ class Contestant:
     `wire_bytes(numel)` is what one parameter tensor of `numel` elements takes on the wire; a ring or a two-phase mean
     over c ranks sends it 2 (c-1)/c times. None where no such rule holds: then the floor comes from the counters.
     Where communication is not `tied_to_steps`, blocks last as long as a round of it, and a slow rank takes fewer steps.
-    Who averages once every `steps_a_round` steps has blocks of whole rounds, and competes only where it is named.
+    Who averages once every `steps_a_round` steps has blocks of whole rounds.
+    Those, and who shards the model, compete only where they are named.
     """
 
     label: str
@@ -116,6 +134,11 @@ class Contestant:
     wire_bytes: Callable[[int], int] | None
     tied_to_steps: bool = True
     steps_a_round: int = 1
+    is_sharded: bool = False
+
+    @property
+    def must_be_named(self) -> bool:
+        return self.is_sharded or self.steps_a_round > 1
 
 
 def _alone(setup: Setup) -> Entry:
@@ -271,6 +294,50 @@ def _sparse_bytes(index_bits: int) -> Callable[[int], int]:
     return lambda numel: -(-numel // 2048) * (4 + 21 + -(-21 * index_bits // 8))
 
 
+def _sharded(
+    label: str,
+    gradient_bytes: Callable[[int], int],
+    *,
+    algorithm: tb.Algorithm | None = None,
+    policy: MixedPrecisionPolicy | None = None,
+    **options: Any,
+) -> Contestant:
+    """FSDP2, which gathers weights in forward and in backward: torch's own, or with an algorithm and options of attach.
+
+    Weights are gathered in float32, or in 8 bits where `quantize_weights` is among the options.
+    """
+    weight_bytes = _uint8_bytes if options else _dense(4)
+
+    def wrap(setup: Setup) -> Entry:
+        entry = Entry(setup.sharded(policy or MixedPrecisionPolicy()))
+        if algorithm is not None:
+            entry.attach(algorithm, setup, **options)
+            if not options:
+                entry.recorder = None  # it hears nothing of the weights, which torch gathers
+        return entry
+
+    def wire_bytes(numel: int) -> int:
+        # Of a mean, of which a rank sends 2 (c-1)/c; each of these three is sent (c-1)/c times.
+        return (2 * weight_bytes(numel) + gradient_bytes(numel)) // 2
+
+    return Contestant(f"FSDP2, {label}", wrap, wire_bytes, is_sharded=True)
+
+
+def _replicated(label: str, algorithm: tb.Algorithm | None = None) -> Contestant:
+    """HSDP: sharded within each node, and averaged over the nodes by torch's all-reduce, or by an algorithm."""
+
+    def wrap(setup: Setup) -> Entry:
+        policy, mesh = MixedPrecisionPolicy(), setup.mesh()
+        if algorithm is None:
+            return Entry(setup.sharded(policy, mesh))
+        entry = Entry(setup.sharded(policy, mesh["shards"]))
+        entry.attach(algorithm, setup, replicate_group=mesh.get_group("replicas"))
+        entry.recorder = None  # it hears nothing of the weights and gradients that torch sends within nodes
+        return entry
+
+    return Contestant(f"HSDP, {label}", wrap, None, is_sharded=True)
+
+
 COMPUTE_ONLY = "compute"
 CONTROL = "control"
 BASELINE = "ddp"
@@ -310,7 +377,9 @@ CONTESTANTS: dict[str, Contestant] = {
     "diloco": _diloco(""),
     "diloco_delay": _diloco(", delay 5", delay=5),
     "diloco_long_delay": _diloco(", delay 18", delay=18),
+    "diloco_longer_delay": _diloco(", delay 24", delay=24),
     "diloco_fragments": _diloco(", 4 fragments, delay 5", fragments=4, delay=5),
+    "diloco_fragments_longer": _diloco(", 4 fragments, delay 7", fragments=4, delay=7),
     CONTROL: Contestant(
         "compute only, torch's all-reduce beside it", _beside_all_reduce, _dense(0), tied_to_steps=False
     ),
@@ -322,6 +391,19 @@ CONTESTANTS: dict[str, Contestant] = {
     "four_bits_hierarchical": Contestant(
         "CompressedAllReduce, 4 bits, hierarchical", _hooked(tb.CompressedAllReduceAlgorithm()), None
     ),
+    "fsdp": _sharded("float32", _dense(4)),
+    "fsdp_bf16": _sharded("reduced in bf16", _dense(2), policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
+    "fsdp_8": _sharded("gradients in 8 bits", _uint8_bytes, algorithm=tb.ByteGradAlgorithm()),
+    "fsdp_4": _sharded("gradients in 4 bits", _uint4_bytes, algorithm=tb.CompressedAllReduceAlgorithm()),
+    "fsdp_8_weights_8": _sharded(
+        "gradients and weights in 8 bits",
+        _uint8_bytes,
+        algorithm=tb.ByteGradAlgorithm(),
+        quantize_weights="MinMaxUInt8",
+    ),
+    "hsdp_hierarchical": _replicated("float32"),
+    "hsdp_8_hierarchical": _replicated("8 bits between nodes", tb.ByteGradAlgorithm()),
+    "hsdp_4_hierarchical": _replicated("4 bits between nodes", tb.CompressedAllReduceAlgorithm()),
 }
 FLAT_CONTESTANTS = [name for name in CONTESTANTS if not name.endswith(("_flat", "_hierarchical"))]
 # The asynchronous algorithm next to what it is held to: the machine's moods last for some seconds.
@@ -333,6 +415,7 @@ HIERARCHICAL_CONTESTANTS = [
     "bytegrad_flat",
     "bytegrad_hierarchical",
     "four_bits_hierarchical",
+    *(name for name, contestant in CONTESTANTS.items() if contestant.is_sharded),
 ]
 
 

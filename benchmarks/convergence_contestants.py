@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -15,14 +18,16 @@ from contestants import ONE_BUCKET_MB, cast_hook, register_powersgd
 from convergence_tasks import TASKS
 
 ASYNC_INTERVAL_MS = 100
-Start = Callable[[DistributedDataParallel, Optimizer, int], tuple[Optimizer, tb.Attachment | None]]
+Wrap = Callable[[nn.Module], nn.Module]
+# Of what is wrapped, which is a DDP for all but those who shard.
+Start = Callable[[Any, Optimizer, int], tuple[Optimizer, tb.Attachment | None]]
 
 
 @dataclass(frozen=True)
 class Trainee:
     """A contestant at work on a model. `close` is collective; after it all ranks have the same weights."""
 
-    ddp: DistributedDataParallel
+    module: nn.Module
     optimizer: Optimizer
     attachment: tb.Attachment | None
 
@@ -43,13 +48,14 @@ class Contestant:
 
     Attributes:
         label: of the row.
-        start: makes DDP average as this contestant does, from a number of warm-up steps on; returns the optimizer to
-            train with, and what `tb.attach` returned.
+        start: makes what is wrapped average as this contestant does, from a number of warm-up steps on; returns the
+            optimizer to train with, and what `tb.attach` returned.
         describe: the settings for a number of warm-up steps. A sweep trains anew whoever has changed them.
         warm_up: share of all steps in which gradients are averaged in full precision.
         tasks: in which it competes.
         bucket_cap_mb: DDP's; None: its default.
         steps_a_round: steps from one mean to the next; a time is of whole rounds.
+        wrap: makes of the model what trains it; None: a DDP.
     """
 
     label: str
@@ -59,15 +65,17 @@ class Contestant:
     tasks: Sequence[str] = ("gpt", "digits", "lstm")
     bucket_cap_mb: float | None = None
     steps_a_round: int = 1
+    wrap: Wrap | None = None
 
     def warmup_steps(self, num_steps: int) -> int:
         return round(self.warm_up * num_steps)
 
     def begin(self, model: nn.Module, build_optimizer: Callable[[Any], Optimizer], warmup_steps: int) -> Trainee:
         """Wrap `model`, whose weights are the same on all ranks. Collective."""
-        ddp = DistributedDataParallel(model, bucket_cap_mb=self.bucket_cap_mb, init_sync=False)
-        optimizer, attachment = self.start(ddp, build_optimizer(ddp.parameters()), warmup_steps)
-        return Trainee(ddp, optimizer, attachment)
+        wrap = self.wrap or partial(DistributedDataParallel, bucket_cap_mb=self.bucket_cap_mb, init_sync=False)
+        module = wrap(model)
+        optimizer, attachment = self.start(module, build_optimizer(module.parameters()), warmup_steps)
+        return Trainee(module, optimizer, attachment)
 
 
 def attached(label: str, algorithm: tb.Algorithm | Callable[[int], tb.Algorithm], **options: Any) -> Contestant:
@@ -85,6 +93,21 @@ def attached(label: str, algorithm: tb.Algorithm | Callable[[int], tb.Algorithm]
 def once_a_round(label: str, algorithm: tb.DiLoCoAlgorithm) -> Contestant:
     """An algorithm that averages weights once in some steps, for the task that is long enough."""
     return attached(label, algorithm, tasks=["small_gpt"], steps_a_round=algorithm.inner_steps)
+
+
+def sharded(label: str, algorithm: tb.Algorithm | None, **options: Any) -> Contestant:
+    """fully_shard of each layer of the GPT and of the rest: torch's own, or with an algorithm and options of attach."""
+
+    def wrap(model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)  # type: ignore[return-value]  # it is the model, of another class
+
+    def start(module: nn.Module, optimizer: Optimizer, _: int) -> tuple[Optimizer, tb.Attachment | None]:
+        return optimizer, None if algorithm is None else tb.attach(module, optimizer, algorithm, **options)
+
+    return Contestant(label, start, lambda _: f"fully_shard, {algorithm}, {options}", tasks=["gpt"], wrap=wrap)
 
 
 def hooked(label: str, register: Callable[[DistributedDataParallel, int], None], **options: Any) -> Contestant:
@@ -145,6 +168,17 @@ CONTESTANTS: dict[str, Contestant] = {
         ),
         warm_up=0.1,
     ),
+    "fsdp": sharded("FSDP2, float32", None),
+    "fsdp_gradients_8": sharded("FSDP2, gradients in 8 bits", tb.ByteGradAlgorithm()),
+    **{
+        f"fsdp_weights_{bits}{'_gradients_8' * (gradients == 8)}": sharded(
+            f"FSDP2, weights in {bits} bits, gradients in {gradients}",
+            tb.ByteGradAlgorithm() if gradients == 8 else tb.CompressedAllReduceAlgorithm(None),
+            quantize_weights=f"MinMaxUInt{bits}",
+        )
+        for bits in (8, 4)
+        for gradients in (32, 8)
+    },
     "diloco": once_a_round("DiLoCo, 30 steps", tb.DiLoCoAlgorithm()),
     "diloco_float32": once_a_round("DiLoCo, 30 steps, float32", tb.DiLoCoAlgorithm(compression=None)),
     "diloco_10": once_a_round("DiLoCo, 10 steps", tb.DiLoCoAlgorithm(10)),

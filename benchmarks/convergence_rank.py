@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -87,6 +88,9 @@ def train(
 
     warmup_steps = contestant.warmup_steps(num_steps)
     trainee = contestant.begin(model, lambda parameters: task.build_optimizer(parameters, trial.rate), warmup_steps)
+    before = written_bytes()
+    _floating_point(model)  # an evaluation gathers what is sharded
+    evaluation_bytes += written_bytes() - before
     schedule = LambdaLR(trainee.optimizer, lambda step: learning_rate_factor(step, num_steps))
     evaluation_steps = {round(num_steps * share / NUM_EVALUATIONS) for share in range(1, NUM_EVALUATIONS)}
     before = written_bytes()
@@ -130,11 +134,11 @@ def train(
 
 def train_step(trainee: Trainee, task: Task, batch: Batch) -> None:
     inputs, targets = batch
-    loss = cross_entropy(trainee.ddp(inputs), targets)
+    loss = cross_entropy(trainee.module(inputs), targets)
     trainee.optimizer.zero_grad()
     loss.backward()
     if task.max_gradient_norm is not None:
-        nn.utils.clip_grad_norm_(trainee.ddp.parameters(), task.max_gradient_norm)
+        nn.utils.clip_grad_norm_(trainee.module.parameters(), task.max_gradient_norm)
     trainee.optimizer.step()
 
 
@@ -173,8 +177,12 @@ class Evaluation:
 
 
 def _floating_point(model: nn.Module) -> list[Tensor]:
-    """Parameters and buffers, which share memory with the model."""
-    return [value for value in model.state_dict().values() if value.is_floating_point()]
+    """Parameters and buffers, which share memory with the model, or whole ones of a sharded model. Collective."""
+    return [_whole(value) for value in model.state_dict().values() if value.is_floating_point()]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
@@ -200,7 +208,7 @@ def written_bytes() -> float:
 
 def check_equal_weights(model: nn.Module, label: str) -> None:
     """Raise RuntimeError where this rank's weights are not rank 0's, bit for bit. Collective."""
-    own = nn.utils.parameters_to_vector(model.parameters()).detach().view(torch.int32)
+    own = nn.utils.parameters_to_vector(map(_whole, model.parameters())).detach().view(torch.int32)
     first = own.clone()
     dist.broadcast(first, src=0)
     if not torch.equal(own, first):

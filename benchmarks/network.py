@@ -94,7 +94,7 @@ def run_plan(arguments: argparse.Namespace, limits: Limits, plan: Plan) -> Secti
 
 def make_plans(arguments: argparse.Namespace) -> list[Plan]:
     """Plan every table that this machine can measure; says which it cannot."""
-    chosen = arguments.only or [name for name, contestant in CONTESTANTS.items() if contestant.steps_a_round == 1]
+    chosen = arguments.only or [name for name, contestant in CONTESTANTS.items() if not contestant.must_be_named]
     flat = [name for name in FLAT_CONTESTANTS if name in chosen]
     hierarchical = [name for name in HIERARCHICAL_CONTESTANTS if name in chosen]
     reason = why_unavailable()
@@ -146,7 +146,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="blocks of each contestant, at least (default 5)")
     parser.add_argument("--seconds", type=float, default=60.0, help="aim of the rounds of one network (default 60)")
     parser.add_argument(
-        "--only", nargs="+", choices=names, help="contestants (default: all but DiLoCo); compute only always runs"
+        "--only",
+        nargs="+",
+        choices=names,
+        help="contestants (default: all but DiLoCo, FSDP2 and HSDP); compute only always runs",
     )
     parser.add_argument(
         "--straggler", action=argparse.BooleanOptionalAction, default=True, help="a table with one slow rank"

@@ -131,7 +131,7 @@ def test_a_sweep_goes_on_from_its_file(tmp_path: Path) -> None:
     before = json.loads(results.read_text())["trainings"]
     assert [record["seed"] for record in before] == [TUNING_SEED, 0]
 
-    contestants = ["ddp", "powersgd_hook", "qadam_1bit", "async"]
+    contestants = ["ddp", "powersgd_hook", "qadam_1bit", "async", "fsdp_weights_8_gradients_8"]
     run = run_benchmark(results, "--tasks", "gpt", "--only", *contestants)
     assert run.returncode == 0, run.stderr
     assert results.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -146,9 +146,11 @@ def test_a_sweep_goes_on_from_its_file(tmp_path: Path) -> None:
         assert record["evaluated_steps"] == [0, 1, 2, 3, 4]
         assert f"| {record['label']} |" in run.stdout
     if sys.platform == "linux":  # two ranks send each element once, QAdam in float32 and then in one bit
-        plain, _, one_bit, _ = (8 * record["sent_bytes_a_step"] / record["num_elements"] for record in trainings)
+        bits = [8 * record["sent_bytes_a_step"] / record["num_elements"] for record in trainings]
+        plain, _, one_bit, _, sharded = bits
         assert plain == pytest.approx(32, rel=0.02)
         assert one_bit == pytest.approx((32 + 3) / 4, rel=0.03)
+        assert sharded == pytest.approx(3 * 8 / 2, rel=0.03), "half of the weights twice, and of the gradients"
 
     refused = run_benchmark(results, "--ranks", "4")
     assert refused.returncode == 2
