@@ -40,7 +40,7 @@ from torchbagua.checks import (
 from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.compressors import Compressor
 from torchbagua.events import Observer, check_observers
-from torchbagua.fsdp import check_quantize_weights
+from torchbagua.fsdp.gather import check_quantize_weights
 from torchbagua.optimizers import unwrap
 from torchbagua.shards import reshard, sharded_parts
 from torchbagua.traces import Summary

@@ -19,7 +19,7 @@ from torchbagua.collectives import broadcast_state, broadcast_tensors
 from torchbagua.comm_hook import comm_hook
 from torchbagua.compressors import Compressor
 from torchbagua.ddp import ddp_sync_disabled, ddp_within_nodes, driven_by, hooked, named_tensors
-from torchbagua.fsdp import communicated_by
+from torchbagua.fsdp.communication import communicated_by
 from torchbagua.optimizer_state import broadcast_optimizer_state
 from torchbagua.optimizers import is_sharded
 from torchbagua.shards import local_shard

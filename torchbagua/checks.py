@@ -14,7 +14,7 @@ from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import check_elements
 from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, ddps_around, named_tensors
-from torchbagua.fsdp import check_all_reduce_hooks, check_reduce_scatters, check_sharded
+from torchbagua.fsdp.parts import check_all_reduce_hooks, check_reduce_scatters, check_sharded
 from torchbagua.grad_scaler import is_stepped_by_scaler
 from torchbagua.optimizers import check_optimizer, is_sharded, parameters_of
 from torchbagua.shards import sharded_parts

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua.ddp import ddps_around, named_tensors
-from torchbagua.fsdp import sharding_group
+from torchbagua.fsdp.parts import sharding_group
 from torchbagua.shards import sharded_parts
 from torchbagua.torch_private import names_to_ignore
 

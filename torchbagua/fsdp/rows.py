@@ -169,7 +169,8 @@ class RowRunner:
                 raise
 
         if x.is_cuda and group.has_nccl:
-            traced()
+            with torch.inference_mode(False):  # scratch that is made now is written to outside of it too
+                traced()
             return
         self._wait()
         self._under_way = self.impl.lane.submit(traced)
