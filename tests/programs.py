@@ -33,6 +33,11 @@ def torchrun(script: Path, *arguments: str, ranks: int = 2) -> list[str]:
     return [*command, str(script), *arguments]
 
 
+def forked_ranks(script: Path, *arguments: str, ranks: int = 2) -> list[str]:
+    """The same where torchrun itself, and how an interpreter ends, are not what is tested: it takes half as long."""
+    return [sys.executable, str(Path(__file__).with_name("forked_ranks.py")), str(ranks), str(script), *arguments]
+
+
 @contextlib.contextmanager
 def started(
     command: Command, *, env: Mapping[str, str] | None = None, **options: Any

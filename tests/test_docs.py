@@ -51,7 +51,9 @@ def run_program(program: str, folder: Path) -> None:
         environment |= dict(word.split("=", 1) for word in words[:first])
         environment["PET_STANDALONE"] = "1"  # what --standalone does: a port of its own, beside other tests
         command = [sys.executable, "-m", "torch.distributed.run", *words[first + 1 :]]
-    script = next(word for word in command if word.endswith(".py"))
+        if simple := re.fullmatch(r"torchrun --nproc-per-node=(\d) (\S+\.py)", " ".join(words[first:])):
+            command = programs.forked_ranks(folder / simple[2], ranks=int(simple[1]))
+    script = next(word for word in reversed(command) if str(word).endswith(".py"))
     (folder / script).parent.mkdir(parents=True, exist_ok=True)
     (folder / script).write_text(LAST_LINE.sub(ENDING, program), encoding="utf-8")
     with programs.ray_files() as of_ray:

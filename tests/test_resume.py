@@ -95,7 +95,7 @@ def test_resume_from_a_distributed_checkpoint(tmp_path: Path, name: str) -> None
     script = Path(__file__).with_name("checkpoint_rank.py")
     digests = []
     for mode in ("save", "resume"):
-        run = programs.run(programs.torchrun(script, mode, str(tmp_path / "checkpoint"), name))
+        run = programs.run(programs.forked_ranks(script, mode, str(tmp_path / "checkpoint"), name))
         digests.append(sorted(re.findall(r"rank \d digest [0-9a-f]{64}", run.stdout)))
     assert len(digests[0]) == 2
     assert digests[0][0].split()[-1] != digests[0][1].split()[-1]

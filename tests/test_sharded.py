@@ -24,7 +24,7 @@ from torchbagua.torch_private import fsdp_all_gather, fsdp_all_reduce_hook, fsdp
 def run(ranks: int, names: list[str], program: str = "sharded_rank.py", arguments: Sequence[str] = ()) -> None:
     """In real processes: a mesh is found by the names of its groups, which all threads of a process share."""
     script = Path(__file__).with_name(program)
-    printed = programs.run(programs.torchrun(script, *arguments, *names, ranks=ranks), timeout_s=300).stdout
+    printed = programs.run(programs.forked_ranks(script, *arguments, *names, ranks=ranks), timeout_s=300).stdout
     assert [line for line in printed.splitlines() if line.startswith("right: ")] == [f"right: {name}" for name in names]
 
 

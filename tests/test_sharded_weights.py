@@ -16,7 +16,7 @@ from sharded_weights_rank import CASES, CHECKS
 
 def run(script: str, *arguments: str, ranks: int) -> list[str]:
     """In real processes: a mesh is found by the names of its groups, which all threads of a process share."""
-    command = programs.torchrun(Path(__file__).with_name(script), *arguments, ranks=ranks)
+    command = programs.forked_ranks(Path(__file__).with_name(script), *arguments, ranks=ranks)
     printed = programs.run(command, timeout_s=300).stdout
     return [line for line in printed.splitlines() if line.startswith("right: ")]
 
