@@ -26,7 +26,8 @@ from torch.distributed.tensor import DeviceMesh, init_device_mesh
 
 import torchbagua as tb
 from oracle import ordered_sum, quantise, quantise_block, quantise_block_4_bits
-from sharded_rank import BLOCK, BYTEGRAD, F32, FOUR_BITS, Net, divide_by_three, row_of, sum_alone
+from sharded_rank import BLOCK, BYTEGRAD, EIGHT, F32, FOUR_BITS, Net, decoded, divide_by_three, row_of, sum_alone
+from torchbagua.compressors import Compressor
 
 GROUPS = [["first", "middle.0"], ["middle.1"], ["last"]]
 BFLOAT16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
@@ -64,6 +65,7 @@ class Case:
         divisors: of the sum within a module, of that over replicas, and of what comes of it; by default as many as add.
         accumulates: two micro-steps: "all" reduces both over all ranks, "shards" the first within the module alone.
         shards: how many ranks share a module; with 1 it is torch's `replicate`.
+        weights: the codec in whose bytes they are gathered.
     """
 
     algorithm: tb.Algorithm = BYTEGRAD
@@ -74,6 +76,7 @@ class Case:
     divisors: tuple[float, float, float] | None = None
     accumulates: str = ""
     shards: int = 2
+    weights: Compressor | None = None
 
 
 BOTH_WAYS = {
@@ -88,6 +91,7 @@ BY_HOOK = {
     "compressed within": Case(FLAT, within=in_8_bits, accumulates="shards"),
     "cast within": Case(CAST_WITHIN, within=lambda x, segments: in_bfloat16(x)),
     "premultiplied sum": Case(FLAT, within=in_8_bits, prepare=divide_by_three, divisors=(3, 1, 1)),
+    "weights in 8 bits": Case(accumulates="shards", weights=EIGHT),
 }
 BY_BACKEND = {"replicated": Case(shards=1, accumulates="shards")}
 CASES = {**BOTH_WAYS, **BY_HOOK, **BY_BACKEND}
@@ -125,6 +129,7 @@ def gradients_of_all(copied: nn.Module, step: int, micro: int, case: Case) -> li
     every = []
     for rank in range(dist.get_world_size()):
         unsharded = copy.deepcopy(copied).to(case.policy.param_dtype or torch.float32)
+        decoded(case.weights, [[one] for one in unsharded.parameters()], case.shards)
         loss_of(unsharded, data_of(step, rank, micro), case).backward()
         every.append({name: one.grad for name, one in unsharded.named_parameters() if one.grad is not None})
     return every
@@ -176,7 +181,14 @@ def train(way: str, name: str) -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     recorder = tb.traces.Recorder()
     if way == "hook":
-        attachment = tb.attach(module, optimizer, case.algorithm, replicate_group=replicas, observers=[recorder])
+        attachment = tb.attach(
+            module,
+            optimizer,
+            case.algorithm,
+            replicate_group=replicas,
+            quantize_weights=case.weights,
+            observers=[recorder],
+        )
     parameters = dict(module.named_parameters())
     for step in range(3):
         optimizer.zero_grad()

@@ -148,9 +148,8 @@ def row_of(gradient: torch.Tensor, rank: int, size: int) -> Any:
     return padded[rank * length : (rank + 1) * length].reshape(-1).numpy()
 
 
-def decoded(weights: str | Compressor | None, groups: list[list[torch.Tensor]]) -> None:
-    """Code the weights of each FSDP parameter group in place, row by row."""
-    size = dist.get_world_size()
+def decoded(weights: str | Compressor | None, groups: list[list[torch.Tensor]], size: int) -> None:
+    """Code the weights of each FSDP parameter group in place, row by row: one for each of `size` ranks."""
     if weights is None:
         return
     for members in groups:
@@ -243,7 +242,7 @@ def train(case: Case) -> None:
         of_groups = [
             [one for name, one in computing.named_parameters() if name.rsplit(".", 1)[0] in names] for names in groups
         ]
-        decoded(case.weights, of_groups)
+        decoded(case.weights, of_groups, dist.get_world_size())
         micros = [0, 1] if case.accumulates else [0]
         # One list of gradients for each reduction: of micro-steps, or of their sum.
         reductions: list[list[dict[str, torch.Tensor]]] = []
@@ -324,7 +323,7 @@ def gather_weights() -> None:
             module.weight.to_local()[0, 3] = torch.nan
     whole = [one.full_tensor().detach() for one in module.parameters()]
     coded = [one.clone() for one in whole]
-    decoded(EIGHT, [coded])
+    decoded(EIGHT, [coded], size)
     assert coded[0].isnan().sum() == BLOCK
     for async_op in (False, True):
         with torch.no_grad():

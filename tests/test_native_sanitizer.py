@@ -34,7 +34,17 @@ def compile_library(library: Path, *flags: str) -> None:
     csrc = loader.sources()
     includes = [f"-I{path}" for path in (csrc, *include_paths())]
     links = [f"-L{path}" for path in library_paths()] + ["-ltorch_cpu"]
-    command = [*COMPILER, *recipe.CPU.cxx_flags, "-O1", "-g1", "-fsanitize=address", "-fPIC", "-shared", *flags, *includes]
+    command = [
+        *COMPILER,
+        *recipe.CPU.cxx_flags,
+        "-O1",
+        "-g1",
+        "-fsanitize=address",
+        "-fPIC",
+        "-shared",
+        *flags,
+        *includes,
+    ]
     command += [str(csrc / recipe.CPU.source), "-o", str(library), *links]
     programs.run(command, timeout_s=240)
 
