@@ -211,7 +211,7 @@ def test_training_and_primitives(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN + PRIMITIVES + ENDING)
     names = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async"]
-    done = programs.run(programs.forked_ranks(script, *names))
+    done = programs.run(programs.torchrun(script, *names))
     assert sorted(re.findall(r"([a-z_]+) of rank [01]", done.stdout)) == sorted(2 * names)
     assert done.stdout.count("all equal") == 2
     # Of the two decentralized algorithms; the asynchronous one was aborted, which ends with a mean.
