@@ -300,19 +300,16 @@ def _sharded(
     *,
     algorithm: tb.Algorithm | None = None,
     policy: MixedPrecisionPolicy | None = None,
-    **options: Any,
+    in_8_bits: bool = False,
 ) -> Contestant:
-    """FSDP2, which gathers weights in forward and in backward: torch's own, or with an algorithm and options of attach.
-
-    Weights are gathered in float32, or in 8 bits where `quantize_weights` is among the options.
-    """
-    weight_bytes = _uint8_bytes if options else _dense(4)
+    """FSDP2 alone or with an algorithm; it gathers weights in forward and in backward, in float32 or in 8 bits."""
+    weight_bytes = _uint8_bytes if in_8_bits else _dense(4)
 
     def wrap(setup: Setup) -> Entry:
         entry = Entry(setup.sharded(policy or MixedPrecisionPolicy()))
         if algorithm is not None:
-            entry.attach(algorithm, setup, **options)
-            if not options:
+            entry.attach(algorithm, setup, quantize_weights="MinMaxUInt8" if in_8_bits else None)
+            if not in_8_bits:
                 entry.recorder = None  # it hears nothing of the weights, which torch gathers
         return entry
 
@@ -399,7 +396,7 @@ CONTESTANTS: dict[str, Contestant] = {
         "gradients and weights in 8 bits",
         _uint8_bytes,
         algorithm=tb.ByteGradAlgorithm(),
-        quantize_weights="MinMaxUInt8",
+        in_8_bits=True,
     ),
     "hsdp_hierarchical": _replicated("float32"),
     "hsdp_8_hierarchical": _replicated("8 bits between nodes", tb.ByteGradAlgorithm()),

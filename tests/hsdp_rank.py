@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -95,7 +96,7 @@ BY_HOOK = {
 }
 BY_BACKEND = {"replicated": Case(shards=1, accumulates="shards")}
 CASES = {**BOTH_WAYS, **BY_HOOK, **BY_BACKEND}
-WAYS = {"hook": [*BOTH_WAYS, *BY_HOOK], "backend": [*BOTH_WAYS, *BY_BACKEND, "otherwise"]}
+WAYS = {"hook": [*BOTH_WAYS, *BY_HOOK, "otherwise"], "backend": [*BOTH_WAYS, *BY_BACKEND, "otherwise"]}
 
 
 def rounded(case: Case, x: Any) -> Any:
@@ -259,6 +260,32 @@ def use_the_backend_otherwise() -> None:
         assert torch.equal(x, torch.from_numpy(sent))
 
 
+def refuse_and_attach_to_one() -> None:
+    """Refused is what differs between replicas; a single replica has its gradients compressed as without any."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicas", "shards"))
+    module = fully_shard(nn.Linear(512, 512), mesh=mesh["shards"])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    replicas = mesh.get_group("replicas")
+    with pytest.raises(ValueError, match="disagree in the rank that holds a shard"):
+        tb.attach(module, optimizer, BYTEGRAD, replicate_group=mesh.get_group("shards"))
+    with pytest.raises(ValueError, match="disagree in the algorithm"):
+        tb.attach(module, optimizer, BYTEGRAD if rank < 2 else FOUR_BITS, replicate_group=replicas)
+    with pytest.raises(ValueError, match="disagree in attach's argument quantize_weights"):
+        tb.attach(module, optimizer, BYTEGRAD, replicate_group=replicas, quantize_weights=[EIGHT, None][rank // 2])
+    with tb.attach(module, optimizer, BYTEGRAD, replicate_group=replicas):
+        module(torch.ones(1, 512)).sum().backward()
+
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("replicas", "shards"))
+    module = fully_shard(nn.Linear(512, 512), mesh=mesh["shards"])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    recorder = tb.traces.Recorder()
+    with tb.attach(module, optimizer, "bytegrad", replicate_group=mesh.get_group("replicas"), observers=[recorder]):
+        module(torch.ones(1, 512)).sum().backward()
+    sent = [event for event in recorder.events if event.phase == "send"]
+    assert 3.9 * sum(one.wire_bytes for one in sent) < sum(one.raw_bytes for one in sent)
+
+
 def check_trace(name: str, recorder: tb.traces.Recorder) -> None:
     sent = [event for event in recorder.events if event.phase == "send"]
     scopes = {event.scope for event in sent}
@@ -272,7 +299,7 @@ def main() -> None:
     way, *names = sys.argv[1:]
     for name in names:
         if name == "otherwise":
-            use_the_backend_otherwise()
+            refuse_and_attach_to_one() if way == "hook" else use_the_backend_otherwise()
         else:
             train(way, name)
         if dist.get_rank() == 0:

@@ -193,6 +193,18 @@ def test_gradients_that_were_never_averaged_are_told_of() -> None:
     assert fsdp_all_reduce_hook(param_group) is None
 
 
+def test_micro_steps_that_were_given_up_are_in_no_mean() -> None:
+    module = sharded()
+    optimizer = optimizer_of(module)
+    with tb.attach(module, optimizer, tb.CompressedAllReduceAlgorithm(None), replicate_group=dist.group.WORLD):
+        module.set_requires_all_reduce(False)
+        module(torch.full((1, 4), 100.0)).sum().backward()
+        optimizer.zero_grad()
+        module.set_requires_all_reduce(True)
+        module(torch.ones(1, 4)).sum().backward()
+        assert module[1].bias.grad.full_tensor().tolist() == [1.0, 1.0]
+
+
 def test_micro_steps_must_reach_the_same_parameters() -> None:
     module = sharded()
     attachment = tb.attach(module, optimizer_of(module), "bytegrad", replicate_group=dist.group.WORLD)
@@ -200,10 +212,9 @@ def test_micro_steps_must_reach_the_same_parameters() -> None:
     module(torch.ones(1, 4)).sum().backward()
     module.set_requires_all_reduce(True)
     module[0].weight.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"every backward must reach the same parameters, got 11 .* after 23"):
+    with pytest.raises(RuntimeError, match=r"must reach the same parameters, got 0.bias, 1.weight, 1.bias after 0.wei"):
         module(torch.ones(1, 4)).sum().backward()
-    with pytest.warns(RuntimeWarning, match="is lost"):
-        attachment.detach()
+    attachment.detach()
 
 
 @pytest.mark.parametrize(
@@ -313,10 +324,26 @@ def test_strict_names_weights_that_no_codec_encodes() -> None:
     message = "strict=True, and weights of FSDPLinear are gathered in full precision, .* does not encode torch.float64"
     full = tb.CompressedAllReduceAlgorithm(None)
     with pytest.raises(ValueError, match=message):
-        tb.attach(module, optimizer_of(module), full, quantize_weights="MinMaxUInt8", strict=True)
+        tb.attach(
+            module,
+            optimizer_of(module),
+            full,
+            replicate_group=dist.group.WORLD,
+            quantize_weights="MinMaxUInt8",
+            strict=True,
+        )
     (param_group,) = fsdp_param_groups(module)
-    _, is_torchs = fsdp_all_gather(param_group)
-    assert is_torchs
+    assert fsdp_all_gather(param_group)[1]
+    assert fsdp_reduce_scatter(param_group)[1]
+    assert fsdp_all_reduce_hook(param_group) is None
+
+
+def test_parts_that_communicate_together_are_attached_together() -> None:
+    layers = [nn.Linear(4, 3), nn.Linear(3, 2)]
+    fully_shard(layers)
+    with pytest.raises(ValueError, match="Linear communicates together with parameters that are not in FSDPLinear"):
+        tb.attach(layers[0], optimizer_of(layers[0]), "bytegrad")
+    tb.attach(nn.Sequential(*layers), optimizer_of(nn.Sequential(*layers)), "bytegrad").detach()
 
 
 def test_attach_after_an_evaluation_that_left_whole_weights() -> None:

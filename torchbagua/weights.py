@@ -229,6 +229,7 @@ class WeightBuckets:
     @torch.no_grad()
     def read(self, flat: FlatOf = FLAT, buckets: Iterable[WeightBucket] | None = None) -> None:
         """Copy the weights into the flat tensors of all buckets, or of some, or into those that `flat` returns."""
+        reshard(self._sharded_parts)
         for one in self if buckets is None else buckets:
             for weight, part in self._with_weights(one, flat(one)):
                 part.copy_(weight)
@@ -236,6 +237,7 @@ class WeightBuckets:
     @torch.no_grad()
     def write(self, flat: FlatOf = FLAT, buckets: Iterable[WeightBucket] | None = None) -> None:
         """Replace weights, in place, by the flat tensors of all buckets, or some, or by those that `flat` returns."""
+        reshard(self._sharded_parts)
         with self._group.tracer.span("apply"):
             for one in self if buckets is None else buckets:
                 for weight, part in self._with_weights(one, flat(one)):
@@ -252,6 +254,7 @@ class WeightBuckets:
             snapshot: returns the snapshot of a bucket; called for buckets of buffers only.
             buckets: some; by default all.
         """
+        reshard(self._sharded_parts)
         with self._group.tracer.span("apply"):
             for one in self if buckets is None else buckets:
                 pairs = self._with_weights(one, difference(one))
@@ -266,7 +269,6 @@ class WeightBuckets:
     def _with_weights(self, one: WeightBucket, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the module's tensors with their parts of `flat`; buffers by name, since a module may replace them."""
         found = []
-        reshard(self._sharded_parts)
         for tensor in one.bucket.tensors:
             weight = self._module.get_buffer(tensor.name) if one.are_buffers else local_shard(tensor.parameter)
             if weight.shape != self._shapes[tensor.name]:

@@ -3,13 +3,12 @@
 Shape suffixes: N elements, L elements of a row, S elements of the rows of one rank on every node.
 """
 
-from itertools import chain
-
 import torch
 
 from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.rank_chunks import RankChunks
+from torchbagua.collectives.row_mean import ranks_by_place
 from torchbagua.compressors import Compressor, Identity, TensorSpec
 
 
@@ -36,8 +35,7 @@ class RowGather:
             self._gather = AllGather(RankChunks.of_rows(group.world, compressor, row))
             return
         assert group.inter_node is not None
-        by_place = list(chain.from_iterable(zip(*group.node_ranks, strict=True)))
-        self._order = torch.tensor(by_place, device=row.device)
+        self._order = ranks_by_place(group, row.device)
         self._gather = AllGather(RankChunks.of_rows(group.inter_node, compressor, row))
         self._within = AllGather(RankChunks.of_rows(group.intra_node, Identity(), row, len(group.node_ranks)))
 

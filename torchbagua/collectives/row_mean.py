@@ -14,6 +14,11 @@ from torchbagua.collectives.reduce_scatter import ReduceScatter
 from torchbagua.compressors import Compressor, TensorSpec, sum_dtype
 
 
+def ranks_by_place(group: BaguaProcessGroup, device: torch.device) -> torch.Tensor:
+    """Return the ranks in the order of their places in nodes: those that are the first of their nodes come first."""
+    return torch.tensor(list(chain.from_iterable(zip(*group.node_ranks, strict=True))), device=device)
+
+
 class RowMean:
     """Every rank gets the mean of its own row over all ranks.
 
@@ -44,8 +49,7 @@ class RowMean:
             self._scatter = ReduceScatter(chunks, divisor=divisor)
             return
         assert group.inter_node is not None
-        by_place = list(chain.from_iterable(zip(*group.node_ranks, strict=True)))
-        self._order = torch.tensor(by_place, device=row.device)
+        self._order = ranks_by_place(group, row.device)
         num_nodes = len(group.node_ranks)
         self._within = ReduceScatter(RankChunks.of_rows(group.intra_node, intra_compressor, row, num_nodes))
         sums = replace(row, dtype=sum_dtype(row.dtype))

@@ -46,7 +46,11 @@ def communicated_by(
         runner = RowRunner(impl)
         if replicate_group is not None:
             algorithm = describe(impl.algorithm, type(impl.algorithm).__name__)
-            must_agree = {"the algorithm": algorithm, **must_agree}
+            quantized = {
+                "attach's argument quantize_weights": repr(quantize_weights),
+                "attach's argument strict": strict,
+            }
+            must_agree = {"the algorithm": algorithm, **must_agree, **quantized}
             replicas = undo.enter_context(open_replicas(impl, replicate_group, must_agree))
             share_shards(replicas, module)
             runner = RowRunner(impl, replicas)

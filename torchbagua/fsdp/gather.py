@@ -10,7 +10,7 @@ import torch
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.collectives import RowGather
 from torchbagua.compressors import Compressor, by_name, check_compression, needs_feedback
-from torchbagua.fsdp.rows import CommunicatingPart, RowRunner, spec_of_row
+from torchbagua.fsdp.rows import CommunicatingPart, Row, RowRunner, spec_of_row
 from torchbagua.shards import sharded_parts
 from torchbagua.torch_private import (
     fsdp_all_gather,
@@ -107,7 +107,7 @@ class WeightGather:
         self._name = f"weights of {part.label}"
         self._group = fsdp_shard_group(part.param_group)
         self._torchs, _ = fsdp_all_gather(part.param_group)
-        self._gathers: dict[tuple[torch.dtype, torch.device], RowGather] = {}
+        self._gathers: dict[tuple[Row, torch.dtype, torch.device], RowGather] = {}
         self._told = False
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -155,9 +155,11 @@ class WeightGather:
         return f"{self._name} are gathered in full precision, because {why}"
 
     def _gather(self, x_L: torch.Tensor) -> RowGather:
-        key = (x_L.dtype, x_L.device)
+        row = self._part.whole_row
+        assert sum(length for _, length in row) == x_L.numel(), "FSDP gathers whole rows"
+        key = (row, x_L.dtype, x_L.device)
         if key not in self._gathers:
-            impl, spec = self._runner.impl, spec_of_row(self._part.whole_row, x_L, self._name)
+            impl, spec = self._runner.impl, spec_of_row(row, x_L, self._name)
             self._gathers[key] = RowGather(
                 impl.process_group, self._codec, spec, hierarchical=impl.algorithm.hierarchical
             )

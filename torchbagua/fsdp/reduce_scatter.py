@@ -36,7 +36,8 @@ def scattered_by(runner: RowRunner, parts: Sequence[CommunicatingPart]) -> ExitS
             f"different numbers of ranks, got {node_ranks}"
         )
     compressor, intra = algorithm.make_compressors()
-    if runner.replicas is not None and algorithm.hierarchical and len(node_ranks) == 1:
+    has_replicas = runner.replicas is not None and runner.replicas.size > 1
+    if has_replicas and algorithm.hierarchical and len(node_ranks) == 1:
         compressor = intra
         if isinstance(intra, Identity):
             return ExitStack()

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.collectives import BaguaProcessGroup, broadcast_tensors
-from torchbagua.fsdp.rows import CommunicatingPart, RowAllReduce, RowRunner
+from torchbagua.fsdp.rows import CommunicatingPart, Row, RowAllReduce, RowRunner
 from torchbagua.shards import local_shard
-from torchbagua.torch_private import fsdp_all_reduces, fsdp_divide_factor
+from torchbagua.torch_private import fsdp_all_reduces, fsdp_divide_factor, fsdp_shards
 from torchbagua.user_warning import warn_user
 
 
@@ -62,7 +62,7 @@ class ReplicaMean:
     """The all-reduce hook of one FSDP parameter group: the mean of what it reduce-scatters, over the replicas.
 
     FSDP calls it under `set_requires_all_reduce(False)` too, and adds what it leaves to the gradient. There it keeps
-    its input for the next mean, and leaves zeros.
+    its input for the next mean, and leaves zeros. Where the loop has thrown these away, with `zero_grad()`, so does it.
 
     Args:
         runner: whose impl's codecs are used, with replicas.
@@ -76,6 +76,7 @@ class ReplicaMean:
         self._part = part
         self._all_reduce = RowAllReduce(runner.impl.algorithm, runner.replicas)
         self._kept_L: torch.Tensor | None = None
+        self._kept_row: Row = ()
 
     def __call__(self, gradient_L: torch.Tensor) -> None:
         """Replace own shard of the gradient by its mean over the replicas, on the current stream.
@@ -90,14 +91,19 @@ class ReplicaMean:
             # Up to torch 2.14 nobody holds it until this stream is done with it, and where FSDP casts it afterwards the
             # next layer's reduce-scatter, on another stream, would be given its memory.
             gradient_L.record_stream(torch.cuda.current_stream(gradient_L.device))
-        if self._kept_L is not None and self._kept_L.numel() != gradient_L.numel():
+        row = self._part.row(gradient_L.numel())
+        if all(one.grad is None for one, _ in fsdp_shards(self._part.param_group)):
+            self._kept_L = None
+        if self._kept_L is not None and self._kept_row != row:
+            self._kept_L = None
             raise RuntimeError(
                 f"torchbagua: {self._part.name}: under set_requires_all_reduce(False) every backward must reach the "
-                f"same parameters, got {gradient_L.numel()} elements after {self._kept_L.numel()}; call "
+                f"same parameters, got {_names_of(row)} after {_names_of(self._kept_row)}; call "
                 "set_reduce_scatter_unused_params(True), which needs torch 2.13 or newer"
             )
         if not fsdp_all_reduces(self._part.param_group):
             self._kept_L = gradient_L.clone() if self._kept_L is None else self._kept_L.add_(gradient_L)
+            self._kept_row = row
             gradient_L.zero_()
             return
         if self._kept_L is not None:
@@ -106,7 +112,7 @@ class ReplicaMean:
         self._runner.impl.use_device(gradient_L.device)
         if gradient_L.is_cuda:
             self._replicas.connect_nccl(gradient_L.device)
-        row, average = self._part.row(gradient_L.numel()), fsdp_divide_factor(self._part.param_group) is None
+        average = fsdp_divide_factor(self._part.param_group) is None
         mean = self._all_reduce.mean(row, gradient_L, self._part.name, average=average)
         self._runner.run(self._replicas, self._part.name, gradient_L, lambda: mean(gradient_L))
 
@@ -118,3 +124,7 @@ class ReplicaMean:
                 f"torchbagua: {self._part.name}: what was accumulated under set_requires_all_reduce(False) is lost: "
                 "detach comes before a backward that averages it"
             )
+
+
+def _names_of(row: Row) -> str:
+    return ", ".join(name for name, _ in row)

@@ -67,13 +67,23 @@ class CommunicatingPart:
 
 
 def communicating_parts(module: torch.nn.Module, parts: Mapping[str, Any]) -> list[CommunicatingPart]:
-    """Return those of `parts` of `module` that communicate, each parameter group once."""
+    """Return those of `parts` of `module` that communicate, each parameter group once.
+
+    Raises:
+        ValueError: one does so together with parameters outside of the module.
+    """
     names = {id(one): name for name, one in module.named_parameters()}
     found: dict[int, CommunicatingPart] = {}
     for part_name, part in parts.items():
         for param_group in fsdp_param_groups(part):  # the same for both with fully_shard([a, b])
-            own = [names[id(one)] for one, _ in fsdp_shards(param_group)]
             label = part_name or type(part).__name__
+            parameters = [one for one, _ in fsdp_shards(param_group)]
+            if any(id(one) not in names for one in parameters):
+                raise ValueError(
+                    f"attach: {label} communicates together with parameters that are not in "
+                    f"{type(module).__name__}, as after fully_shard([...]); attach to a module around all of them"
+                )
+            own = [names[id(one)] for one in parameters]
             found.setdefault(id(param_group), CommunicatingPart(part, param_group, label, own))
     return list(found.values())
 
