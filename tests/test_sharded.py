@@ -47,7 +47,7 @@ def all_cases() -> Iterator[tuple[int, list[str]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "names"), all_cases())
+@pytest.mark.parametrize(("ranks", "names"), list(all_cases()))
 def test_gradients_are_those_of_the_oracle_in_all_cases(ranks: int, names: list[str]) -> None:
     run(ranks, names)
 

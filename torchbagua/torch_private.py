@@ -156,7 +156,7 @@ def fsdp_param_groups(module: torch.nn.Module) -> list[Any]:
 
 
 def fsdp_shard_group(param_group: Any) -> dist.ProcessGroup | None:
-    """Return the ranks over which its parameters are sharded; None where they are replicated, sharded as well or not."""
+    """Return the ranks over which its parameters are sharded; None where they are replicated as well, or alone."""
     mesh_info = param_group.mesh_info
     if mesh_info.replicate_mesh_dim is not None:
         return None
