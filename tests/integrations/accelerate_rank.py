@@ -116,10 +116,9 @@ def resumed() -> dict[str, Any]:
         accelerator, model, optimizer, raw = accelerated(name)
         with attach(accelerator, model, optimizer, ALGORITHMS[name](raw)):
             train(accelerator, model, optimizer, range(STOP))
-            if name == "async":  # so that no round changes them meanwhile
-                accelerator.wait_for_everyone()
             saved = weights_of(model)
             accelerator.save_state(str(folder))
+            applied = weights_of(model)  # with a round that has ended since the last step, which the file has or not
             accelerator.wait_for_everyone()
             train(accelerator, model, optimizer, range(STOP, STEPS))
             straight = weights_of(model)
@@ -132,6 +131,7 @@ def resumed() -> dict[str, Any]:
             again = weights_of(model)
         own = torch.load(folder / f"torchbagua_{RANK}.pt", weights_only=True)
         found[name] = {"saved": saved, "loaded": loaded, "straight": straight, "again": again, "keys": sorted(own)}
+        found[name]["applied"] = applied
     return found
 
 

@@ -69,6 +69,8 @@ def test_each_rank_has_its_own_again(found: Found, name: str) -> None:
         resumed = one["resumed"][name]
         if name in GRADIENTS:
             assert parameters(resumed["loaded"]) == parameters(resumed["saved"])
+        elif name == "async":
+            assert resumed["loaded"] in (resumed["saved"], resumed["applied"])
         else:
             assert resumed["loaded"] == resumed["saved"]
         if name != "async":
