@@ -17,6 +17,7 @@ import hsdp_rank
 import programs
 import torchbagua as tb
 from ranks import init_default_group
+from sharded_module import assert_trains_as_without, optimizer_of, sharded
 from sharded_rank import CASES, OF_FOUR_RANKS
 from torchbagua.torch_private import fsdp_all_gather, fsdp_all_reduce_hook, fsdp_param_groups, fsdp_reduce_scatter
 
@@ -66,14 +67,6 @@ def test_gradients_of_replicas_are_those_of_the_oracle(way: str, ranks: int, nam
 @pytest.fixture(autouse=True)
 def default_group() -> None:
     init_default_group()
-
-
-def sharded(**options: object) -> FSDPModule:
-    return fully_shard(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), **options)  # type: ignore[arg-type]
-
-
-def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize(
@@ -371,18 +364,4 @@ def test_an_algorithm_for_a_part_of_an_attached_module_is_refused() -> None:
 
 @pytest.mark.parametrize("quantize_weights", [None, "MinMaxUInt8"])
 def test_one_rank_trains_as_without(quantize_weights: str | None) -> None:
-    torch.manual_seed(0)
-    x, weights = torch.randn(8, 4), []
-    for attached in (False, True):
-        torch.manual_seed(1)
-        module = sharded()
-        optimizer = optimizer_of(module)
-        attachment = tb.attach(module, optimizer, "bytegrad", quantize_weights=quantize_weights) if attached else None
-        for _ in range(2):
-            optimizer.zero_grad()
-            module(x).square().sum().backward()
-            optimizer.step()
-        if attachment is not None:
-            attachment.detach()
-        weights.append([one.full_tensor() for one in module.parameters()])
-    assert all(map(torch.equal, *weights))
+    assert_trains_as_without("bytegrad", quantize_weights=quantize_weights)

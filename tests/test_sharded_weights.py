@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 import programs
 import torchbagua as tb
 from ranks import init_default_group
+from sharded_module import assert_trains_as_without, optimizer_of, sharded
 from sharded_weights_rank import CASES, CHECKS
 
 
@@ -44,14 +45,6 @@ def default_group() -> None:
     init_default_group()
 
 
-def sharded() -> FSDPModule:
-    return fully_shard(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
-
-
-def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.1)
-
-
 NAMES = ["decentralized", "low_precision_decentralized", "async", "diloco", "local_sgd"]
 
 
@@ -64,21 +57,7 @@ def test_replicate_group_must_be_given(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["low_precision_decentralized", "async", "diloco"])
 def test_one_replica_trains_as_without(name: str) -> None:
-    torch.manual_seed(0)
-    x, weights = torch.randn(8, 4), []
-    for attached in (False, True):
-        torch.manual_seed(1)
-        module = sharded()
-        optimizer = optimizer_of(module)
-        attachment = tb.attach(module, optimizer, name, replicate_group=dist.group.WORLD) if attached else None
-        for _ in range(2):
-            optimizer.zero_grad()
-            module(x).square().sum().backward()
-            optimizer.step()
-        if attachment is not None:
-            attachment.detach()
-        weights.append([one.full_tensor() for one in module.parameters()])
-    assert all(map(torch.equal, *weights))
+    assert_trains_as_without(name, replicate_group=dist.group.WORLD)
 
 
 def test_evaluation_before_attach_leaves_nothing_gathered() -> None:

@@ -92,7 +92,7 @@ class ReplicaMean:
             # next layer's reduce-scatter, on another stream, would be given its memory.
             gradient_L.record_stream(torch.cuda.current_stream(gradient_L.device))
         row = self._part.row(gradient_L.numel())
-        if all(one.grad is None for one, _ in fsdp_shards(self._part.param_group)):
+        if self._kept_L is not None and all(one.grad is None for one, _ in fsdp_shards(self._part.param_group)):
             self._kept_L = None
         if self._kept_L is not None and self._kept_row != row:
             self._kept_L = None
