@@ -113,7 +113,10 @@ class Algorithm:
         return []
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Raise ValueError if the algorithm cannot be attached with these optimizers. By default it can."""
+        """Raise ValueError if the algorithm cannot be attached with these optimizers. By default it can.
+
+        `reify` calls it once with the optimizers that it was given. An override may warn of those that train badly.
+        """
 
     def make_impl(self, process_group: BaguaProcessGroup) -> AlgorithmImpl:
         """Return the object that runs this algorithm over `process_group`. It owns the group, and closes it.

@@ -1,6 +1,7 @@
 """CompressedAllReduce: gradients averaged in the bytes of any codec."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
@@ -8,9 +9,11 @@ import torch
 
 from torchbagua.algorithms.base import Algorithm, check_flags, register
 from torchbagua.algorithms.feedback import FeedbackImpl
+from torchbagua.algorithms.optimizer_advice import warn_of_sparse_means
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup, TwoPhaseResiduals
 from torchbagua.compressors import Compressor, by_name, check_compression, needs_feedback
+from torchbagua.compressors.sparse import SparseCodec
 from torchbagua.state import residual_state
 
 
@@ -34,6 +37,12 @@ class CompressedMeanAlgorithm(Algorithm):
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
         """Return `error_feedback`."""
         return {"error_feedback": self.error_feedback}
+
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Warn of an optimizer that trains badly with a mean of which most elements are zero."""
+        compressor, _ = self.make_compressors()
+        if isinstance(compressor, SparseCodec) and compressor.ratio < 1:
+            warn_of_sparse_means(type(self).__name__, optimizers)
 
     def make_impl(self, process_group: BaguaProcessGroup) -> "CompressedAllReduceAlgorithmImpl":
         return CompressedAllReduceAlgorithmImpl(process_group, self)

@@ -98,8 +98,11 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
         return {**super().state_arguments(process_group), "momentum": self.momentum}
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Raise ValueError where there is a `momentum`, and an optimizer other than SGD, or with one of its own."""
-        for optimizer in optimizers if self.momentum is not None else []:
+        """Raise ValueError if there is a `momentum`, and the optimizer is not SGD or has one too; warn without one."""
+        if self.momentum is None:
+            super().check_optimizers(optimizers)
+            return
+        for optimizer in optimizers:
             if not isinstance(optimizer, torch.optim.SGD):
                 raise ValueError(
                     f"TopKAlgorithm: with momentum={self.momentum} the optimizer must be torch.optim.SGD, got "
@@ -148,7 +151,8 @@ class TopKAlgorithmImpl(PhasedFeedbackImpl, CompressedAllReduceAlgorithmImpl):
 
     def on_backward_begin(self) -> None:
         """Count the backward; a scheduler may have given the optimizer a momentum since the last."""
-        self.algorithm.check_optimizers(self.optimizers)
+        if self.algorithm.momentum is not None:
+            self.algorithm.check_optimizers(self.optimizers)
         super().on_backward_begin()
 
     def tell_uncompressed(self, parameters: Mapping[str, torch.Tensor], *, strict: bool = False) -> None:

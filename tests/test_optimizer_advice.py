@@ -1,0 +1,100 @@
+"""What the algorithms' pages advise against is said at attach: one warning a rank, or none."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import run_ranks
+
+MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+
+
+class FusedAdam(torch.optim.SGD):
+    """In the manner of another package, which does not derive from torch's Adam."""
+
+
+def sgd(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def sgd_with_momentum(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def fused_adam(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return FusedAdam(parameters, lr=0.1, momentum=0.9)
+
+
+def messages_of(algorithm: tb.Algorithm, make_optimizer: MakeOptimizer, *, is_attached: bool = True) -> list[str]:
+    """Attach, or reify, and train two steps."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        ddp = DistributedDataParallel(nn.Linear(4, 2), process_group=group)
+        optimizer = make_optimizer(ddp.parameters())
+        own_group = tb.BaguaProcessGroup(group)
+        if is_attached:
+            impl = tb.attach(ddp, optimizer, algorithm, process_group=own_group).impl
+        else:
+            impl = algorithm.reify(own_group, optimizer=optimizer)
+            ddp.register_comm_hook(impl, tb.comm_hook)
+        for _ in range(2):
+            optimizer.zero_grad()
+            ddp(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        impl.close()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, body)
+    return [str(warning.message) for warning in caught if "torchbagua" in str(warning.message)]
+
+
+SPARSE: list[Any] = [
+    tb.TopKAlgorithm(),
+    tb.TopKAlgorithm(0.05, selection="block"),
+    tb.RandomKAlgorithm(),
+    tb.CompressedAllReduceAlgorithm("topk", error_feedback=True),
+]
+
+
+@pytest.mark.parametrize("is_attached", [True, False], ids=["attach", "reify"])
+@pytest.mark.parametrize("algorithm", SPARSE, ids=repr)
+def test_a_sparse_mean_beside_a_momentum(algorithm: tb.Algorithm, is_attached: bool) -> None:
+    messages = messages_of(algorithm, sgd_with_momentum, is_attached=is_attached)
+    assert len(messages) == 2
+    assert f"{type(algorithm).__name__} with the momentum 0.9 of SGD may diverge" in messages[0]
+    assert "Set that momentum to 0" in messages[0]
+    assert "TopKAlgorithm(momentum=0.9, warmup_steps=...)" in messages[0]
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, fused_adam])
+@pytest.mark.parametrize("algorithm", [*SPARSE, tb.PowerSGDAlgorithm()], ids=repr)
+def test_a_sparse_mean_and_factors_under_adam(algorithm: tb.Algorithm, make_optimizer: MakeOptimizer) -> None:
+    messages = messages_of(algorithm, make_optimizer)
+    assert len(messages) == 2
+    adam = "FusedAdam" if make_optimizer is fused_adam else make_optimizer.__name__
+    assert f"{type(algorithm).__name__} with {adam} " in messages[0]
+    assert "QAdamAlgorithm in one bit" in messages[0]
+    assert "or train with SGD" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "make_optimizer"),
+    [
+        *((algorithm, sgd) for algorithm in [*SPARSE, tb.PowerSGDAlgorithm()]),
+        (tb.PowerSGDAlgorithm(), sgd_with_momentum),
+        (tb.TopKAlgorithm(momentum=0.9), sgd),
+        (tb.TopKAlgorithm(1.0), sgd_with_momentum),
+        (tb.CompressedAllReduceAlgorithm(), torch.optim.AdamW),
+        (tb.ByteGradAlgorithm(error_feedback=True), sgd_with_momentum),
+    ],
+)
+def test_no_warning(algorithm: tb.Algorithm, make_optimizer: MakeOptimizer) -> None:
+    assert not messages_of(algorithm, make_optimizer)
