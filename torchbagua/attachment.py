@@ -9,6 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua.algorithms.base import Algorithm
@@ -22,6 +23,7 @@ from torchbagua.ddp import ddp_sync_disabled, ddp_within_nodes, driven_by, hooke
 from torchbagua.fsdp.communication import communicated_by
 from torchbagua.optimizer_state import broadcast_optimizer_state
 from torchbagua.optimizers import is_sharded
+from torchbagua.running_means import RunningMeans
 from torchbagua.shards import local_shard
 from torchbagua.step_hooks import install_step_hooks
 from torchbagua.traces import Summary
@@ -86,7 +88,17 @@ class Attachment:
                 self.broadcast_optimizers()
             impl.grad_scaler = setup.grad_scaler
             impl.set_module(setup.inner, ignored)
-            undo.enter_context(install_step_hooks(setup, impl, after_first_step=partial(check_first_step, impl, setup)))
+            differs = impl.averages_weights and impl.process_group.size > 1
+            self._running_means = RunningMeans(setup.inner, impl) if differs else None
+            if self._running_means is not None:
+                undo.callback(self._running_means.close)
+            step_hooks = install_step_hooks(
+                setup,
+                impl,
+                after_first_step=partial(check_first_step, impl, setup),
+                running_means=self._running_means,
+            )
+            undo.enter_context(step_hooks)
             if impl.averages_weights:
                 for ddp in setup.ddps:
                     if node_gradients is not None and ddp in of_all_ranks:
@@ -147,8 +159,12 @@ class Attachment:
         self._forgotten.detach()
         with self._undo:
             self._undo.callback(self._let_driven_ddp_go)
+            if self._running_means is not None and not failed:
+                self._running_means.before_end()
             if self.impl.finish(failed=failed):
                 self.broadcast_optimizers()
+                if self._running_means is not None:
+                    self._running_means.average()
             if not failed and self.impl.process_group.compares_clocks:
                 with suppress(RuntimeError):  # a rank has left: what was compared when the run began has to do
                     self.impl.lane.submit(self.impl.process_group.compare_clocks).result()
@@ -191,9 +207,39 @@ class Attachment:
         with self.impl.averaged_weights():
             self._has_mean = True
             try:
+                if self._running_means is not None:
+                    self._running_means.average()
                 yield
             finally:
                 self._has_mean = False
+                if self._running_means is not None:
+                    self._running_means.after_averaged()
+
+    def average_also(self, module: torch.nn.Module) -> None:
+        """Average another module over the ranks too, a running mean (EMA, SWA) for instance. Collective.
+
+        Its parameters, and floating-point and complex buffers, are replaced by their mean over the ranks: now, where
+        each block of `averaged_weights` begins, and in `detach` if that makes weights equal. They stay so after the
+        block: of ranks that have made the same updates it is the running mean of the ranks' mean. Does nothing where
+        gradients are averaged, since all ranks hold the same weights.
+
+        Args:
+            module: an AveragedModel for instance; of the same parameters on all ranks.
+
+        Raises:
+            TypeError: `module` is not a module.
+            RuntimeError: it is called after `detach` or within `averaged_weights`, or communication failed.
+            NotImplementedError: the algorithm is not of this package.
+            CommunicationError: ranks gave different modules, or one rank did not call it.
+        """
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"average_also: module must be a torch.nn.Module, got {type(module).__name__}")
+        if self._is_detached:
+            raise RuntimeError("average_also: the algorithm was detached; call it before")
+        self._check_no_mean("average_also")
+        if self._running_means is not None:
+            with self.averaged_weights():
+                self._running_means.add(module)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """Return all that this rank needs to go on as if it had never stopped. Every rank has its own.

@@ -76,6 +76,7 @@ class StepWatch:
         self._listeners: list[StepEnd] = []
         self._outermost: FrameType | None = None
         self._skips = False
+        self._reads_overflow = False
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -83,8 +84,15 @@ class StepWatch:
         """Whether a step has begun and not ended; the last one may have raised."""
         return self._outermost is not None
 
-    def add(self, listener: StepEnd) -> None:
-        """Tell `listener` of each step from now on."""
+    def add(self, listener: StepEnd, *, reads_overflow: bool = True) -> None:
+        """Tell `listener` of each step from now on.
+
+        Args:
+            listener: see `StepEnd`.
+            reads_overflow: False if `listener` does not need to know whether the step was taken: to read that may mean
+                to wait for a GPU. If no other listener needs it, every step counts as taken.
+        """
+        self._reads_overflow |= reads_overflow
         if not self._hooks:
             self._hooks = [
                 self.optimizer.register_step_pre_hook(self._before),
@@ -105,13 +113,16 @@ class StepWatch:
         if not _is_running(self._outermost):
             self._outermost = sys._getframe(1)
             # On a GPU it waits for what it reads: before the step, whose kernels would be waited for too.
-            self._skips = is_told_to_skip(optimizer)
+            self._skips = self._reads_overflow and is_told_to_skip(optimizer)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._outermost is sys._getframe(1):
             self._outermost = None
             scaler = kwargs.get("grad_scaler")  # of which a class of an older form finds out within its step
-            is_taken = not (self._skips or (scaler is not None and has_overflown(scaler, optimizer)))
+            has_skipped = self._skips or (
+                scaler is not None and self._reads_overflow and has_overflown(scaler, optimizer)
+            )
+            is_taken = not has_skipped
             for listener in tuple(self._listeners):  # one may end the attachment
                 listener(optimizer, is_taken)
 

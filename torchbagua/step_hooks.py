@@ -11,13 +11,21 @@ import torch
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.clocks import Timestamp
 from torchbagua.grad_scaler import install_overflow_agreement
+from torchbagua.running_means import RunningMeans
 from torchbagua.step_clock import StepClock
 from torchbagua.torch_private import leaves, queue_callback
 from torchbagua.tracer import Tracer
 from torchbagua.training_setup import TrainingSetup
+from torchbagua.unaveraged_gradients import UnaveragedGradients
 
 
-def install_step_hooks(setup: TrainingSetup, impl: AlgorithmImpl, *, after_first_step: Callable[[], None]) -> ExitStack:
+def install_step_hooks(
+    setup: TrainingSetup,
+    impl: AlgorithmImpl,
+    *,
+    after_first_step: Callable[[], None],
+    running_means: RunningMeans | None = None,
+) -> ExitStack:
     """Install the hooks that `impl` asks for; closing what is returned removes them.
 
     Args:
@@ -25,6 +33,7 @@ def install_step_hooks(setup: TrainingSetup, impl: AlgorithmImpl, *, after_first
         impl: asked for its hooks. Where it averages weights, it is also asked which steps the GradScaler skips: with
             the decentralized algorithms all ranks skip together, with asynchronous averaging each rank alone.
         after_first_step: called within the optimizer's call of `step`: it looks in the call stack for a GradScaler.
+        running_means: of weights that differ between ranks, which hear of each training step.
     """
     wrapper, module = setup.module, setup.inner
     on_forward = impl.init_forward_pre_hook(module)
@@ -49,6 +58,8 @@ def install_step_hooks(setup: TrainingSetup, impl: AlgorithmImpl, *, after_first
             impl.reset()
         if on_step is not None:
             on_step(optimizer)
+        if running_means is not None:
+            running_means.after_step()
 
     must_step = impl.averages_weights and on_step is not None  # it averages when a step ends, or never
     hears_steps = on_step is not None or impl.averages_weights or impl.needs_grad_scaler or impl.tracer.is_on
@@ -57,6 +68,8 @@ def install_step_hooks(setup: TrainingSetup, impl: AlgorithmImpl, *, after_first
     impl.tracer.has_optimizer = True
     with ExitStack() as handles:  # closed here only where an installation raises
         handles.callback(clock.close)
+        if setup.ddp is not None and not impl.averages_weights and impl.process_group.size > 1:
+            handles.callback(UnaveragedGradients(setup, impl).close)
         if on_forward is not None:
             handles.callback(wrapper.register_forward_pre_hook(before_forward).remove)
         if on_backward_end is not None or must_step or impl.tracer.is_on:

@@ -1,6 +1,6 @@
 """What the algorithms that average weights share: their options, and rounds that all ranks make at the same step."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -11,11 +11,12 @@ from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.rank_state import check_rank_state, owner_of
 from torchbagua.bucket import BaguaBucket, BaguaTensor
-from torchbagua.collectives import BaguaProcessGroup, require_same_progress
+from torchbagua.collectives import BaguaProcessGroup, fingerprint, require_same_progress
 from torchbagua.lane import Job
 from torchbagua.weights import FlatOf, WeightBuckets
 
 T = TypeVar("T")
+_PART_ELEMENTS = 2**21  # of what is no bucket: the group keeps buffers for each length that it has averaged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +111,36 @@ class AveragingImpl(AlgorithmImpl):
         if has_mean:
             self.weights.take_mean(self.lane, self.progress(is_last=True))
         return has_mean
+
+    @torch.no_grad()
+    def average_tensors(self, tensors: Sequence[torch.Tensor], purpose: str) -> None:
+        """Replace these tensors, which are not the module's, by their mean over the ranks. Collective, between steps.
+
+        Call it within `averaged_weights`, or after `finish`, when no round is under way.
+
+        Args:
+            tensors: floating-point or complex, contiguous or not, of the same shapes and dtypes on all ranks.
+            purpose: what they are, in errors.
+        """
+        if self.is_single_rank:
+            return
+        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        flats = {key: torch.cat([tensor.reshape(-1) for tensor in members]) for key, members in alike.items()}
+        layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+        progress = {**self.progress(), "as fingerprint of the tensors to average": fingerprint(layout)}
+
+        def average() -> None:
+            for flat in flats.values():
+                for part in flat.split(_PART_ELEMENTS):
+                    self.process_group.all_reduce(part, average=True, name=purpose)
+
+        self.weights.submit_in_lockstep(self.lane, average, f"the mean of {purpose}", progress).result()
+        for key, members in alike.items():
+            parts = flats[key].split([tensor.numel() for tensor in members])
+            for tensor, part in zip(members, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:

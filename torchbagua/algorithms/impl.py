@@ -62,6 +62,7 @@ class AlgorithmImpl:
         grad_scaler: the GradScaler that `attach` was given.
         loss_scale: the loss scale of the gradients of this backward; 1 unless `needs_grad_scaler` is True and there is
             a GradScaler.
+        num_synchronised: how many backward passes have begun in which DDP hands over buckets.
         has_joined: whether this rank has run out of data, and takes part with gradients of zero until the others have
             too (`torch.distributed.algorithms.Join`).
         ends_in_order: set it to True when all ranks are going to close the impl. NCCL groups are then shut down;
@@ -105,6 +106,7 @@ class AlgorithmImpl:
         self.step_watches: list[StepWatch] = []
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.loss_scale = 1.0
+        self.num_synchronised = 0
         self.has_joined = False
         self.ends_in_order = False
         self.gradient_buckets = GradientBuckets()
@@ -430,6 +432,7 @@ class AlgorithmImpl:
             has_joined: see the attribute of this name.
         """
         self.has_joined = has_joined
+        self.num_synchronised += 1
         if self.commits_on_step and not has_joined:
             self._steps.before_backward()
         if self.needs_grad_scaler:

@@ -1,0 +1,256 @@
+"""EMA and SWA of weights that differ between ranks: noticed with one warning, or averaged over the ranks."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import torchbagua as tb
+from ranks import run_ranks
+from training import build
+
+ALGORITHMS: dict[str, tb.Algorithm] = {
+    "decentralized": tb.DecentralizedAlgorithm(),
+    "low_precision": tb.LowPrecisionDecentralizedAlgorithm(),
+    "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=5),
+    "diloco": tb.DiLoCoAlgorithm(inner_steps=3),
+}
+
+
+class Normed(nn.Sequential):
+    """A model of shapes that no other test's has, with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(7, 13), nn.BatchNorm1d(13), nn.Linear(13, 3))
+
+
+class MyMean(AveragedModel):
+    """A user's subclass."""
+
+
+class Loop:
+    """A training loop of one rank. Ranks are threads here, so each notices the running means of the others too."""
+
+    def __init__(self, group: dist.ProcessGroup, model: nn.Module) -> None:
+        self.group = group
+        self.ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1)
+        self.data = torch.Generator().manual_seed(group.rank())
+
+    def attach(self, algorithm: tb.Algorithm | str) -> tb.Attachment:
+        return tb.attach(self.ddp, self.optimizer, algorithm, process_group=tb.BaguaProcessGroup(self.group))
+
+    def ema(self, cls: type[AveragedModel] = AveragedModel) -> AveragedModel:
+        return cls(self.ddp.module, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.ddp(torch.randn(8, 7, generator=self.data)).square().mean().backward()
+        self.optimizer.step()
+
+
+def values_of(module: nn.Module) -> torch.Tensor:
+    tensors = [*module.parameters(), *(buffer for buffer in module.buffers() if buffer.is_floating_point())]
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+@contextmanager
+def warnings_of(size: int) -> Iterator[list[str]]:
+    """The messages of torchbagua, one a rank or none."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(warning.message) for warning in caught if "torchbagua" in str(warning.message)]
+    assert len(messages) in (0, size), messages
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_running_mean_that_was_made_before_attach_is_noticed(name: str) -> None:
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        loop = Loop(group, model)
+        ema = loop.ema(MyMean)
+        with loop.attach(ALGORITHMS[name]):
+            for _ in range(4):
+                loop.step()
+                ema.update_parameters(loop.ddp.module)
+        return values_of(ema)
+
+    with warnings_of(2) as messages:
+        first, second = run_ranks(2, body)
+    assert not torch.equal(first, second)
+    assert len(messages) == 2
+    assert "MyMean keeps a running mean of this rank's own weights" in messages[0]
+    assert "average_also(model)" in messages[0]
+    assert type(ALGORITHMS[name]).__name__ in messages[0]
+
+
+def test_one_that_was_made_late_is_noticed() -> None:
+    """As of SWA, whose model is made when three quarters of the steps are done."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model)
+        with loop.attach("decentralized"):
+            for _ in range(3):
+                loop.step()
+            swa = AveragedModel(loop.ddp.module)
+            loop.step()
+            swa.update_parameters(loop.ddp.module)
+
+    with warnings_of(2) as messages:
+        run_ranks(2, body)
+    assert len(messages) == 2
+    assert "AveragedModel keeps a running mean" in messages[0]
+
+
+def update_nothing(loop: Loop) -> None:
+    """One that is there, of a run that has ended say, and is not updated."""
+    ema = loop.ema()
+    ema.update_parameters(loop.ddp.module)
+    with loop.attach("decentralized"):
+        for _ in range(3):
+            loop.step()
+
+
+def update_by_the_mean(loop: Loop) -> None:
+    ema = loop.ema()
+    with loop.attach("decentralized") as attachment:
+        for _ in range(3):
+            loop.step()
+            with attachment.averaged_weights():
+                ema.update_parameters(loop.ddp.module)
+                loop.group.barrier().wait()
+
+
+def average_gradients(loop: Loop) -> None:
+    ema = loop.ema()
+    with loop.attach("bytegrad") as attachment:
+        attachment.average_also(ema)
+        for _ in range(3):
+            loop.step()
+            ema.update_parameters(loop.ddp.module)
+
+
+def keep_that_of_another_module(loop: Loop) -> None:
+    other = nn.Linear(7, 5)
+    ema = AveragedModel(other)
+    with loop.attach("decentralized"):
+        for _ in range(3):
+            loop.step()
+            ema.update_parameters(other)
+
+
+def keep_the_mean_of_a_part(loop: Loop) -> None:
+    ema = loop.ema()
+    with loop.attach("decentralized") as attachment:
+        attachment.average_also(ema.module)
+        for _ in range(3):
+            loop.step()
+            ema.update_parameters(loop.ddp.module)
+
+
+@pytest.mark.parametrize(
+    "habit",
+    [
+        update_nothing,
+        update_by_the_mean,
+        average_gradients,
+        keep_that_of_another_module,
+        keep_the_mean_of_a_part,
+    ],
+    ids=lambda habit: habit.__name__,
+)
+def test_no_warning(habit: Callable[[Loop], None]) -> None:
+    model = build(Normed)
+    with warnings_of(2) as messages:
+        run_ranks(2, lambda group: habit(Loop(group, model)))
+    assert not messages
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_is_averaged_also_is_the_mean_over_the_ranks(name: str) -> None:
+    model = build(Normed)
+
+    @dataclass
+    class Seen:
+        own: torch.Tensor
+        within: torch.Tensor
+        after: torch.Tensor
+        last_own: torch.Tensor
+        last: torch.Tensor
+
+    def body(group: dist.ProcessGroup) -> Seen:
+        loop = Loop(group, model)
+        ema = loop.ema()
+        with loop.attach(ALGORITHMS[name]) as attachment:
+            attachment.average_also(ema)
+            for _ in range(3):
+                loop.step()
+                ema.update_parameters(loop.ddp.module)
+            own = values_of(ema).clone()
+            with attachment.averaged_weights():
+                within = values_of(ema).clone()
+            after = values_of(ema).clone()
+            loop.step()
+            ema.update_parameters(loop.ddp.module)
+            last_own = values_of(ema).clone()
+        return Seen(own, within, after, last_own, values_of(ema))
+
+    with warnings_of(3) as messages:
+        seen = run_ranks(3, body)
+    assert not messages
+    assert not torch.equal(seen[0].own, seen[1].own)
+    for one in seen:
+        # Sums are formed in float32, in rank order, as here.
+        assert torch.equal(one.within, (seen[0].own + seen[1].own + seen[2].own) / 3)
+        assert torch.equal(one.after, one.within)
+        assert torch.equal(one.last, (seen[0].last_own + seen[1].last_own + seen[2].last_own) / 3)
+    assert not torch.equal(seen[0].last_own, seen[1].last_own)
+
+
+@pytest.mark.parametrize("name", ["decentralized", "async"])
+def test_ranks_that_give_different_modules_raise(name: str) -> None:
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> str:
+        loop = Loop(group, model)
+        attachment = loop.attach(ALGORITHMS[name])
+        try:
+            attachment.average_also(nn.Linear(2, 2 + group.rank()))
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            attachment.__exit__(RuntimeError, None, None)
+        return ""
+
+    for message in run_ranks(2, body):
+        assert "as fingerprint of the tensors to average" in message
+
+
+def test_refused() -> None:
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model)
+        module: Any = "ema"
+        with loop.attach("decentralized") as attachment:
+            with pytest.raises(TypeError, match=r"average_also: module must be a torch\.nn\.Module, got str"):
+                attachment.average_also(module)
+            with attachment.averaged_weights(), pytest.raises(RuntimeError, match="within averaged_weights"):
+                attachment.average_also(loop.ema())
+        with pytest.raises(RuntimeError, match="was detached"):
+            attachment.average_also(loop.ema())
+
+    run_ranks(2, body)

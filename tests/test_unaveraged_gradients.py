@@ -1,0 +1,431 @@
+"""Steps by gradients that no rank has averaged, while an algorithm averages gradients: one warning, or none."""
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import run_ranks
+from training import build
+
+NUM_STEPS = 6
+
+
+def tower() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+class Loop:
+    """A training loop of one rank; `called` is what it calls, `backward` leaves gradients of this rank's own data."""
+
+    def __init__(self, group: dist.ProcessGroup, model: nn.Module, *, is_driven: bool = False, lr: float = 0.1) -> None:
+        self.net = copy.deepcopy(model)
+        self.ddp = None if is_driven else DistributedDataParallel(self.net, process_group=group)
+        self.called: nn.Module = self.ddp or self.net
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=lr)
+        self.data = torch.Generator().manual_seed(group.rank())
+        self.group = group
+
+    def attach(self, algorithm: str = "gradient_allreduce", **options: Any) -> tb.Attachment:
+        return tb.attach(
+            self.called, self.optimizer, algorithm, process_group=tb.BaguaProcessGroup(self.group), **options
+        )
+
+    def backward(self, module: nn.Module | None = None) -> None:
+        dtype = next(self.net.parameters()).dtype
+        x = torch.randn(8, 4, generator=self.data).to(dtype)
+        (module or self.called)(x).square().mean().backward()
+
+    def step(self, module: nn.Module | None = None) -> None:
+        self.optimizer.zero_grad()
+        self.backward(module)
+        self.optimizer.step()
+
+    def weights(self) -> torch.Tensor:
+        return nn.utils.parameters_to_vector(self.net.parameters()).detach().double()
+
+
+def weights_of_ranks(body: Callable[[dist.ProcessGroup], torch.Tensor], size: int = 2) -> list[torch.Tensor]:
+    return run_ranks(size, body)
+
+
+def check_one_warning(body: Callable[[dist.ProcessGroup], torch.Tensor], *parts: str) -> None:
+    """All ranks warn once, of all parts, and their weights differ indeed."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first, second = weights_of_ranks(body)
+    messages = [str(warning.message) for warning in caught if "torchbagua" in str(warning.message)]
+    assert len(messages) == 2, messages  # one a rank
+    for message in messages:
+        assert all(part in message for part in parts), message
+    assert not torch.equal(first, second)
+
+
+def check_no_warning(body: Callable[[dist.ProcessGroup], Any]) -> None:
+    """No rank warns: the suite makes errors of torchbagua's warnings, here of all."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        run_ranks(2, body)
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
+    "double": lambda module: module.double(),
+    "bfloat16": lambda module: module.to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("is_driven", [False, True], ids=["", "driven"])
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_a_module_that_is_converted_after_ddp_was_made(convert: Callable[[nn.Module], object], is_driven: bool) -> None:
+    model = build(tower)
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        loop = Loop(group, model, is_driven=is_driven)
+        with loop.attach(ddp_arguments={} if is_driven else None):
+            loop.step()
+            convert(loop.called)
+            for _ in range(NUM_STEPS):
+                loop.step()
+        return loop.weights()
+
+    called = "call the module itself" if is_driven else "call ddp(x)"
+    check_one_warning(
+        body, "SGD has stepped twice", "ddp.double()", "wrap it in a new DDP", called, "different weights"
+    )
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad", "powersgd"])
+def test_the_inner_module_called_in_place_of_ddp(name: str) -> None:
+    model = build(tower)
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        loop = Loop(group, model)
+        with loop.attach(name):
+            for _ in range(NUM_STEPS):
+                loop.step(loop.net)
+        return loop.weights()
+
+    check_one_warning(body, "net(x)", "call ddp(x)", "ddp.double()")
+
+
+def test_the_inner_module_called_in_every_other_step_of_a_loop_that_accumulates() -> None:
+    model = build(tower)
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        loop = Loop(group, model)
+        assert loop.ddp is not None
+        with loop.attach():
+            for step in range(NUM_STEPS):
+                loop.optimizer.zero_grad()
+                if step % 2 == 0:
+                    with loop.ddp.no_sync():
+                        loop.backward()
+                    loop.backward()
+                else:
+                    loop.backward(loop.net)
+                loop.optimizer.step()
+        return loop.weights()
+
+    check_one_warning(body, "SGD has stepped twice")
+
+
+def test_two_bare_steps_are_enough_and_one_is_not() -> None:
+    model = build(tower)
+    counts: list[int] = []
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model)
+        with loop.attach():
+            for _ in range(3):
+                loop.step(loop.net)
+                group.barrier().wait()
+                if group.rank() == 0:
+                    counts.append(len(caught))
+                group.barrier().wait()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(1, body)  # one rank cannot differ from another
+        assert counts == [0, 0, 0]
+        counts.clear()
+        run_ranks(2, body)
+        assert counts == [0, 2, 2]
+
+
+def steps_within_no_sync(loop: Loop) -> None:
+    """Local steps, and weights averaged by hand."""
+    assert loop.ddp is not None
+    with loop.ddp.no_sync():
+        for _ in range(NUM_STEPS):
+            loop.step()
+
+
+def two_optimizers_within_no_sync(loop: Loop) -> None:
+    assert loop.ddp is not None
+    halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (loop.net[0], loop.net[2])]  # type: ignore[index]
+    with tb.attach(loop.ddp, halves, "gradient_allreduce", process_group=tb.BaguaProcessGroup(loop.group)):
+        for _ in range(NUM_STEPS):
+            with loop.ddp.no_sync():
+                loop.ddp.zero_grad()
+                loop.backward()
+            for half in halves:
+                half.step()
+
+
+def a_flag_in_place_of_no_sync(loop: Loop) -> None:
+    assert loop.ddp is not None
+    for step in range(2 * NUM_STEPS):
+        loop.ddp.require_backward_grad_sync = step % 2 == 1
+        loop.step()
+
+
+def accumulation(loop: Loop) -> None:
+    assert loop.ddp is not None
+    for step in range(2 * NUM_STEPS):
+        with loop.ddp.no_sync() if step % 2 == 0 else nullcontext():
+            loop.backward()
+        if step % 2 == 1:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+
+
+def steps_without_gradients(loop: Loop) -> None:
+    for set_to_none in (True, False):
+        loop.step()
+        for _ in range(NUM_STEPS):
+            loop.optimizer.zero_grad(set_to_none=set_to_none)
+            loop.optimizer.step()
+
+
+def the_same_gradients_again(loop: Loop) -> None:
+    for _ in range(2):
+        loop.step()
+        for _ in range(3):
+            loop.optimizer.step()
+
+
+def frozen_phases(loop: Loop) -> None:
+    for _ in range(3):
+        loop.step()
+        loop.net.requires_grad_(False)
+        for _ in range(3):
+            nn.utils.clip_grad_norm_(loop.net.parameters(), 1e-3)
+            loop.optimizer.step()
+        loop.net.requires_grad_(True)
+
+
+def skipped_steps(loop: Loop) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(NUM_STEPS):
+        loop.optimizer.zero_grad()
+        share = torch.inf if step % 2 == 0 else 1.0
+        scaler.scale(share * loop.called(torch.ones(2, 4)).sum()).backward()
+        scaler.step(loop.optimizer)
+        scaler.update()
+
+
+def evaluation_of_the_inner_module(loop: Loop) -> None:
+    """Gradients of an attack, which no step uses."""
+    for _ in range(NUM_STEPS):
+        loop.net.eval()
+        loop.backward(loop.net)
+        loop.net.train()
+        loop.step()
+
+
+def a_generator_and_its_critic(loop: Loop) -> None:
+    """The critic is attached. The generator's loss gives it gradients too, by the inner module."""
+    generator = nn.Linear(4, 4)
+    other = torch.optim.SGD(generator.parameters(), lr=0.1)
+    for _ in range(NUM_STEPS):
+        for _ in range(2):
+            loop.step()
+        other.zero_grad()
+        loop.net(generator(torch.randn(8, 4, generator=loop.data))).mean().backward()
+        other.step()
+
+
+def a_closure(loop: Loop) -> None:
+    def closure() -> float:
+        loop.optimizer.zero_grad()
+        loop.backward()
+        return 0.0
+
+    for _ in range(NUM_STEPS):
+        loop.optimizer.step(closure)
+
+
+LEGITIMATE: list[Callable[[Loop], None]] = [
+    steps_within_no_sync,
+    a_flag_in_place_of_no_sync,
+    accumulation,
+    steps_without_gradients,
+    the_same_gradients_again,
+    frozen_phases,
+    skipped_steps,
+    evaluation_of_the_inner_module,
+    a_generator_and_its_critic,
+    a_closure,
+]
+
+
+@pytest.mark.parametrize("habit", LEGITIMATE, ids=lambda habit: habit.__name__)
+def test_no_warning(habit: Callable[[Loop], None]) -> None:
+    model = build(tower)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model)
+        with loop.attach("bytegrad"):
+            habit(loop)
+
+    check_no_warning(body)
+
+
+def test_no_warning_of_two_optimizers_within_no_sync() -> None:
+    model = build(tower)
+    check_no_warning(lambda group: two_optimizers_within_no_sync(Loop(group, model)))
+
+
+def test_no_warning_of_a_ddp_that_attach_has_made() -> None:
+    model = build(tower)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model, is_driven=True)
+        with loop.attach(ddp_arguments={}) as attachment:
+            assert attachment.ddp is not None
+            for step in range(NUM_STEPS):
+                with attachment.ddp.no_sync() if step < 3 else nullcontext():
+                    loop.step()
+
+    check_no_warning(body)
+
+
+@pytest.mark.parametrize("is_attached_first", [False, True], ids=["before attach", "after attach"])
+def test_parameters_unfrozen_after_ddp_was_made(is_attached_first: bool) -> None:
+    def frozen_tower() -> nn.Module:
+        model = tower()
+        model[0].requires_grad_(False)
+        return model
+
+    model = build(frozen_tower)
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        loop = Loop(group, model)
+        if not is_attached_first:
+            loop.net.requires_grad_(True)
+        with loop.attach():
+            for step in range(NUM_STEPS):
+                if step == 2:
+                    loop.net.requires_grad_(True)
+                loop.step()
+        return loop.weights()
+
+    check_one_warning(body, "2 parameters have gradients that are not averaged: 0.weight, 0.bias", "a new DDP")
+
+
+def test_parameters_added_after_ddp_was_made() -> None:
+    model = build(tower)
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        loop = Loop(group, model)
+        with loop.attach():
+            for step in range(NUM_STEPS):
+                if step == 2:
+                    added = nn.Linear(1, 1)
+                    nn.init.ones_(added.weight)
+                    nn.init.zeros_(added.bias)
+                    loop.net.append(added)  # type: ignore[operator]
+                    loop.optimizer.add_param_group({"params": list(added.parameters())})
+                loop.step()
+        return loop.weights()
+
+    check_one_warning(body, "2 parameters have gradients that are not averaged: 3.weight, 3.bias")
+
+
+def test_no_warning_of_parameters_that_ddp_ignores_or_that_are_not_used() -> None:
+    model = build(tower)
+
+    def body(group: dist.ProcessGroup) -> None:
+        net = copy.deepcopy(model)
+        net[1] = nn.Linear(4, 4)  # type: ignore[operator]
+        net[1].requires_grad_(False)  # type: ignore[operator, union-attr]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.weight", "0.bias"])
+        loop = Loop(group, net)
+        with loop.attach():
+            for _ in range(NUM_STEPS):
+                loop.step()
+
+    check_no_warning(body)
+
+
+def test_an_optimizer_in_backward() -> None:
+    model = build(tower)
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        loop = Loop(group, model)
+        optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in loop.net.parameters()}
+
+        def step(parameter: torch.Tensor) -> None:
+            optimizers[parameter].step()  # type: ignore[index]
+            parameter.grad = None
+
+        for parameter in loop.net.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        own_group = tb.BaguaProcessGroup(group)
+        with tb.attach(loop.called, list(optimizers.values()), "gradient_allreduce", process_group=own_group):
+            for _ in range(NUM_STEPS):
+                loop.backward()
+        return loop.weights()
+
+    check_one_warning(body, "SGD steps within backward", "Step after backward", "averages weights")
+
+
+def test_the_warning_points_at_the_step_of_the_loop() -> None:
+    model = build(tower)
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        loop = Loop(group, model)
+        with loop.attach():
+            for _ in range(3):
+                loop.step(loop.net)
+        return loop.weights()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, body)
+    assert {re.sub(r".*/", "", warning.filename) for warning in caught} == {"test_unaveraged_gradients.py"}
+
+
+def test_one_of_many_frozen_parameters_is_found() -> None:
+    """A step looks at some of them only."""
+
+    class FrozenLayers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4).requires_grad_(False) for _ in range(130))
+            self.head = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layers[-1](x))
+
+    model = build(FrozenLayers)
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        loop = Loop(group, model)
+        with loop.attach():
+            for step in range(NUM_STEPS):
+                if step == 2:
+                    loop.net.get_parameter("layers.129.bias").requires_grad_(True)
+                loop.step()
+        return loop.weights()
+
+    check_one_warning(body, "1 parameters have gradients that are not averaged: layers.129.bias")
