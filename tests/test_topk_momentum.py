@@ -152,7 +152,8 @@ def test_other_optimizers_are_refused(make_optimizer: Any, message: str) -> None
         optimizer = make_optimizer(ddp.parameters())
         with pytest.raises(ValueError, match=f"^TopKAlgorithm: with momentum=0.9 {message}"):
             tb.attach(ddp, optimizer, tb.TopKAlgorithm(momentum=0.9))
-        tb.attach(ddp, optimizer, tb.TopKAlgorithm()).detach()
+        with pytest.warns(RuntimeWarning, match="TopKAlgorithm with"):  # and without a momentum only advised against
+            tb.attach(ddp, optimizer, tb.TopKAlgorithm()).detach()
 
     run_ranks(1, body)
 
