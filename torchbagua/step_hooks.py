@@ -33,7 +33,7 @@ def install_step_hooks(
         impl: asked for its hooks. Where it averages weights, it is also asked which steps the GradScaler skips: with
             the decentralized algorithms all ranks skip together, with asynchronous averaging each rank alone.
         after_first_step: called within the optimizer's call of `step`: it looks in the call stack for a GradScaler.
-        running_means: of weights that differ between ranks, which hear of each training step.
+        running_means: of weights that differ between ranks; notified of each training step.
     """
     wrapper, module = setup.module, setup.inner
     on_forward = impl.init_forward_pre_hook(module)
