@@ -56,7 +56,7 @@ class Lane:
         self._stop.atexit = False
         # A thread that the interpreter's end finds within gloo would abort the process.
         self._close_at_exit = partial(_close, weakref.ref(self))
-        self._interrupt: weakref.WeakMethod[Callable[[], None]] | None = None
+        weakref.finalize(self, atexit.unregister, self._close_at_exit).atexit = False
 
     def use_gpu(self, device: torch.device) -> None:
         """Have jobs from now on work on tensors of this GPU. Raises ValueError for another GPU than before."""
@@ -98,8 +98,8 @@ class Lane:
 
         Args:
             run: called on the lane's thread.
-            interrupt: a method that ends `run` if it would go on for ever. `close` calls it, if its object still
-                exists. It replaces an earlier one.
+            interrupt: a method that ends `run` if it would go on for ever. It is called by `close`, or when nobody has
+                the lane any more, if its object still exists. It replaces an earlier one.
 
         Raises:
             RuntimeError: the lane is closed.
@@ -112,7 +112,7 @@ class Lane:
                 self._thread.start()
                 atexit.register(self._close_at_exit)
             if interrupt is not None:
-                self._interrupt = weakref.WeakMethod(interrupt)
+                self._worker.interrupt = weakref.WeakMethod(interrupt)
             return self._worker.submit(run, self._side)
 
     @property
@@ -124,8 +124,6 @@ class Lane:
         """Finish the queued jobs and end the thread. It waits for the running job as long as that may take."""
         with self._lock:
             self._stop()
-        if self._interrupt is not None and (interrupt := self._interrupt()) is not None:
-            interrupt()
         if self._thread is not None:
             self._thread.join()
         if self._side is not None:
@@ -217,6 +215,7 @@ class _Worker:
 
     Attributes:
         failure: that error, None before.
+        interrupt: ends the job that runs, if it would go on for ever.
     """
 
     def __init__(
@@ -232,6 +231,7 @@ class _Worker:
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # between a job that is queued and the failure after which none runs
         self.failure: BaseException | None = None
+        self.interrupt: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def submit(self, run: Callable[[], T], side: SideStream | None) -> Job[T]:
         job = Job(run, self._waiting, lambda: self._late_failure, side)
@@ -244,6 +244,8 @@ class _Worker:
 
     def stop(self) -> None:
         self._jobs.put(None)
+        if self.interrupt is not None and (interrupt := self.interrupt()) is not None:
+            interrupt()
 
     def work(self) -> None:
         while self._run_next():

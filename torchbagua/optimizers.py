@@ -155,8 +155,9 @@ class StepsTaken:
         self._watches: list[StepWatch] = []
         self._is_told = False
         self._num_backwards = 0  # since the last step
-        # Optimizers outlive an object that is forgotten behind a hook of DDP.
-        weakref.finalize(listener, self.close).atexit = False
+        # Optimizers outlive an object that is forgotten behind a hook of DDP. What is registered here is never let go
+        # before the listener, and these optimizers may have a hook that leads to it.
+        weakref.finalize(listener, _close, weakref.ref(self)).atexit = False
 
     def listen_to(self, watches: Sequence[StepWatch]) -> None:
         """Hear of the steps of these optimizers, until `close`."""
@@ -211,3 +212,8 @@ class StepsTaken:
         self._num_backwards = 0
         if (listener := self._listener()) is not None:
             listener.on_step_taken([parameter for parameter in parameters if parameter.grad is not None])
+
+
+def _close(reference: weakref.ref[StepsTaken]) -> None:
+    if (steps := reference()) is not None:
+        steps.close()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -332,17 +333,8 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
     def _start(self) -> None:
         if self.mode == "running" and self._rounds is None and not self.is_single_rank:
             interval_s = self.algorithm.sync_interval_ms / 1000
-            self._rounds = BackgroundRounds(self, self.weights, self._average, self.progress(), interval_s, self.clock)
-
-    def _average(self, one: WeightBucket, is_exact: bool) -> None:
-        """Write the mean of the snapshots of a bucket, or what this rank is to take for it, to the flat tensor."""
-        differences = self._differences.get(one)
-        if is_exact or differences is None:
-            one.bucket.run()
-        else:
-            differences.average()
-        if is_exact and differences is not None:
-            differences.begin()
+            average = partial(_average, self._differences)
+            self._rounds = BackgroundRounds(self, self.weights, average, self.progress(), interval_s, self.clock)
 
     def _stop(self, reason: Reason, with_mean: bool) -> Outcome:
         assert self._rounds is not None
@@ -390,6 +382,19 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
                 f"AsyncModelAverageAlgorithmImpl.{method}: module must be the one that the algorithm is attached to, "
                 f"got {type(module).__name__}, to which it is not"
             )
+
+
+def _average(
+    compressed: Mapping[WeightBucket, CompressedDifferences], weight_bucket: WeightBucket, is_exact: bool
+) -> None:
+    """Write the mean of the snapshots of a bucket, or what this rank is to take for it, to the flat tensor."""
+    differences = compressed.get(weight_bucket)
+    if is_exact or differences is None:
+        weight_bucket.bucket.run()
+    else:
+        differences.average()
+    if is_exact and differences is not None:
+        differences.begin()
 
 
 def _zeros(one: WeightBucket) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -92,7 +93,8 @@ class BackgroundRounds:
         impl: on whose lane they run.
         weights: what is averaged.
         average: writes the mean of a bucket's snapshots to its flat tensor, or what a rank is to take for it. It is
-            told whether that must be the mean, the same on all ranks: in the first round and the last.
+            told whether that must be the mean, the same on all ranks: in the first round and the last. Nothing leads
+            from it to the module.
         progress: what ranks must have in common when they begin.
         interval_s: pause between two rounds.
         clock: measures it.
@@ -113,7 +115,9 @@ class BackgroundRounds:
         self.num_rounds = 0
         self._group = impl.process_group
         self._tracer = impl.tracer
-        self._weights = weights
+        # The lane holds the rounds, and nothing that leads to the module: once nobody has that, the lane ends them.
+        self._weights_in_use = weakref.ref(weights)
+        self._buckets = list(weights)
         self._average = average
         self._progress = progress
         self._interval_s = interval_s
@@ -121,7 +125,7 @@ class BackgroundRounds:
         self._timeout_s = impl.process_group.timeout.total_seconds()
         self._longest_patience_s = self._timeout_s / 4
         self._clock = clock
-        self._device = next((one.bucket.flat.device for one in weights), torch.device("cpu"))
+        self._device = next((one.bucket.flat.device for one in self._buckets), torch.device("cpu"))
         self._handoff = StreamHandoff(self._device)
         self._last_to_stop: int | None = None  # a rank that had not stopped yet at the last round; the lane writes it
         # Guards everything below. The buckets' snapshots are the training thread's while it is asked for them, and the
@@ -135,7 +139,7 @@ class BackgroundRounds:
         self._step_s = 0.0
         self._last_step_at_s = clock.now()
         weights.read(SNAPSHOT)
-        for one in weights:
+        for one in self._buckets:
             one.difference.zero_()  # made here, and so on this thread's stream
         self._handoff.record()
         self._job = impl.lane.submit(self._run, interrupt=self.leave)
@@ -144,6 +148,13 @@ class BackgroundRounds:
     def outcome(self) -> Outcome | None:
         """How the rounds ended, or None while they go on. Raises RuntimeError where communication failed."""
         return self._job.result() if self._job.is_done() else None
+
+    @property
+    def _weights(self) -> WeightBuckets:
+        """What the training thread reads and writes."""
+        weights = self._weights_in_use()
+        assert weights is not None
+        return weights
 
     def after_step(self) -> None:
         """Between two steps, on the training thread: add what was averaged, give a snapshot where one is wanted."""
@@ -232,7 +243,7 @@ class BackgroundRounds:
                 ends = outcome.leaving_rank is not None or outcome.running_rank is None
                 if ends and not outcome.has_mean:
                     return outcome
-                for one in self._weights:
+                for one in self._buckets:
                     self._average(one, ends or self.num_rounds == 0)
                     if not ends:
                         one.subtract(one.bucket.flat, one.snapshot, out=one.bucket.flat)  # while it is in the caches
@@ -274,24 +285,24 @@ class BackgroundRounds:
 
     def _hand_over(self) -> None:
         """Leave to the training thread what the flat tensors hold, mean minus snapshot."""
-        buffers = {one: one.snapshot.clone() for one in self._weights.of_buffers}
+        buffers = {one: one.snapshot.clone() for one in self._buckets if one.are_buffers}
         # So that a training thread that takes them does not wait for the network.
         self._group.wait_for_gpu(self._device, f"averaging round {self.num_rounds}")
         with self._changed:
             self._handoff.wait()
             if self._pending_info is None:
-                for one in self._weights:
+                for one in self._buckets:
                     one.difference, one.bucket.flat = one.bucket.flat, one.difference
                 self._pending_info = PendingInfo(self._snapshot_info.step, buffers)
             else:  # the training thread has not come since the last round
-                for one in self._weights:
+                for one in self._buckets:
                     one.difference.add_(one.bucket.flat)
                 self._carry_snapshot(FLAT)
             self._handoff.record()
 
     def _carry_snapshot(self, last_difference: FlatOf) -> None:
         """Bring a snapshot that may be sent again up to this round, as the weights will be when they are given it."""
-        for one in self._weights:
+        for one in self._buckets:
             one.snapshot.add_(last_difference(one))
         self._snapshot_info = replace(self._snapshot_info, num_rounds=self.num_rounds)
 
