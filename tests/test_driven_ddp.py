@@ -117,8 +117,8 @@ def test_another_ddp_around_it_is_found_and_a_failed_attach_can_be_tried_again()
             tb.attach(module, optimizer, "bytegrad", strict=True, **arguments)
         except ValueError:  # which holds the DDP that was made
             attachment = tb.attach(module, optimizer, "gradient_allreduce", **arguments)
-        module(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
         ddp = DistributedDataParallel(module, process_group=group)
+        ddp(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
         with pytest.raises(RuntimeError, match="Linear was wrapped in DistributedDataParallel after attach"):
             optimizer.step()
         del ddp

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from averaging import RARELY, Normed, alone, batches
 from ranks import run_ranks
-from torchbagua.ddp import ddps_around
+from torchbagua.outer_ddps import search_ddps_around
 from training import build
 
 NUM_MICRO_STEPS = 2
@@ -249,7 +249,7 @@ def test_other_threads_may_make_tuples_while_wrappers_are_looked_for() -> None:
     thread.start()
     try:
         for _ in range(20):
-            assert ddps_around(torch.nn.Linear(2, 2)) == []
+            assert search_ddps_around(torch.nn.Linear(2, 2)) == []
     finally:
         is_over.set()
         thread.join()

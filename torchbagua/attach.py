@@ -135,7 +135,7 @@ def attach(
     check_replicate_group(module, replicate_group)
     check_quantize_weights(module, quantize_weights, algorithm)
     check_detached(module)
-    ddps = ddps_of(module, averages_weights=algorithm.averages_weights)
+    ddps = ddps_of(module)
     within_nodes = algorithm.averages_gradients_within_nodes
     setup = TrainingSetup(module, ddps, optimizers, grad_scaler, replicate_group)
     # None: an own algorithm, asked again once the impl is there. Where a DDP is to be made, that is not there yet.

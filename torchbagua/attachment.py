@@ -15,20 +15,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.saved_state import check_saved, load_state, save_state
-from torchbagua.checks import check_first_step, check_kind, check_within_nodes, mark_attached
+from torchbagua.checks import check_caller, check_first_step, check_kind, check_within_nodes, mark_attached
 from torchbagua.collectives import broadcast_state, broadcast_tensors
 from torchbagua.comm_hook import comm_hook
 from torchbagua.compressors import Compressor
 from torchbagua.ddp import ddp_sync_disabled, ddp_within_nodes, driven_by, hooked, named_tensors
+from torchbagua.end_warnings import warn_of_different_weights, warn_of_missing_detach, warn_of_unused_optimizers
 from torchbagua.fsdp.communication import communicated_by
 from torchbagua.optimizer_state import broadcast_optimizer_state
 from torchbagua.optimizers import is_sharded
+from torchbagua.outer_ddps import CallerWatch
 from torchbagua.running_means import RunningMeans
 from torchbagua.shards import local_shard
 from torchbagua.step_hooks import install_step_hooks
 from torchbagua.traces import Summary
 from torchbagua.training_setup import TrainingSetup
-from torchbagua.user_warning import warn_user
 
 
 class Attachment:
@@ -92,19 +93,33 @@ class Attachment:
             self._running_means = RunningMeans(setup.inner, impl) if differs else None
             if self._running_means is not None:
                 undo.callback(self._running_means.close)
-            step_hooks = install_step_hooks(
+            silenced = undo.enter_context(ExitStack())
+
+            def silence(ddp: DistributedDataParallel) -> None:
+                if node_gradients is not None and ddp in of_all_ranks:
+                    silenced.enter_context(ddp_within_nodes(ddp, partial(comm_hook, node_gradients)))
+                else:
+                    silenced.enter_context(ddp_within_nodes(ddp, None) if within_nodes else ddp_sync_disabled(ddp))
+
+            def silence_caller(ddp: DistributedDataParallel) -> None:
+                check_caller(impl, setup, ddp)
+                silence(ddp)
+
+            watch: CallerWatch | None = None
+            if impl.averages_weights or setup.driven_ddp is not None:
+                # Where attach was given a DDP, another one may be around the same module; else none may be made later.
+                watch = CallerWatch(setup.inner, setup.ddps, silence_caller if setup.ddp is setup.module else None)
+                undo.callback(watch.close)
+            step_hooks, self._clock = install_step_hooks(
                 setup,
                 impl,
-                after_first_step=partial(check_first_step, impl, setup),
+                after_first_step=partial(check_first_step, impl, setup, watch),
                 running_means=self._running_means,
             )
             undo.enter_context(step_hooks)
             if impl.averages_weights:
                 for ddp in setup.ddps:
-                    if node_gradients is not None and ddp in of_all_ranks:
-                        undo.enter_context(ddp_within_nodes(ddp, partial(comm_hook, node_gradients)))
-                    else:
-                        undo.enter_context(ddp_within_nodes(ddp, None) if within_nodes else ddp_sync_disabled(ddp))
+                    silence(ddp)
             elif setup.is_sharded:
                 communicated = communicated_by(
                     impl,
@@ -120,7 +135,7 @@ class Attachment:
                 assert setup.ddp is not None
                 undo.enter_context(hooked(setup.ddp, partial(comm_hook, impl)))
             self._undo = undo.pop_all()
-        self._forgotten = weakref.finalize(self, _warn_of_missing_detach, weakref.ref(impl))
+        self._forgotten = weakref.finalize(self, warn_of_missing_detach, weakref.ref(impl))
 
     @property
     def is_detached(self) -> bool:
@@ -157,6 +172,9 @@ class Attachment:
             return
         self._is_detached = True
         self._forgotten.detach()
+        # Both before the weights are averaged for the last time.
+        unused = [] if failed else self._clock.unused_optimizers()
+        differ = failed and self.impl.leaves_ranks_apart and self._clock.has_trained
         with self._undo:
             self._undo.callback(self._let_driven_ddp_go)
             if self._running_means is not None and not failed:
@@ -168,6 +186,10 @@ class Attachment:
             if not failed and self.impl.process_group.compares_clocks:
                 with suppress(RuntimeError):  # a rank has left: what was compared when the run began has to do
                     self.impl.lane.submit(self.impl.process_group.compare_clocks).result()
+        if unused:
+            warn_of_unused_optimizers(unused)
+        if differ:
+            warn_of_different_weights(self.algorithm)
 
     def _let_driven_ddp_go(self) -> None:
         if self._setup.driven_ddp is not None:
@@ -347,13 +369,3 @@ class Attachment:
         traceback: TracebackType | None,
     ) -> None:
         self._end(failed=exception_type is not None)
-
-
-def _warn_of_missing_detach(reference: weakref.ref[AlgorithmImpl]) -> None:
-    """Where the program ends, or nobody can detach any more. It must not keep the impl, which keeps the module."""
-    impl = reference()
-    if impl is not None and impl.leaves_ranks_apart:
-        warn_user(
-            f"torchbagua: {type(impl.algorithm).__name__} was not detached, and nobody can do it any more: ranks are "
-            f"left with different weights. Call {impl.ended_by} on all ranks when training is done"
-        )

@@ -13,10 +13,11 @@ from torchbagua.algorithms.base import Algorithm, get
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.bucket import check_elements
 from torchbagua.collectives import BaguaProcessGroup
-from torchbagua.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, ddps_around, named_tensors
+from torchbagua.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, named_tensors
 from torchbagua.fsdp.parts import check_all_reduce_hooks, check_reduce_scatters, check_sharded
 from torchbagua.grad_scaler import is_stepped_by_scaler
 from torchbagua.optimizers import check_optimizer, is_sharded, parameters_of
+from torchbagua.outer_ddps import CallerWatch, search_ddps_around
 from torchbagua.shards import sharded_parts
 from torchbagua.torch_private import (
     has_delayed_all_reduce,
@@ -229,7 +230,7 @@ def warn_of_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             )
 
 
-def check_first_step(impl: AlgorithmImpl, setup: TrainingSetup) -> None:
+def check_first_step(impl: AlgorithmImpl, setup: TrainingSetup, watch: CallerWatch | None) -> None:
     """Say, within the loop's first step, what of it an attached algorithm should have been told.
 
     Raises:
@@ -245,10 +246,34 @@ def check_first_step(impl: AlgorithmImpl, setup: TrainingSetup) -> None:
             f"torchbagua: a GradScaler steps {type(setup.optimizers[0]).__name__}, and {type(impl).__name__} does not "
             f"know it: {what}; hand it over, grad_scaler=scaler",
         )
-    if setup.ddp is not setup.module and any(ddp not in setup.ddps for ddp in ddps_around(setup.module)):
-        raise RuntimeError(
-            f"torchbagua: {type(setup.module).__name__} was wrapped in DistributedDataParallel after attach, which "
-            "averages gradients beside the algorithm: wrap it before attach"
+    if watch is None or setup.ddp is setup.module:
+        return
+    new = watch.new if watch.has_seen else [ddp for ddp in search_ddps_around(setup.module) if ddp not in setup.ddps]
+    if new:
+        _refuse_later_ddp(setup.module)
+    watch.on_new = lambda ddp: _refuse_later_ddp(setup.module)
+
+
+def _refuse_later_ddp(module: torch.nn.Module) -> None:
+    raise RuntimeError(
+        f"torchbagua: {type(module).__name__} was wrapped in DistributedDataParallel after attach, which averages "
+        "gradients beside the algorithm: wrap it before attach"
+    )
+
+
+def check_caller(impl: AlgorithmImpl, setup: TrainingSetup, ddp: DistributedDataParallel) -> None:
+    """Raise ValueError where an algorithm that averages weights cannot silence `ddp`, in whose forward this is called.
+
+    `ddp` is another one than that which attach was given, around the same module.
+    """
+    check_around(setup.inner, ddp)
+    if is_joining(ddp):
+        raise ValueError(f"torchbagua: {JOIN_REFUSAL}")
+    if impl.averages_gradients_within_nodes:
+        raise ValueError(
+            f"torchbagua: {type(impl.algorithm).__name__} with hierarchical=True has one DistributedDataParallel "
+            f"average gradients within nodes, and {type(setup.inner).__name__} was called by another one; call the one "
+            "that attach was given"
         )
 
 

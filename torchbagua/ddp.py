@@ -1,7 +1,7 @@
 """What attach does to a DistributedDataParallel module: its one communication hook, or its silence."""
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
@@ -19,49 +19,9 @@ JOIN_REFUSAL = (
     "steps without it"
 )
 
+_HELD = "_torchbagua_hook"  # on a DDP
+
 Hook = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
-
-
-def parents_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return the modules of which some of `modules` are direct children, also those that nobody uses any more."""
-    # Not among all objects that there are (gc.get_objects): while somebody holds a tuple that another thread is making
-    # of an iterator, CPython 3.11 fails there.
-    ids = {id(module) for module in modules}
-    children = [
-        one
-        for one in gc.get_referrers(*modules)
-        if isinstance(one, dict) and any(id(value) in ids for value in list(one.values()))
-    ]
-    children_ids = {id(one) for one in children}
-    if not children:
-        return []
-    # A dict of children is referred to by its module, or by that module's own dict.
-    owners = gc.get_referrers(*children)
-    states = [one for one in owners if isinstance(one, dict) and id(one.get("_modules")) in children_ids]
-    if states:
-        owners += gc.get_referrers(*states)
-    # Not isinstance, which asks proxies for their class.
-    found = {id(one): one for one in owners if torch.nn.Module in type(one).__mro__}
-    return [one for one in found.values() if id(vars(one).get("_modules")) in children_ids]
-
-
-def ddps_around(
-    module: torch.nn.Module, besides: DistributedDataParallel | None = None
-) -> list[DistributedDataParallel]:
-    """Return those, `besides` apart, that wrap `module`, or what holds it, and that somebody may still call."""
-
-    def around() -> list[DistributedDataParallel]:
-        found: dict[int, torch.nn.Module] = {}
-        parents = parents_of([module])
-        while new := {id(one): one for one in parents if id(one) not in found}:
-            found |= new
-            parents = parents_of(list(new.values()))
-        return [one for one in found.values() if isinstance(one, DistributedDataParallel) and one is not besides]
-
-    if not around():
-        return []
-    gc.collect()  # DDP is in cycles with itself: one that was let go is there until it is collected
-    return around()
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -111,7 +71,7 @@ def ddp_sync_disabled(ddp: DistributedDataParallel) -> ExitStack:
 
     with ExitStack() as undo:  # closed here only where one of these steps raises
         undo.callback(turn_on)
-        turn_off()
+        disable(ddp, ())  # its forward may be under way
         undo.callback(ddp.register_forward_pre_hook(disable).remove)
         # Where DDP averages all the same, the hook leaves the gradients as they are: in the first backward of a static
         # graph, which fails otherwise (torch 2.13), and where the attribute is set between forward and backward, as
@@ -168,12 +128,26 @@ def driven_by(module: torch.nn.Module, ddp: DistributedDataParallel) -> ExitStac
     return undo
 
 
+class HeldHook:
+    """What holds a hook, on the DDP that calls it: a hook may lead back to the DDP, and both are garbage together."""
+
+    def __init__(self, hook: Hook) -> None:
+        self.hook = hook
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Leave None in a copy."""
+        return type(None), ()
+
+
 class Trampoline:
-    """What DDP holds as its one hook's state for ever: the hook that is attached now, or none."""
+    """What DDP holds as its one hook's state for ever: the hook that is attached now, or none.
+
+    Weakly, since the reducer's references are not seen by the garbage collector.
+    """
 
     module_id: int | None = None
     process_group: dist.ProcessGroup | None = None
-    hook: Hook | None = None
+    held: weakref.ref[HeldHook] | None = None
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self.module_id = id(module)
@@ -185,10 +159,11 @@ class Trampoline:
 
 
 def _trampoline_hook(state: Trampoline, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    if state.hook is None:
+    held = None if state.held is None else state.held()
+    if held is None:
         assert state.process_group is not None  # only a copy has none, and no reducer calls that
         return allreduce_hook(state.process_group, bucket)
-    return state.hook(bucket)
+    return held.hook(bucket)
 
 
 def check_no_foreign_hook(module: DistributedDataParallel) -> None:
@@ -204,9 +179,12 @@ def check_no_foreign_hook(module: DistributedDataParallel) -> None:
 def hooked(module: DistributedDataParallel, hook: Hook) -> ExitStack:
     """Have DDP call `hook` with its gradient buckets until what is returned is closed; then it takes the plain mean."""
     trampoline = _trampoline_of(module)
-    trampoline.hook = hook
+    held = HeldHook(hook)
+    setattr(module, _HELD, held)
+    trampoline.held = weakref.ref(held)
     undo = ExitStack()
-    undo.callback(setattr, trampoline, "hook", None)
+    undo.callback(delattr, module, _HELD)
+    undo.callback(setattr, trampoline, "held", None)
     return undo
 
 

@@ -53,6 +53,7 @@ class StepClock:
     def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
         progress = self._progress[id(optimizer)]
         progress.gradients.forget()
+        progress.was_called = True
         if not is_taken:
             return
         progress.is_done = True
@@ -71,7 +72,7 @@ class StepClock:
         progress = self._progress[id(optimizer)]
         if overflow:
             progress.gradients.forget()
-            progress.is_done = True
+            progress.is_done = progress.was_called = True
             self._end_if_done(optimizer)
 
     def before_backward(self) -> None:
@@ -96,6 +97,21 @@ class StepClock:
         if self._counts_gradients:
             for progress in self._progress.values():
                 progress.gradients.remember()
+                if not progress.was_called:
+                    progress.gradients.remember_first()
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether there was a step, or a backward in training."""
+        return any(progress.was_called or progress.gradients.has_first for progress in self._progress.values())
+
+    def unused_optimizers(self) -> list[str]:
+        """Return the classes of the optimizers that were never called, although weights of theirs have changed."""
+        return [
+            type(progress.optimizer).__name__
+            for progress in self._progress.values()
+            if not progress.was_called and progress.gradients.has_changed_since_first()
+        ]
 
     @property
     def _counts_gradients(self) -> bool:
@@ -119,6 +135,7 @@ class _OptimizerSteps:
     Attributes:
         num_steps: its steps.
         is_done: whether it has stepped, or was skipped.
+        was_called: whether it ever was, or a GradScaler has skipped it.
         gradients: whether they are used.
     """
 
@@ -126,6 +143,7 @@ class _OptimizerSteps:
         self.optimizer = optimizer
         self.num_steps = 0
         self.is_done = False
+        self.was_called = False
         self.gradients = _UnusedGradients(optimizer)
 
 
@@ -141,6 +159,21 @@ class _UnusedGradients:
         self._mark: tuple[int, int] = (0, 0)
         self._num_cleared = 0
         self._values: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._first: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def has_first(self) -> bool:
+        """Whether a backward was remembered by `remember_first`."""
+        return self._first is not None
+
+    def remember_first(self) -> None:
+        """Note the values of the watched parameter after the first backward."""
+        if self._first is None and self._parameter is not None:
+            self._first = self._parameter, _sum_of(self._parameter)
+
+    def has_changed_since_first(self) -> bool:
+        """Return whether these have changed."""
+        return self._first is not None and _has_changed(*self._first)
 
     def remember(self) -> None:
         """Note what a backward has left."""
@@ -160,9 +193,7 @@ class _UnusedGradients:
         if self._num_cleared < _MOST_CLEARED:
             return 0
         assert self._values is not None
-        watched, before = self._values
-        has_changed = not torch.equal(_sum_of(watched), before)
-        num_cleared = self._num_cleared if has_changed else 0
+        num_cleared = self._num_cleared if _has_changed(*self._values) else 0
         self.forget()
         return num_cleared
 
@@ -180,6 +211,10 @@ class _UnusedGradients:
 def _sum_of(parameter: torch.Tensor) -> torch.Tensor:
     wide = torch.complex128 if parameter.is_complex() else torch.float64
     return local_shard(parameter).detach().sum(dtype=wide)
+
+
+def _has_changed(parameter: torch.Tensor, sum_before: torch.Tensor) -> bool:
+    return not torch.equal(_sum_of(parameter), sum_before)
 
 
 def _mark_of(gradient: torch.Tensor | None) -> tuple[int, int]:

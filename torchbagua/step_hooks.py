@@ -25,8 +25,8 @@ def install_step_hooks(
     *,
     after_first_step: Callable[[], None],
     running_means: RunningMeans | None = None,
-) -> ExitStack:
-    """Install the hooks that `impl` asks for; closing what is returned removes them.
+) -> tuple[ExitStack, StepClock]:
+    """Install the hooks that `impl` asks for; return what removes them when it is closed, and the clock.
 
     Args:
         setup: whose forward, gradients and optimizers are heard of; their steps are the clock.
@@ -86,7 +86,7 @@ def install_step_hooks(
                 handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
         if setup.grad_scaler is not None and impl.averages_weights:
             handles.enter_context(install_overflow_agreement(setup.grad_scaler, setup.optimizers, impl, clock))
-        return handles.pop_all()
+        return handles.pop_all(), clock
 
 
 def _leaves(outputs: Any) -> Iterator[Any]:

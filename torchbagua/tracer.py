@@ -1,6 +1,5 @@
 """The tracer: where the phases of an algorithm's work become events, which it tells to observers."""
 
-import sys
 import threading
 import time
 import traceback
@@ -14,7 +13,7 @@ from torch.autograd import profiler
 from torchbagua.clocks import Clock, GpuClock, HostClock, TimedPhase, TimedStep, Timestamp
 from torchbagua.events import CommEvent, Details, Observer, Phase, Run, Trace, TraceError
 from torchbagua.torch_private import is_profiling
-from torchbagua.user_warning import warn_user
+from torchbagua.user_warning import warn_user_beside_error
 
 # Where no step ends for long.
 _MOST_PENDING = 5_000
@@ -223,10 +222,7 @@ class Tracer:
                 f"torchbagua: the observer {name} failed in step {step} and hears nothing more; training goes on\n"
                 f"{error if is_told else ''.join(traceback.format_exception(error))}"
             )
-            try:
-                warn_user(message)
-            except RuntimeWarning:  # where warnings are errors: no observer may end training
-                sys.stderr.write(message)
+            warn_user_beside_error(message)  # no observer may end training
 
 
 class _TracedSpan(Span):

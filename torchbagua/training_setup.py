@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torchbagua.ddp import ddps_around, named_tensors
+from torchbagua.ddp import named_tensors
 from torchbagua.fsdp.parts import sharding_group
+from torchbagua.outer_ddps import ddps_around
 from torchbagua.shards import sharded_parts
 from torchbagua.torch_private import names_to_ignore
 
@@ -22,7 +23,7 @@ class TrainingSetup:
 
     Attributes:
         module: whose forward the loop calls.
-        ddps: `module` first, where it is a DDP, and others around it.
+        ddps: `module`, where it is a DDP, or those around it.
         optimizers: of its parameters.
         grad_scaler: the loop's.
         replicate_group: the ranks that hold the same shards as this one, of a sharded module; None where each shard is
@@ -148,13 +149,9 @@ class TrainingSetup:
         return settings
 
 
-def ddps_of(module: torch.nn.Module, *, averages_weights: bool | None) -> list[DistributedDataParallel]:
-    """Return `module` first, where it is a DDP, and others around it, if the algorithm may average weights."""
-    if not isinstance(module, DistributedDataParallel):
-        return ddps_around(module)
-    if averages_weights is False:
-        return [module]
-    return [module, *ddps_around(module.module, besides=module)]
+def ddps_of(module: torch.nn.Module) -> list[DistributedDataParallel]:
+    """Return `module`, where it is a DDP, or those around it."""
+    return [module] if isinstance(module, DistributedDataParallel) else ddps_around(module)
 
 
 def _digest(tensors: Iterable[torch.Tensor]) -> str:

@@ -38,5 +38,13 @@ def warn_user(message: str) -> None:
     )
 
 
+def warn_user_beside_error(message: str) -> None:
+    """Warn as `warn_user` does, while an exception is on its way: where warnings are errors, print it instead."""
+    try:
+        warn_user(message)
+    except RuntimeWarning:
+        sys.stderr.write(f"{message}\n")
+
+
 def _is_users(filename: str) -> bool:
     return not filename.startswith((*_FOLDERS, _IMPORT)) and filename not in _FILES

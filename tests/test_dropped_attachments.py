@@ -1,0 +1,110 @@
+"""Attachments of which a script keeps nothing: they work as long as somebody trains, and leave nothing after that."""
+
+import copy
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from averaging import RARELY
+from ranks import run_ranks
+from training import build
+
+NUM_MODELS = 5
+NUM_RANKS = 2
+
+
+def num_lanes() -> int:
+    return sum(thread.name.startswith("torchbagua lane") for thread in threading.enumerate())
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def settle(is_settled: Callable[[], bool]) -> bool:
+    """Collect garbage until then; whether it came to that."""
+    deadline_s = time.monotonic() + 10
+    while not is_settled() and time.monotonic() < deadline_s:
+        gc.collect()
+        time.sleep(0.01)
+    return is_settled()
+
+
+def attach_ddp(module: nn.Module, optimizer: Any, algorithm: Any, group: dist.ProcessGroup) -> nn.Module:
+    ddp = DistributedDataParallel(module, process_group=group)
+    tb.attach(ddp, optimizer, algorithm)
+    return ddp
+
+
+def attach_module(module: nn.Module, optimizer: Any, algorithm: Any, group: dist.ProcessGroup) -> nn.Module:
+    tb.attach(module, optimizer, algorithm, process_group=tb.BaguaProcessGroup(group))
+    return module
+
+
+def attach_driven(module: nn.Module, optimizer: Any, algorithm: Any, group: dist.ProcessGroup) -> nn.Module:
+    tb.attach(module, optimizer, algorithm, process_group=tb.BaguaProcessGroup(group), ddp_arguments={})
+    return module
+
+
+def make_optimizer(module: nn.Module, algorithm: Any) -> torch.optim.Optimizer:
+    if algorithm == "qadam":
+        return tb.QAdamOptimizer(module.parameters(), lr=0.01, warmup_steps=1)
+    return torch.optim.SGD(module.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("attach", "algorithm"),
+    [
+        (attach_ddp, tb.ByteGradAlgorithm()),
+        (attach_ddp, tb.TopKAlgorithm()),
+        (attach_ddp, "qadam"),
+        (attach_driven, tb.TopKAlgorithm()),
+        (attach_ddp, RARELY["diloco"]),
+        (attach_ddp, tb.AsyncModelAverageAlgorithm(sync_interval_ms=1)),
+        (attach_module, tb.AsyncModelAverageAlgorithm(sync_interval_ms=20_000)),
+        (attach_module, tb.DecentralizedAlgorithm()),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or str(value).split("(")[0],
+)
+@pytest.mark.filterwarnings("ignore:torchbagua")
+def test_nothing_is_left_of_what_nobody_has(attach: Any, algorithm: Any) -> None:
+    model = build(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    everybody = threading.Barrier(NUM_RANKS, timeout=60)
+    gc.collect()
+    lanes_before = num_lanes()
+
+    def train(group: dist.ProcessGroup) -> None:
+        module = copy.deepcopy(model)
+        optimizer = make_optimizer(module, algorithm)
+        called = attach(module, optimizer, algorithm, group)
+        gc.collect()
+        data = torch.Generator().manual_seed(group.rank())
+        for _ in range(3):
+            optimizer.zero_grad()
+            called(torch.randn(4, 4, generator=data)).square().sum().backward()
+            optimizer.step()
+        assert num_lanes() > lanes_before  # it works, though nobody has the attachment
+        everybody.wait()
+
+    def body(group: dist.ProcessGroup) -> int:
+        descriptors = []
+        for _ in range(NUM_MODELS):
+            train(group)
+            everybody.wait()
+            # torch keeps a rank's last backward now and then (torch 2.13).
+            assert settle(lambda: num_lanes() <= lanes_before + 1)
+            everybody.wait()
+            descriptors.append(num_descriptors())
+        return descriptors[-1] - descriptors[0]
+
+    assert min(run_ranks(NUM_RANKS, body)) < 10  # each rank has five of a group

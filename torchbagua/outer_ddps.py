@@ -1,0 +1,140 @@
+"""Which DistributedDataParallel are around a module: those that there are at attach, and those that call it later."""
+
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+
+_PROBE = "torchbagua: is it still there?"
+
+
+def ddps_around(module: torch.nn.Module) -> list[DistributedDataParallel]:
+    """Return those that wrap `module`, or a module that holds it, and that somebody may still call.
+
+    To find one takes a search among all objects of the process: nothing leads from a module to its DDP. It takes tenths
+    of a second, and is left out where no parameter has a reducer.
+    """
+    if not _may_have_reducer(module):
+        return []
+    gc.collect()  # DDP is in cycles with itself: one that nobody uses is there until it is collected
+    return search_ddps_around(module) if _may_have_reducer(module) else []
+
+
+def _may_have_reducer(module: torch.nn.Module) -> bool:
+    """Return whether anything holds the node that accumulates the gradient of a parameter.
+
+    The reducer of a DDP does, and so does the graph of a loss that is kept. Otherwise the node, and what is written on
+    it, is made anew each time that it is asked for.
+    """
+    with torch.inference_mode(False):
+        return any(_keeps_node(parameter) for parameter in module.parameters() if parameter.requires_grad)
+
+
+def _keeps_node(parameter: torch.nn.Parameter) -> bool:
+    _notes_at_node(parameter)[_PROBE] = True
+    return _PROBE in _notes_at_node(parameter) and _notes_at_node(parameter).pop(_PROBE)
+
+
+def _notes_at_node(parameter: torch.nn.Parameter) -> dict[str, bool]:
+    notes: Any = get_gradient_edge(parameter).node.metadata  # torch declares a method, and it is a dict
+    return cast(dict[str, bool], notes)
+
+
+def search_ddps_around(module: torch.nn.Module) -> list[DistributedDataParallel]:
+    """Search all objects for those that wrap `module`, or a module that holds it, also those that nobody uses."""
+    found: dict[int, torch.nn.Module] = {}
+    parents = _parents_of([module])
+    while new := {id(parent): parent for parent in parents if id(parent) not in found}:
+        found |= new
+        parents = _parents_of(list(new.values()))
+    return [parent for parent in found.values() if isinstance(parent, DistributedDataParallel)]
+
+
+def _parents_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    # Not among all objects that there are (gc.get_objects): while somebody holds a tuple that another thread is making
+    # of an iterator, CPython 3.11 fails there.
+    ids = {id(module) for module in modules}
+    children = [
+        referrer
+        for referrer in gc.get_referrers(*modules)
+        if isinstance(referrer, dict) and any(id(value) in ids for value in list(referrer.values()))
+    ]
+    children_ids = {id(names) for names in children}
+    if not children:
+        return []
+    # A dict of children is referred to by its module, or by that module's own dict.
+    owners = gc.get_referrers(*children)
+    states = [owner for owner in owners if isinstance(owner, dict) and id(owner.get("_modules")) in children_ids]
+    if states:
+        owners += gc.get_referrers(*states)
+    # Not isinstance, which asks proxies for their class.
+    found = {id(owner): owner for owner in owners if torch.nn.Module in type(owner).__mro__}
+    return [parent for parent in found.values() if id(vars(parent).get("_modules")) in children_ids]
+
+
+class CallerWatch:
+    """Tells of each DistributedDataParallel within whose forward a module is called: of those that are really used.
+
+    It is a forward pre-hook of the module, until `close`.
+
+    Args:
+        module: the module.
+        known: those that are expected to.
+        on_new: called with each of the others once, within its forward, before that of the module.
+
+    Attributes:
+        on_new: the same; may be replaced.
+        new: the others.
+        has_seen: whether there was a forward. A compiled one, or one that calls no hooks, is not seen.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        known: Sequence[DistributedDataParallel],
+        on_new: Callable[[DistributedDataParallel], None] | None = None,
+    ) -> None:
+        self._module = module
+        self._known = list(known)
+        self.on_new = on_new
+        self.new: list[DistributedDataParallel] = []
+        self.has_seen = False
+        self._installed = ExitStack()
+        if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+            self._installed.callback(module.register_forward_pre_hook(self).remove)
+
+    def close(self) -> None:
+        """Tell no more. A second call does nothing."""
+        self._installed.close()
+
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Look who calls; a forward pre-hook."""
+        if torch.compiler.is_compiling() or module is not self._module:
+            return
+        self.has_seen = True
+        for ddp in _calling_ddps():
+            if ddp not in self._known and ddp not in self.new:
+                if self.on_new is not None:
+                    self.on_new(ddp)
+                self.new.append(ddp)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave a hook that hands inputs on, without this package, in copies and in files that hold all of a module."""
+        return getattr, ({}, "get")
+
+
+def _calling_ddps() -> list[DistributedDataParallel]:
+    # Not by `DistributedDataParallel._active_ddp_module`, which all threads share.
+    forward = DistributedDataParallel.forward.__code__
+    found = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is forward:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
