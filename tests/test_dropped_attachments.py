@@ -101,8 +101,9 @@ def test_nothing_is_left_of_what_nobody_has(attach: Any, algorithm: Any) -> None
         for _ in range(NUM_MODELS):
             train(group)
             everybody.wait()
-            # torch keeps a rank's last backward now and then (torch 2.13).
-            assert settle(lambda: num_lanes() <= lanes_before + 1)
+            # Set during a forward, in the class: with ranks as threads one can leave another's module there.
+            DistributedDataParallel._active_ddp_module = None
+            assert settle(lambda: num_lanes() <= lanes_before)
             everybody.wait()
             descriptors.append(num_descriptors())
         return descriptors[-1] - descriptors[0]

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,8 +31,7 @@ def test_attach_and_the_first_step_search_nothing(name: str, is_ddp: bool, monke
         num_searches += 1
         return []
 
-    monkeypatch.setattr(outer_ddps.gc, "get_referrers", search)
-    monkeypatch.setattr(outer_ddps.gc, "collect", search)
+    monkeypatch.setattr(outer_ddps, "gc", SimpleNamespace(get_referrers=search, collect=search))
 
     def body(group: dist.ProcessGroup) -> None:
         module = copy.deepcopy(model)
