@@ -20,7 +20,7 @@ from torchbagua.collectives import broadcast_state, broadcast_tensors
 from torchbagua.comm_hook import comm_hook
 from torchbagua.compressors import Compressor
 from torchbagua.ddp import ddp_sync_disabled, ddp_within_nodes, driven_by, hooked, named_tensors
-from torchbagua.fsdp.communication import communicated_by
+from torchbagua.fsdp.communication import bound_waits, communicated_by
 from torchbagua.optimizer_state import broadcast_optimizer_state
 from torchbagua.optimizers import is_sharded
 from torchbagua.running_means import RunningMeans
@@ -100,6 +100,8 @@ class Attachment:
             )
             undo.enter_context(step_hooks)
             if impl.averages_weights:
+                if setup.is_sharded:
+                    undo.enter_context(bound_waits(impl, setup.module, setup.sharded_parts))
                 for ddp in setup.ddps:
                     if node_gradients is not None and ddp in of_all_ranks:
                         undo.enter_context(ddp_within_nodes(ddp, partial(comm_hook, node_gradients)))
