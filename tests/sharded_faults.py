@@ -30,12 +30,13 @@ from torch.distributed.tensor import init_device_mesh
 
 import torchbagua as tb
 
-ATTACH_TIMEOUT_S = 2.0
+ATTACH_TIMEOUT_S = 3.0
 INIT_TIMEOUT = timedelta(seconds=60)
 SLEEP_S = ATTACH_TIMEOUT_S + 2.5
 # After a fault; what hangs for longer is ended.
 PATIENCE_S = ATTACH_TIMEOUT_S + 20
 NUM_LAYERS = 4
+MOST_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ def train(trial: Trial, rank: int, report: Callable[..., None]) -> None:
             output.register_hook(lambda _: reach("backward", index))
 
         layer.register_forward_hook(watch)
+    dist.barrier()  # what is slow in a start is over for all ranks
     replicas = mesh.get_group("replicas") if way.replicas > 1 else None
     timeout = timedelta(seconds=ATTACH_TIMEOUT_S)
     options = dict(way.options)
@@ -196,8 +198,8 @@ def read(folder: Path, rank: int) -> dict[str, Any]:
     return facts
 
 
-def run(trial: Trial, folder: Path) -> dict[str, Any]:
-    """Run a trial, end every process, and return what was reported."""
+def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
+    """Run a trial, end all processes, and return what they reported; None if a machine too busy had no second step."""
     processes = {rank: start_rank(trial, rank, folder) for rank in range(trial.size)}
     statuses: dict[int, int] = {}
 
@@ -218,6 +220,8 @@ def run(trial: Trial, folder: Path) -> dict[str, Any]:
     try:
         key = "ready_at" if trial.fault in ("kill", "stop") else "fault_at"
         wait(lambda: key in read(folder, trial.victim) or len(statuses) == trial.size, 60)
+        if key not in read(folder, trial.victim):
+            return None
         if trial.fault in ("kill", "stop"):
             time.sleep(trial.delay_s)
             os.kill(processes[trial.victim], signal.SIGKILL if trial.fault == "kill" else signal.SIGSTOP)
@@ -245,9 +249,13 @@ def run(trial: Trial, folder: Path) -> dict[str, Any]:
 def main() -> NoReturn:
     for argument in sys.argv[1:]:
         trial = random_trial(int(argument)) if argument.isdecimal() else Trial(**json.loads(argument))
-        folder = Path(tempfile.mkdtemp(prefix="torchbagua-fault-"))  # as a context, a rank's exit would remove it
-        print(json.dumps(run(trial, folder)), flush=True)
-        shutil.rmtree(folder)
+        for _ in range(MOST_TRIES):
+            folder = Path(tempfile.mkdtemp(prefix="torchbagua-fault-"))  # as a context, a rank's exit would remove it
+            result = run(trial, folder)
+            shutil.rmtree(folder)
+            if result is not None:
+                break
+        print(json.dumps(result), flush=True)
     sys.exit()
 
 

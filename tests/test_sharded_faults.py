@@ -59,6 +59,7 @@ def run_trials(trials: list[str], timeout_s: float) -> list[dict[str, Any]]:
     printed = programs.run([sys.executable, str(TRIALS), *trials], timeout_s=timeout_s).stdout
     results = [json.loads(line) for line in printed.splitlines()]
     assert len(results) == len(trials)
+    assert None not in results, "the ranks did not get to a second step"
     return results
 
 
