@@ -4,8 +4,8 @@ The oracle: each rank forms the gradients of all ranks' data with an unsharded c
 of each, and adds them in rank order. What FSDP leaves in `.grad` must have these bits. Where weights are quantised, the
 copy computes with weights of which each row has been coded.
 
-Arguments: the names of the cases, "scaled" for gradients under a GradScaler, "gathered" for weights alone,
-"overlapped", and "uneven nodes".
+Arguments: the names of the cases, "scaled" for gradients under a GradScaler, "gathered" for weights alone, "gathered
+exactly" for these in full precision, "overlapped", and "uneven nodes".
 """
 
 import copy
@@ -28,6 +28,7 @@ from torch.distributed.tensor import init_device_mesh
 import torchbagua as tb
 from oracle import ordered_sum, quantise, quantise_block, quantise_block_4_bits
 from torchbagua.compressors import Compressor, MinMaxUInt4, MinMaxUInt8
+from torchbagua.fsdp.bounded import BoundedGather
 from torchbagua.torch_private import fsdp_all_gather, fsdp_param_groups, fsdp_reduce_scatter
 
 BLOCK = 16
@@ -374,6 +375,75 @@ def gather_weights() -> None:
             ] * told
 
 
+class SentAsBfloat16(torch.Tensor):
+    """A shard that says how it is gathered."""
+
+    def fsdp_pre_all_gather(self, *_: Any) -> tuple[tuple[torch.Tensor], None]:
+        return (self.as_subclass(torch.Tensor).bfloat16(),), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor], metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> Any:
+        (gathered,) = outputs
+        if out is None:
+            return gathered.to(dtype).view(-1, 10), outputs
+        out.detach().copy_(gathered.view_as(out))
+        return None
+
+
+def with_a_bias_in_bfloat16() -> nn.Linear:
+    """What FSDP gathers as bytes."""
+    layer = nn.Linear(10, 37)
+    layer.bias = nn.Parameter(layer.bias.detach().bfloat16(), requires_grad=False)
+    return fully_shard(layer)
+
+
+def with_an_extension() -> nn.Linear:
+    layer = fully_shard(nn.Linear(10, 36))  # shards of equal length: it does not pad
+    weight: Any = layer.weight
+    weight._local_tensor = weight._local_tensor.detach().as_subclass(SentAsBfloat16)
+    return layer
+
+
+def gather_exactly() -> None:
+    """Weights in full precision have torch's bits, in all ways in which FSDP gathers them; its group is idle."""
+    makers = {
+        "float32": lambda: fully_shard(nn.Linear(10, 37)),
+        "bfloat16": lambda: fully_shard(nn.Linear(10, 37), mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
+        "bytes": with_a_bias_in_bfloat16,
+        "an extension": with_an_extension,
+    }
+    for name, make in makers.items():
+        torch.manual_seed(0)
+        module = make()
+        module.unshard()
+        whole = [one.detach().clone() for one in module.parameters()]
+        module.reshard()
+        (param_group,) = fsdp_param_groups(module)
+        torchs = fsdp_all_gather(param_group)[0]
+        optimizer = torch.optim.SGD([one for one in module.parameters() if one.requires_grad], lr=0.1)
+        with tb.attach(module, optimizer, BYTEGRAD):
+            assert type(fsdp_all_gather(param_group)[0]) is BoundedGather
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dist, "all_gather_single", refuse_to_gather, raising=False)
+                patch.setattr(dist, "all_gather_into_tensor", refuse_to_gather)
+                for async_op in (False, True, False):
+                    handle = module.unshard(async_op=async_op)
+                    if handle is not None:
+                        handle.wait()
+                    assert all(map(torch.equal, module.parameters(), whole)), name
+                    module.reshard()
+                with torch.inference_mode():
+                    module.unshard()
+                assert all(map(torch.equal, module.parameters(), whole)), name
+                module.reshard()
+        assert fsdp_all_gather(param_group)[0] is torchs
+
+
+def refuse_to_gather(*_: Any, **__: Any) -> None:
+    raise AssertionError("FSDP gathers over its own group")
+
+
 def watch_gradient(reached: threading.Event, layer: nn.Module, inputs: Any, output: torch.Tensor) -> None:
     output.register_hook(lambda _: reached.set())
 
@@ -433,6 +503,8 @@ def main() -> None:
             scale_gradients()
         elif name == "gathered":
             gather_weights()
+        elif name == "gathered exactly":
+            gather_exactly()
         elif name == "overlapped":
             overlap_with_backward()
         elif name == "uneven nodes":

@@ -33,14 +33,14 @@ CHEAP = ["bytegrad", "four bits", "premultiplied sum", "reduced in bfloat16", "a
 
 
 def test_gradients_are_those_of_the_oracle() -> None:
-    run(2, [*CHEAP, "weights in 8 bits", "scaled", "gathered"])
+    run(2, [*CHEAP, "weights in 8 bits", "scaled", "gathered", "gathered exactly"])
 
 
 def all_cases() -> Iterator[tuple[int, list[str]]]:
     """Some at a time: a case takes seconds on two cores."""
     for ranks, without, others in (
         (2, [*CHEAP, "weights in 8 bits", *OF_FOUR_RANKS], ["overlapped"]),
-        (3, OF_FOUR_RANKS, ["gathered", "uneven nodes"]),
+        (3, OF_FOUR_RANKS, ["gathered", "gathered exactly", "uneven nodes"]),
         (4, [], ["gathered"]),
     ):
         names = [name for name in CASES if name not in without] + others

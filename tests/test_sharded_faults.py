@@ -1,17 +1,31 @@
-"""A rank of a sharded module that is killed in a backward, in real processes: all others raise, and can exit."""
+"""Ranks of a sharded module that go wrong, in real processes: the others raise within attach's bound, and can exit."""
 
 import contextlib
+import json
 import re
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import programs
+from sharded_faults import ATTACH_TIMEOUT_S, Trial
 
 FAULTY_RANK = Path(__file__).with_name("sharded_faulty_rank.py")
+TRIALS = Path(__file__).with_name("sharded_faults.py")
+
+# For a machine that is busy, and for the compute between the fault and the wait for its rank.
+SLACK_S = 3.0
+
+_RANK = r"rank \d+( \(global rank \d+\))?"
+NAMED = re.compile(
+    rf"CommunicationError: torchbagua: \w+ of .+ over the [\w ]+ group failed on {_RANK} (receiving from|sending to) "
+    rf"{_RANK}|CommunicationError: torchbagua: ranks are out of step in .+: rank \d+ has .+, rank \d+ has "
+)
 
 
 @pytest.mark.slow
@@ -35,5 +49,74 @@ def test_survivors_raise_and_exit(way: str, size: int, tmp_path: Path) -> None:
         (seconds,) = re.findall(r"raised after ([\d.]+) s", output)
         assert float(seconds) < 10, output
         assert "lanes []" in output, output
-    if way in ("hook", "backend"):  # else FSDP's own all-gather may fail first, which the lane works beside
+        # Without attach FSDP's own all-gather may fail first.
+        assert way == "backend" or NAMED.search(output), output
+    if way in ("hook", "backend"):
         assert "CommunicationError: torchbagua: all_to_all of gradients of 2 over the world" in outputs[1], outputs
+
+
+def run_trials(trials: list[str], timeout_s: float) -> list[dict[str, Any]]:
+    printed = programs.run([sys.executable, str(TRIALS), *trials], timeout_s=timeout_s).stdout
+    results = [json.loads(line) for line in printed.splitlines()]
+    assert len(results) == len(trials)
+    assert None not in results, "the ranks did not get to a second step"
+    return results
+
+
+def check(result: dict[str, Any]) -> None:
+    """That each rank but the victim has raised in time, named operation, rank and peer, and come to its end."""
+    trial, ranks = result["trial"], result["ranks"]
+    survivors = [facts for rank, facts in enumerate(ranks) if rank != trial["victim"]]
+    if trial["fault"] == "sleep":  # the others have gone on without it
+        assert NAMED.match(ranks[trial["victim"]]["error"]), result
+    if trial["fault"] == "raise":
+        assert ranks[trial["victim"]]["error"].startswith("Misbehaviour: "), result
+    for facts in survivors:
+        assert facts["status"] == 0, result
+        assert NAMED.match(facts["error"]), result
+        assert facts["seconds"] < ATTACH_TIMEOUT_S + SLACK_S, result
+        assert facts["lanes"] == [], result
+
+
+@pytest.mark.parametrize(
+    ("trial", "beside", "operation"),
+    [
+        (Trial("bytegrad", 3, "sleep", victim=2, place=("forward", 3, 1)), [0, 1], "all_gather of weights"),
+        pytest.param(
+            Trial("decentralized", 4, "sleep", victim=2, place=("backward", 3, 3)),
+            [3],
+            "reduce_scatter of gradients",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda value: value.way if isinstance(value, Trial) else "",
+)
+def test_a_rank_that_sleeps_is_waited_for_as_long_as_attach_says(
+    trial: Trial, beside: list[int], operation: str
+) -> None:
+    """And not for the minute that init_process_group was given: FSDP itself gathers weights, and reduces gradients."""
+    (result,) = run_trials([json.dumps(asdict(trial))], timeout_s=120)
+    check(result)
+    for rank in beside:
+        error = result["ranks"][rank]["error"]
+        peer = rf"(receiving from|sending to) rank (\d \(global rank )?{trial.victim}"
+        assert re.search(rf"{operation} of \d over the world( of shards)? group failed on .* {peer}", error), error
+
+
+# One of each fault, in ways that differ in who gathers what.
+SAMPLE = ["0", "3", "7", "10"]
+
+
+@pytest.mark.slow
+def test_a_sample_of_random_faults() -> None:
+    for result in run_trials(SAMPLE, timeout_s=300):
+        check(result)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(0, 100, 10))
+def test_random_faults(first: int) -> None:
+    for result in run_trials([str(seed) for seed in range(first, first + 10)], timeout_s=600):
+        check(result)
+        raised_after = [facts["seconds"] for facts in result["ranks"] if facts["seconds"] is not None]
+        print(f"{result['trial']}: all raised after {max(raised_after):.1f} s")

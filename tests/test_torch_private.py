@@ -35,6 +35,8 @@ def test_groups(group: dist.ProcessGroup) -> None:
     assert work is not None
     work.wait()
     assert gathered.tolist() == [1.0, 1.0]
+    torch_private.reduce_scatter_base(group, gathered, torch.full((2,), 3.0), dist.ReduceOp.AVG).wait()
+    assert gathered.tolist() == [3.0, 3.0]
     assert torch_private.timeout_of(group) == timedelta(seconds=7)
     assert isinstance(torch_private.backend_of(group), dist.ProcessGroupGloo)
     assert isinstance(torch_private.backend_of(group, "cpu"), dist.ProcessGroupGloo)

@@ -86,9 +86,10 @@ def attach(
             decentralized algorithms, all ranks then skip a step together; with asynchronous averaging, each rank skips
             alone.
         observers: are told of every phase of communication and of each training step; see `torchbagua.traces`.
-        timeout: the longest that the algorithm waits for another rank; by default that of the group. What DDP itself
-            sends, buffers for instance, keeps the group's, and so does the making of one with `ddp_arguments`. The end
-            of asynchronous averaging is not bounded: it waits for the ranks that are still training.
+        timeout: the longest that the algorithm waits for another rank; by default that of the group. Between CPUs it
+            bounds what FSDP itself sends too. What DDP itself sends, buffers for instance, keeps the group's, and so
+            does the making of one with `ddp_arguments`. The end of asynchronous averaging is not bounded: it waits for
+            the ranks that are still training.
         strict: raise ValueError if parameters cannot be compressed, float64 ones for instance. By default they travel
             in full precision, and a RuntimeWarning names them.
         ddp_arguments: keyword arguments of DistributedDataParallel, for a module without one. An algorithm that

@@ -21,7 +21,7 @@ from torchbagua.comm_hook import comm_hook
 from torchbagua.compressors import Compressor
 from torchbagua.ddp import ddp_sync_disabled, ddp_within_nodes, driven_by, hooked, named_tensors
 from torchbagua.end_warnings import warn_of_different_weights, warn_of_missing_detach, warn_of_unused_optimizers
-from torchbagua.fsdp.communication import communicated_by
+from torchbagua.fsdp.communication import bound_waits, communicated_by
 from torchbagua.optimizer_state import broadcast_optimizer_state
 from torchbagua.optimizers import is_sharded
 from torchbagua.outer_ddps import CallerWatch
@@ -118,6 +118,8 @@ class Attachment:
             )
             undo.enter_context(step_hooks)
             if impl.averages_weights:
+                if setup.is_sharded:
+                    undo.enter_context(bound_waits(impl, setup.module, setup.sharded_parts))
                 for ddp in setup.ddps:
                     silence(ddp)
             elif setup.is_sharded:

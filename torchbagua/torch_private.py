@@ -65,6 +65,17 @@ def all_gather_base(group: dist.ProcessGroup, output: torch.Tensor, own: torch.T
     return work
 
 
+def reduce_scatter_base(group: dist.ProcessGroup, output: torch.Tensor, rows: torch.Tensor, op: Any) -> dist.Work:
+    """Start to sum, or average, own row of all ranks' `rows` into `output`.
+
+    torch's own function looks the group up in torch's registry, and the public method takes a list of tensors.
+    """
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op
+    work: dist.Work = group._reduce_scatter_base(output, rows, options)
+    return work
+
+
 def nccl_options(timeout: timedelta) -> Any:
     """Return options of a ProcessGroupNCCL whose operations may take so long."""
     options = dist.ProcessGroupNCCL.Options()

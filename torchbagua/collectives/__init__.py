@@ -8,6 +8,8 @@ from torchbagua.collectives.clamp import clamp_to_mean
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.errors import CommunicationError, cause_of
+from torchbagua.collectives.exact_gather import ExactGather
+from torchbagua.collectives.gloo_reduce_scatter import gloo_reduce_scatter
 from torchbagua.collectives.low_precision_ring import Replicas, check_ring_compression, low_precision_ring
 from torchbagua.collectives.low_rank_mean import LowRankMean, product_table
 from torchbagua.collectives.low_rank_state import LowRankState, MatrixShape, matrix_shape
@@ -25,6 +27,7 @@ __all__ = [
     "BaguaProcessGroup",
     "CommunicationError",
     "Communicator",
+    "ExactGather",
     "LowRankMean",
     "LowRankState",
     "MatrixShape",
@@ -46,6 +49,7 @@ __all__ = [
     "check_topology",
     "clamp_to_mean",
     "fingerprint",
+    "gloo_reduce_scatter",
     "low_precision_ring",
     "matrix_shape",
     "mean_of_nodes",

@@ -1,5 +1,6 @@
 """One group of ranks, and what they send each other: over a private gloo group, or over NCCL."""
 
+import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -44,6 +45,8 @@ class Communicator:
         timeout: bound on every wait.
         tracer: hears of every phase of what is done over the group.
         nccl: a group of the same ranks that exchanges tensors of GPUs, where there is one.
+        global_ranks: the numbers of the same ranks in the whole job, which errors add where they are others; None if
+            they are not known.
 
     Raises:
         CommunicationError: the ranks could not be connected within `timeout`.
@@ -65,9 +68,12 @@ class Communicator:
         timeout: timedelta,
         tracer: Tracer,
         nccl: dist.ProcessGroup | None = None,
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = tuple(ranks)
+        self._global_ranks = self.ranks if global_ranks is None else tuple(global_ranks)
+        self._twins: list[Communicator] = []
         self.scope = scope
         self.link_bytes_per_s = [0.0] * len(ranks)
         self.tracer = tracer
@@ -101,6 +107,18 @@ class Communicator:
         Raises CommunicationError once it is closed.
         """
         return self._open_group("an operation")
+
+    def silent_twin(self) -> "Communicator":
+        """Return a communicator over the same connections of gloo, for one more thread; it is closed with this one.
+
+        It tells no observer, since messages of two threads have no common order. It needs tags that this one does not
+        use at the same time: other pieces, see `Exchange`.
+        """
+        twin = copy.copy(self)
+        twin.tracer, twin.nccl, twin.private_nccl = Tracer(()), None, None
+        twin._staging, twin._pending, twin._scratch, twin._twins = Staging(self._timeout_s), {}, {}, []
+        self._twins.append(twin)
+        return twin
 
     def set_private_nccl(self, nccl: PrivateNccl) -> None:
         """Have NCCL move tensors of GPUs over this group."""
@@ -252,16 +270,21 @@ class Communicator:
         """
         self._gloo = None
         self._pending.clear()
+        for twin in self._twins:
+            twin.close()
         if self.private_nccl is not None:
             self.nccl = None
             self.private_nccl.abort()
 
     def failure(self, purpose: str, cause: str, whom: str = "") -> CommunicationError:
         """Return the error that says that `purpose` has failed on this rank, " receiving from rank 3" say, and why."""
-        rank = self.ranks[self.rank]
-        return CommunicationError(
-            f"torchbagua: {purpose} over the {self.scope} group failed on rank {rank}{whom}: {cause}"
-        )
+        own = self.name_of(self.rank)
+        return CommunicationError(f"torchbagua: {purpose} over the {self.scope} group failed on {own}{whom}: {cause}")
+
+    def name_of(self, rank: int) -> str:
+        """Return "rank 1" for errors, or "rank 1 (global rank 3)" if its number in the whole job is another."""
+        number, global_number = self.ranks[rank], self._global_ranks[rank]
+        return f"rank {number}" + (f" (global rank {global_number})" if global_number != number else "")
 
     def _open_group(self, purpose: str) -> dist.ProcessGroup:
         if self._gloo is None:
@@ -274,4 +297,4 @@ class Communicator:
         self.close()
         if "by peer" in cause:
             cause += "; a rank has failed, or has ended after fewer backward passes or steps than this one"
-        raise self.failure(purpose, cause, f" {direction} rank {self.ranks[peer]}")
+        raise self.failure(purpose, cause, f" {direction} {self.name_of(peer)}")

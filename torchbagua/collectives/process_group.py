@@ -117,6 +117,9 @@ class BaguaProcessGroup(GroupOperations):
         self.intra_node = None
         self.inter_node = None
         self._gradient_nccl: PrivateNccl | None = None
+        self._global_ranks: list[int] | None = None
+        with suppress(KeyError):  # torch knows none of a group that was made by hand
+            self._global_ranks = dist.get_process_group_ranks(process_group)
         self.world = self._communicator("world", "world", list(range(self.size)))
         try:
             self._open_node_groups()
@@ -157,6 +160,7 @@ class BaguaProcessGroup(GroupOperations):
             timeout=self.timeout,
             tracer=self.tracer,
             nccl=self.process_group if self.has_nccl and scope == "world" else None,
+            global_ranks=self._global_ranks and [self._global_ranks[rank] for rank in ranks],
         )
 
     def _open_node_groups(self) -> None:

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.compressors import Compressor
 from torchbagua.description import describe
+from torchbagua.fsdp.bounded import bound_gathers, bound_reduce_scatters, on_cpus, open_shards
+from torchbagua.fsdp.first_failure import FirstFailure
 from torchbagua.fsdp.gather import gathered_by
 from torchbagua.fsdp.reduce_scatter import scattered_by
 from torchbagua.fsdp.replicas import averaged_by, open_replicas, share_shards
-from torchbagua.fsdp.rows import RowRunner, communicating_parts
+from torchbagua.fsdp.rows import RowRunner, check_parameters_inside, communicating_parts
 
 
 def communicated_by(
@@ -42,6 +44,7 @@ def communicated_by(
         ValueError, TimeoutError, CommunicationError: see `scattered_by`, `gathered_by`, `open_replicas`.
     """
     communicating = communicating_parts(module, parts)
+    check_parameters_inside(module, communicating)
     with ExitStack() as undo:  # closed here only where one of these steps raises
         runner = RowRunner(impl)
         if replicate_group is not None:
@@ -55,7 +58,32 @@ def communicated_by(
             share_shards(replicas, module)
             runner = RowRunner(impl, replicas)
             undo.enter_context(averaged_by(runner, communicating))
+        undo.enter_context(bound_gathers(impl.process_group, runner.failure, communicating))
         undo.enter_context(scattered_by(runner, communicating))
+        undo.enter_context(bound_reduce_scatters(impl.process_group, runner.failure, communicating))
         if quantize_weights is not None:
             undo.enter_context(gathered_by(runner, communicating, quantize_weights, strict=strict))
+        return undo.pop_all()
+
+
+def bound_waits(impl: AlgorithmImpl, module: torch.nn.Module, parts: Mapping[str, Any]) -> ExitStack:
+    """Bound what FSDP waits for by the timeout of `impl`, which averages weights, until what is returned is closed.
+
+    Collective among the ranks that share a copy of the module.
+
+    Args:
+        impl: over the ranks that hold the same shards.
+        module: all of it.
+        parts: those on which fully_shard was called, by name.
+
+    Raises:
+        TimeoutError, CommunicationError: see `BaguaProcessGroup`.
+    """
+    communicating = on_cpus(communicating_parts(module, parts))
+    with ExitStack() as undo:  # closed here only where one of these steps raises
+        if communicating:
+            shards = undo.enter_context(open_shards(impl, communicating))
+            failure = FirstFailure([shards, impl.process_group])
+            undo.enter_context(bound_gathers(shards, failure, communicating))
+            undo.enter_context(bound_reduce_scatters(shards, failure, communicating))
         return undo.pop_all()

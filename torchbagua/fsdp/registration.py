@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.fsdp.backend import Announcer, ReplicaGroup
 from torchbagua.fsdp.parts import check_sharded
-from torchbagua.fsdp.rows import communicating_parts
+from torchbagua.fsdp.rows import check_parameters_inside, communicating_parts
 from torchbagua.shards import reshard, sharded_parts
 from torchbagua.torch_private import fsdp_reduce_scatter, fsdp_replicate_group
 
@@ -59,7 +59,9 @@ def align_blocks(module: torch.nn.Module) -> None:
     found = False
     parts = sharded_parts(module)
     reshard(parts.values())  # an evaluation may have left parameters gathered, and the module's own
-    for part in communicating_parts(module, parts):
+    communicating = communicating_parts(module, parts)
+    check_parameters_inside(module, communicating)
+    for part in communicating:
         group = fsdp_replicate_group(part.param_group)
         if isinstance(group, ReplicaGroup):
             found = True

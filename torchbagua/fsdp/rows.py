@@ -10,6 +10,7 @@ from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.collectives import BaguaProcessGroup, Mean, centralized_mean
 from torchbagua.compressors import Identity, TensorSpec
 from torchbagua.events import Details
+from torchbagua.fsdp.first_failure import FirstFailure
 from torchbagua.lane import Job
 from torchbagua.torch_private import fsdp_param_groups, fsdp_shards, queue_callback
 from torchbagua.user_warning import warn_user
@@ -69,8 +70,7 @@ class CommunicatingPart:
 def communicating_parts(module: torch.nn.Module, parts: Mapping[str, Any]) -> list[CommunicatingPart]:
     """Return those of `parts` of `module` that communicate, each parameter group once.
 
-    Raises:
-        ValueError: one does so together with parameters outside of the module.
+    A parameter outside of the module has the name "".
     """
     names = {id(one): name for name, one in module.named_parameters()}
     found: dict[int, CommunicatingPart] = {}
@@ -78,14 +78,19 @@ def communicating_parts(module: torch.nn.Module, parts: Mapping[str, Any]) -> li
         for param_group in fsdp_param_groups(part):  # the same for both with fully_shard([a, b])
             label = part_name or type(part).__name__
             parameters = [one for one, _ in fsdp_shards(param_group)]
-            if any(id(one) not in names for one in parameters):
-                raise ValueError(
-                    f"attach: {label} communicates together with parameters that are not in "
-                    f"{type(module).__name__}, as after fully_shard([...]); attach to a module around all of them"
-                )
-            own = [names[id(one)] for one in parameters]
+            own = [names.get(id(parameter), "") for parameter in parameters]
             found.setdefault(id(param_group), CommunicatingPart(part, param_group, label, own))
     return list(found.values())
+
+
+def check_parameters_inside(module: torch.nn.Module, parts: Sequence[CommunicatingPart]) -> None:
+    """Raise ValueError where one of these parts communicates together with parameters outside of the module."""
+    for part in parts:
+        if any(name == "" for name, _ in part.whole_row):
+            raise ValueError(
+                f"attach: {part.label} communicates together with parameters that are not in "
+                f"{type(module).__name__}, as after fully_shard([...]); attach to a module around all of them"
+            )
 
 
 def spec_of_row(row: Row, x: torch.Tensor, name: str) -> TensorSpec:
@@ -139,11 +144,13 @@ class RowRunner:
 
     Attributes:
         impl, replicas: the same.
+        failure: is told of errors.
     """
 
     def __init__(self, impl: AlgorithmImpl, replicas: BaguaProcessGroup | None = None) -> None:
         self.impl = impl
         self.replicas = replicas
+        self.failure = FirstFailure([impl.process_group] if replicas is None else [impl.process_group, replicas])
         self._under_way: Job[None] | None = None
 
     def run(
@@ -169,14 +176,8 @@ class RowRunner:
 
         def traced() -> None:
             details = Details(bucket=name, num_elements=x.numel(), raw_bytes=x.nbytes)
-            try:
-                with tracer.span("bucket", details), tracer.range(name):
-                    communicate()
-            except BaseException:
-                self.impl.process_group.close()
-                if self.replicas is not None:
-                    self.replicas.close()
-                raise
+            with self.failure.guard(), tracer.span("bucket", details), tracer.range(name):
+                communicate()
 
         if x.is_cuda and group.has_nccl:
             with torch.inference_mode(False):  # scratch that is made now is written to outside of it too

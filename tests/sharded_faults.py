@@ -1,0 +1,267 @@
+"""Trials of ranks that train a sharded module, of which one goes wrong; a process that has imported torch forks them.
+
+Arguments: for each trial a number, the seed of everything about it, or a Trial's fields as JSON. Prints a line of JSON
+for each trial: the trial, and what each rank has reported.
+"""
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import init_device_mesh
+
+import torchbagua as tb
+
+ATTACH_TIMEOUT_S = 3.0
+INIT_TIMEOUT = timedelta(seconds=60)
+SLEEP_S = ATTACH_TIMEOUT_S + 2.5
+# After a fault; what hangs for longer is ended.
+PATIENCE_S = ATTACH_TIMEOUT_S + 20
+NUM_LAYERS = 4
+MOST_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Way:
+    """What is attached to what.
+
+    Attributes:
+        algorithm: is attached.
+        replicas: how many copies of the module there are.
+        reshards, prepare: an argument of `fully_shard`, and what is called with the sharded module.
+        options: of `attach`.
+        sizes: numbers of ranks.
+    """
+
+    algorithm: tb.Algorithm
+    replicas: int = 1
+    reshards: bool | int = True
+    prepare: Callable[[Any], None] = lambda module: None
+    options: tuple[tuple[str, Any], ...] = ()
+    sizes: tuple[int, ...] = (2, 3, 4)
+
+
+def gather_ahead(module: Any) -> None:
+    """Have each layer's forward start to gather the weights of the next."""
+    for layer, following in itertools.pairwise(module):
+        layer.set_modules_to_forward_prefetch([following])
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part._set_unshard_async_op(True)
+
+
+WAYS = {
+    "bytegrad": Way(tb.ByteGradAlgorithm()),
+    "four bits, not resharded": Way(tb.CompressedAllReduceAlgorithm(), reshards=False),
+    "resharded to two": Way(tb.ByteGradAlgorithm(), reshards=2, sizes=(4,)),
+    "gathered ahead": Way(tb.ByteGradAlgorithm(), prepare=gather_ahead),
+    "weights in 8 bits": Way(tb.ByteGradAlgorithm(), options=(("quantize_weights", "MinMaxUInt8"),)),
+    "replicas": Way(tb.ByteGradAlgorithm(), replicas=2, sizes=(4,)),
+    "replicas, flat": Way(tb.ByteGradAlgorithm(hierarchical=False), replicas=2, sizes=(4,)),
+    "decentralized": Way(tb.DecentralizedAlgorithm(hierarchical=False), replicas=2, sizes=(4,)),
+    "diloco": Way(tb.DiLoCoAlgorithm(2, hierarchical=False), replicas=2, sizes=(4,)),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run, and what goes wrong in it.
+
+    Attributes:
+        way: of WAYS.
+        size: the number of ranks.
+        fault: "kill" and "stop" come from outside, `delay_s` after the second step; "sleep", for longer than the
+            timeout, and "raise" come at `place`: "forward", "backward" or "step" of a step and a layer.
+        victim: the rank that goes wrong.
+    """
+
+    way: str
+    size: int
+    fault: str
+    victim: int
+    delay_s: float = 0.0
+    place: tuple[str, int, int] = ("forward", 2, 0)
+
+
+def random_trial(seed: int) -> Trial:
+    chance = random.Random(seed)
+    way = chance.choice(list(WAYS))
+    size = chance.choice(WAYS[way].sizes)
+    fault = chance.choice(["kill", "stop", "sleep", "raise"])
+    place = (chance.choice(["forward", "backward", "step"]), chance.randrange(2, 8), chance.randrange(NUM_LAYERS))
+    return Trial(way, size, fault, chance.randrange(size), chance.uniform(0, 0.5), place)
+
+
+class Misbehaviour(ArithmeticError):
+    """What a rank raises that goes wrong."""
+
+
+def train(trial: Trial, rank: int, report: Callable[..., None]) -> None:
+    """Train until something is raised, and go wrong, if this is the rank."""
+    way = WAYS[trial.way]
+    shape = (way.replicas, trial.size // way.replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(NUM_LAYERS)))
+    for part in (*module, module):
+        fully_shard(part, mesh=mesh["shards"], reshard_after_forward=way.reshards)
+    way.prepare(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    step = 0
+
+    def reach(place: str, layer: int) -> None:
+        if rank == trial.victim and (place, step, layer) == tuple(trial.place):
+            if trial.fault == "sleep":
+                report(fault_at=time.monotonic())
+                time.sleep(SLEEP_S)
+            if trial.fault == "raise":
+                report(fault_at=time.monotonic())
+                raise Misbehaviour("the loss is not what it was")
+
+    for index, layer in enumerate(module):
+
+        def watch(layer: nn.Module, inputs: Any, output: torch.Tensor, index: int = index) -> None:
+            reach("forward", index)
+            output.register_hook(lambda _: reach("backward", index))
+
+        layer.register_forward_hook(watch)
+    dist.barrier()  # what is slow in a start is over for all ranks
+    replicas = mesh.get_group("replicas") if way.replicas > 1 else None
+    timeout = timedelta(seconds=ATTACH_TIMEOUT_S)
+    options = dict(way.options)
+    with tb.attach(module, optimizer, way.algorithm, replicate_group=replicas, timeout=timeout, **options):
+        while True:
+            optimizer.zero_grad()
+            module(torch.randn(8, 64)).square().mean().backward()
+            for index in range(NUM_LAYERS):
+                reach("step", index)
+            optimizer.step()
+            step += 1
+            if step == 2:
+                report(ready_at=time.monotonic())
+
+
+def run_rank(trial: Trial, rank: int, folder: Path) -> None:
+    """Train, and write down what is raised, and when."""
+    facts: dict[str, Any] = {}
+    path = folder / f"rank{rank}.json"
+
+    def report(**new: Any) -> None:
+        facts.update(new)
+        path.with_suffix(".new").write_text(json.dumps(facts))
+        path.with_suffix(".new").rename(path)
+
+    torch.set_num_threads(1)
+    try:
+        store = f"file://{folder}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=trial.size, timeout=INIT_TIMEOUT)
+        train(trial, rank, report)
+    except Exception as error:
+        # A traceback's first words, or all of it where the error is none of ours.
+        words = str(error).splitlines()[0] if isinstance(error, RuntimeError) else traceback.format_exc()
+        report(raised_at=time.monotonic(), error=f"{type(error).__name__}: {words}")
+    report(lanes=[thread.name for thread in threading.enumerate() if thread.name.startswith("torchbagua")])
+
+
+def start_rank(trial: Trial, rank: int, folder: Path) -> int:
+    """Fork a rank, and return its process id."""
+    process_id = os.fork()
+    if process_id:
+        return process_id
+    with open(folder / f"rank{rank}.txt", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    run_rank(trial, rank, folder)
+    # What is registered for the end is run, and must come to one. The rest of an interpreter's end takes seconds in a
+    # fork, which then copies all that torch has imported; test_survivors_raise_and_exit has it.
+    atexit._run_exitfuncs()
+    os._exit(0)
+
+
+def read(folder: Path, rank: int) -> dict[str, Any]:
+    path = folder / f"rank{rank}.json"
+    facts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return facts
+
+
+def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
+    """Run a trial, end all processes, and return what they reported; None if a machine too busy had no second step."""
+    processes = {rank: start_rank(trial, rank, folder) for rank in range(trial.size)}
+    statuses: dict[int, int] = {}
+
+    def poll() -> None:
+        for rank, process_id in processes.items():
+            if rank not in statuses:
+                done, status = os.waitpid(process_id, os.WNOHANG)
+                if done:
+                    statuses[rank] = status
+
+    def wait(is_over: Callable[[], bool], seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not is_over() and time.monotonic() < until:
+            time.sleep(0.01)
+            poll()
+
+    fault_at = 0.0
+    try:
+        key = "ready_at" if trial.fault in ("kill", "stop") else "fault_at"
+        wait(lambda: key in read(folder, trial.victim) or len(statuses) == trial.size, 60)
+        if key not in read(folder, trial.victim):
+            return None
+        if trial.fault in ("kill", "stop"):
+            time.sleep(trial.delay_s)
+            os.kill(processes[trial.victim], signal.SIGKILL if trial.fault == "kill" else signal.SIGSTOP)
+            fault_at = time.monotonic()
+        fault_at = read(folder, trial.victim).get("fault_at", fault_at)
+        lives_on = {trial.victim} if trial.fault in ("sleep", "raise") else set()
+        ending = {*range(trial.size)} - {trial.victim} | lives_on
+        wait(lambda: ending <= statuses.keys(), PATIENCE_S)
+        ended_at = time.monotonic()
+    finally:
+        for rank, process_id in processes.items():
+            if rank not in statuses:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGKILL)
+                os.waitpid(process_id, 0)
+    ranks = []
+    for rank in range(trial.size):
+        facts = read(folder, rank)
+        seconds = facts["raised_at"] - fault_at if "raised_at" in facts else None
+        output = (folder / f"rank{rank}.txt").read_text()
+        ranks.append({**facts, "seconds": seconds, "status": statuses.get(rank), "output": output})
+    return {"trial": asdict(trial), "ranks": ranks, "seconds_until_exit": ended_at - fault_at}
+
+
+def main() -> NoReturn:
+    for argument in sys.argv[1:]:
+        trial = random_trial(int(argument)) if argument.isdecimal() else Trial(**json.loads(argument))
+        for _ in range(MOST_TRIES):
+            folder = Path(tempfile.mkdtemp(prefix="torchbagua-fault-"))  # as a context, a rank's exit would remove it
+            result = run(trial, folder)
+            shutil.rmtree(folder)
+            if result is not None:
+                break
+        print(json.dumps(result), flush=True)
+    sys.exit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Rows that are gathered as they are: among all ranks or some, flat or by way of nodes, beside another collective."""
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchbagua as tb
+from ranks import run_ranks
+from torchbagua.collectives import ExactGather
+
+SIZE = 4
+
+
+def filled(rank: int, ranks: Sequence[int], length: int, dtype: torch.dtype) -> torch.Tensor:
+    """A result of which only own row is there."""
+    out = torch.full((len(ranks) * length,), -1.0).to(dtype)
+    place = ranks.index(rank)
+    out[place * length : (place + 1) * length] = (torch.arange(length) + 10 * rank).to(dtype)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks"),
+    [
+        ([0, 0, 0, 0], [0, 1, 2, 3]),
+        ([0, 1, 2, 3], [0, 1, 2, 3]),
+        ([0, 0, 1, 1], [0, 1, 2, 3]),
+        ([0, 1, 0, 1], [0, 1, 2, 3]),
+        ([0, 0, 0, 1], [0, 1, 2, 3]),
+        ([0, 1, 1, 1], [3, 1, 0, 2]),
+        ([0, 0, 1, 1], [1, 2]),
+    ],
+)
+def test_rows_of_all(nodes: list[int], ranks: list[int]) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group, nodes=nodes)
+        if own.rank not in ranks:
+            return
+        gather = ExactGather(own.world.silent_twin(), ranks, own.nodes, "rows")
+        for length, dtype in ((3, torch.float32), (0, torch.float32), (5, torch.bfloat16), (200_000, torch.uint8)):
+            out = filled(own.rank, ranks, length, dtype)
+            gather(out)
+            every = [filled(rank, ranks, length, dtype) for rank in ranks]
+            rows = [one.view(len(ranks), -1)[at] for at, one in enumerate(every)] if length else [out]
+            assert torch.equal(out, torch.cat(rows))
+
+    run_ranks(SIZE, body)
+
+
+def test_a_row_crosses_to_each_other_node_once() -> None:
+    """Counted in the posts of messages, of which observers are not told."""
+    nodes = [0, 0, 0, 1, 1]
+
+    def body(group: dist.ProcessGroup) -> int:
+        own = tb.BaguaProcessGroup(group, nodes=nodes)
+        twin = own.world.silent_twin()
+        targets: list[int] = []
+        post = twin.post
+
+        def counted(direction: str, peer: int, tensor: torch.Tensor, **named: object) -> None:
+            targets.extend([peer] * (direction == "sending to" and tensor.numel() > 0))
+            post(direction, peer, tensor, **named)  # type: ignore[arg-type]
+
+        twin.post = counted  # type: ignore[method-assign,assignment]
+        ExactGather(twin, range(5), own.nodes, "rows")(filled(own.rank, range(5), 3, torch.float32))
+        return sum(nodes[target] != nodes[own.rank] for target in targets)
+
+    assert run_ranks(5, body) == [1] * 5
+
+
+def test_beside_a_collective_of_another_thread() -> None:
+    """As a reduce-scatter goes on while FSDP gathers the next weights."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group)
+        gather = ExactGather(own.world.silent_twin(), range(SIZE), own.nodes, "rows")
+        means = []
+
+        def reduce() -> None:
+            means.extend(own.reduce_scatter(torch.full((SIZE, 50_000), float(step)))[0].item() for step in range(20))
+
+        beside = threading.Thread(target=reduce)
+        beside.start()
+        for step in range(20):
+            out = filled(own.rank, range(SIZE), 50_000 + step, torch.float32)
+            gather(out)
+            assert out.view(SIZE, -1)[:, 0].tolist() == [0.0, 10.0, 20.0, 30.0]
+        beside.join()
+        assert means == [float(SIZE * step) for step in range(20)]
+
+    run_ranks(SIZE, body)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    failed = threading.Barrier(3)
+
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group, timeout=timedelta(seconds=1))
+        if own.rank != 1:
+            gather = ExactGather(own.world.silent_twin(), range(3), own.nodes, "the rows")
+            match = rf"all_gather of the rows over the world group failed on rank {own.rank} .* rank 1: "
+            with pytest.raises(tb.CommunicationError, match=match):
+                gather(filled(own.rank, range(3), 3, torch.float32))
+        failed.wait()
+
+    run_ranks(3, body)

@@ -1,0 +1,95 @@
+"""All-gather of rows as they are: what FSDP gathers weights by in full precision, flat or by way of nodes."""
+
+from collections.abc import Sequence
+
+import torch
+
+from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.exchange import Exchange, Stage, run_stages
+
+# `AllGather` has the first piece of the same connections.
+_CROSSING_PIECE = 1
+_FIRST_PIECE_WITHIN = 2
+
+
+class ExactGather:
+    """Every rank gets the rows of all ranks, byte for byte, each received at its place in the result.
+
+    It needs no memory beside the result. By way of nodes a row crosses to each other node once, to the rank that passes
+    it on there. The bytes are the same either way, so nodes decide about time alone, and may have different numbers of
+    ranks.
+
+    Args:
+        communicator: sends the rows.
+        ranks: who takes part, in the order of their rows; own rank is one of them.
+        nodes: the node of each rank of the communicator.
+        name: of what is gathered, in errors.
+    """
+
+    def __init__(self, communicator: Communicator, ranks: Sequence[int], nodes: Sequence[int], name: str) -> None:
+        self._communicator = communicator
+        self._ranks = ranks
+        self._name = name
+        own = communicator.rank
+        members: dict[int, list[int]] = {}
+        for rank in ranks:
+            members.setdefault(nodes[rank], []).append(rank)
+        if len(members) == len(ranks):  # nobody on this rank's node to pass a row on to
+            members = {nodes[own]: list(ranks)}
+        mates = members[nodes[own]]
+        # The rows that each rank passes on to the others of its node, its own one first.
+        self._passed_on = {rank: [rank] for rank in ranks}
+        for node, here in members.items():
+            for other_node, others in members.items():
+                if other_node != node:
+                    for place, owner in enumerate(here):
+                        self._passed_on[others[place % len(others)]].append(owner)
+        self._crossing_to = {rank for rank in ranks if rank != own and own in self._passed_on[rank]}
+        crossing_from = self._passed_on[own][1:]
+        self._crossing_turns = [
+            (target, source)
+            for target, source in _ring(ranks, own)
+            if target in self._crossing_to or source in crossing_from
+        ]
+        self._turns_within = _ring(mates, own)
+        self._num_within = max(len(self._passed_on[mate]) for mate in mates)
+
+    def __call__(self, out_N: torch.Tensor) -> None:
+        """Fill `out_N`, which has own row at its place already, with the rows of all ranks.
+
+        Raises:
+            CommunicationError: a peer is gone or did not take part within the group's timeout.
+        """
+        flat = out_N.view(torch.uint8)
+        length = flat.numel() // len(self._ranks)
+        rows = {rank: flat[at * length : (at + 1) * length] for at, rank in enumerate(self._ranks)}
+        nothing = flat[:0]
+        own = self._communicator.rank
+        stages: list[Stage] = []
+        crossing: Exchange | None = None
+        if self._crossing_turns:
+            from_others = self._passed_on[own][1:]
+            receives = {
+                source: rows[source] if source in from_others else nothing for _, source in self._crossing_turns
+            }
+            crossing = self._exchange(receives, self._crossing_turns, _CROSSING_PIECE)
+            stages.append(Stage(crossing, lambda target: rows[own] if target in self._crossing_to else nothing))
+        if self._turns_within:
+            for index in range(self._num_within):
+                passed_on = {
+                    rank: rows[owners[index]] if index < len(owners) else nothing
+                    for rank, owners in self._passed_on.items()
+                }
+                exchange = self._exchange(passed_on, self._turns_within, _FIRST_PIECE_WITHIN + index)
+                mine = passed_on[own]
+                stages.append(Stage(exchange, lambda _, mine=mine: mine, after=crossing if index else None))  # type: ignore[misc]
+        run_stages(stages)
+
+    def _exchange(self, receives: dict[int, torch.Tensor], turns: Sequence[tuple[int, int]], piece: int) -> Exchange:
+        return Exchange(self._communicator, "all_gather", receives, self._name, turns, piece=piece)
+
+
+def _ring(ranks: Sequence[int], own: int) -> list[tuple[int, int]]:
+    """Return the (target, source) of each turn around the ring of these ranks."""
+    place, size = ranks.index(own), len(ranks)
+    return [(ranks[(place + distance) % size], ranks[place - distance]) for distance in range(1, size)]

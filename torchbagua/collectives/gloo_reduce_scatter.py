@@ -1,0 +1,38 @@
+"""The reduce-scatter that torch itself does between CPUs, over private connections."""
+
+from typing import Any
+
+import torch
+
+from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.errors import CommunicationError, cause_of
+from torchbagua.torch_private import reduce_scatter_base
+
+
+def gloo_reduce_scatter(communicator: Communicator, x_N: torch.Tensor, out_L: torch.Tensor, op: Any, name: str) -> None:
+    """Write the sum or mean of own row of all ranks' `x_N` to `out_L`, with the bits of torch's own reduce-scatter.
+
+    `ReduceScatter` adds in another order. Observers are not told.
+
+    Args:
+        communicator: whose ranks take part.
+        x_N: one row for each rank, on the CPU.
+        out_L: own row.
+        op: what torch is to do.
+        name: of what is reduced, in errors.
+
+    Raises:
+        CommunicationError: a rank is gone or did not take part within the group's timeout.
+    """
+    try:
+        reduce_scatter_base(communicator.gloo, out_L, x_N, op).wait()
+    except CommunicationError:  # the group is closed
+        raise
+    except RuntimeError as error:
+        cause = cause_of(error)
+    else:
+        return
+    # gloo reduces around a ring, and does not say on which side of this rank it broke.
+    after, before = communicator.rank_after(1), communicator.rank_before(1)
+    whom = f" receiving from {communicator.name_of(after)} or sending to {communicator.name_of(before)}"
+    raise communicator.failure(f"reduce_scatter of {name}", cause, whom)
