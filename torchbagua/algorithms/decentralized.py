@@ -193,7 +193,7 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
         check_at_least(self, "communication_interval", 1)
         check_ring_compression(type(self).__name__, self.compression)
 
-    def make_impl(self, process_group: BaguaProcessGroup) -> "LowPrecisionDecentralizedAlgorithmImpl":
+    def make_impl(self, process_group: BaguaProcessGroup) -> SynchronousAveragingImpl:
         """Return the impl over `process_group`."""
         return LowPrecisionDecentralizedAlgorithmImpl(process_group, self)
 
