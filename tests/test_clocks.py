@@ -110,9 +110,9 @@ def test_without_observers_nothing_is_recorded(gpu: PlayedGpu) -> None:
     assert gpu.num_recorded == 0
 
 
-def step(number: int, *phases: tuple[str, int, int], end: int | None) -> TimedStep:
+def step(number: int, *phases: tuple[str, int, int], end: int | None, lane_end: int | None = None) -> TimedStep:
     timed = [TimedPhase(phase, start, stop, Details()) for phase, start, stop in phases]
-    return TimedStep(number, "Algorithm", timed, end)
+    return TimedStep(number, "Algorithm", timed, end, lane_end)
 
 
 def resolved(clock: HostClock, timed: TimedStep) -> list[tuple[str, int, int, int]]:
@@ -143,6 +143,41 @@ def test_a_phase_is_of_the_step_in_which_it_ended() -> None:
         ("receive", 7, 90, 101),
         ("step", 7, 100, 150),
     ]
+
+
+def test_what_the_lane_does_beside_the_next_step_is_part_of_it() -> None:
+    clock = HostClock()
+    resolved(clock, step(2, end=5))
+    old, new, apply = ("send", 10, 40), ("send", 41, 50), ("apply", 38, 52)
+    assert resolved(clock, step(3, old, new, apply, end=60, lane_end=40)) == [
+        ("send", 3, 10, 40),
+        ("apply", 3, 38, 52),
+        ("step", 3, 5, 60),
+    ]
+    late = ("receive", 45, 55)  # which the lane tells of when the step has been told of
+    assert resolved(clock, step(4, late, end=None)) == [("send", 4, 41, 50), ("receive", 4, 45, 55)]
+    assert resolved(clock, step(4, ("wait", 55, 59), end=90)) == [("wait", 3, 55, 59), ("step", 4, 60, 90)]
+
+
+def test_on_a_gpu_what_the_lane_does_beside_the_next_step_is_part_of_it(gpu: PlayedGpu) -> None:
+    recorder = Recorder()
+    tracer = Tracer([recorder])
+    tracer._is_started = True
+    tracer.use_gpu(torch.device("cuda"))  # event 0
+    with tracer.span("send"):  # 1 to 2
+        pass
+    tracer.end_step_of_lane(0)  # 3
+    with tracer.span("send"), tracer.span("apply"):  # 4 to 7; 5 to 6
+        pass
+    tracer.end_step()  # 8
+    tracer.end_step_of_lane(0)  # 9, too late
+    assert recorder.events == []
+    tracer.deliver()
+    first = [("send", 0, 1, 2), ("apply", 0, 5, 6), ("step", 0, 0, 8)]
+    assert heard(recorder) == [*first, ("send", 1, 4, 7)]
+    tracer.end_step()
+    tracer.end()
+    assert heard(recorder)[4:] == [("step", 1, 8, 10)]
 
 
 def test_details_are_the_tail_of_an_event() -> None:

@@ -17,7 +17,7 @@ from torchbagua.traces.figures import Figures
 from torchbagua.traces.over_ranks import OverRanks
 from tracing import NAMES, train_traced
 
-EVERY = 4
+EVERY = 5  # DiLoCo's rounds are in even steps, and the fifth step is number 4
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -85,8 +85,6 @@ def test_charts_show_what_observers_hear(tmp_path: Path, name: str) -> None:
     found = {tag.split("/")[1] for tag in written} & special
     if name == "async":  # in so few steps there need not have been a round
         assert found <= of_name
-    elif name == "diloco":  # its round runs beside the next step, and only some steps are sampled
-        assert of_name - {"relative_quantisation_error"} <= found <= of_name
     else:
         assert found == of_name
 

@@ -26,6 +26,7 @@ from torchbagua.torch_api.algorithms import (
 )
 from torchbagua.torch_api.data_parallel import DistributedDataParallel
 from torchbagua.torch_api.data_parallel.bagua_distributed import buffers_option
+from torchbagua.torch_api.node_mean import with_node_mean
 from training import build
 
 NUM_STEPS = 6
@@ -35,7 +36,8 @@ ALGORITHMS: dict[str, Callable[[Any], Any]] = {
     "gradient_allreduce": lambda optimizer: gradient_allreduce.GradientAllReduceAlgorithm(),
     "bytegrad": lambda optimizer: bytegrad.ByteGradAlgorithm(),
     "decentralized": lambda optimizer: decentralized.DecentralizedAlgorithm(),
-    "low_precision_decentralized": lambda optimizer: decentralized.LowPrecisionDecentralizedAlgorithm(),
+    # Where it is hierarchical, it is another one here: see below.
+    "low_precision_decentralized": lambda optimizer: decentralized.LowPrecisionDecentralizedAlgorithm(False),
     "qadam": q_adam.QAdamAlgorithm,
     # Whose rounds come at no certain step: within the warm-up the weights are certain.
     "async": lambda optimizer: async_model_average.AsyncModelAverageAlgorithm(warmup_steps=100),
@@ -136,6 +138,111 @@ def test_weights_are_those_of_a_plain_loop(name: str) -> None:
     if averages_weights:
         with pytest.raises(ValueError, match=r"optimizers must be given, since .*Algorithm works after"):
             by_ddp(dist.group.WORLD, model, name, with_optimizers=False)
+
+
+def by_bagua(
+    group: dist.ProcessGroup, model: nn.Module, algorithm: Any, *, in_ddp: bool = False
+) -> tuple[torch.Tensor, Any]:
+    """The weights after `NUM_STEPS`, before any `detach`, and what the algorithm saves."""
+    module = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    if in_ddp:
+        called = DistributedDataParallel(module, process_group=group, optimizers=[optimizer], algorithm=algorithm)
+    else:
+        called = module.with_bagua([optimizer], algorithm, group)
+    steps(group.rank(), called, optimizer)
+    attachment = (called.inner if in_ddp else module.bagua_ddp).attachment
+    found, state = weights(module), attachment.state_dict()
+    attachment.load_state_dict(state)
+    attachment.detach()
+    return found, state
+
+
+def bagua_s_low_precision_ring_on_one_node(group: dist.ProcessGroup, model: nn.Module, interval: int) -> torch.Tensor:
+    """Bagua's: after each step that is due, the mean over the node, in full precision, and no codec."""
+    module = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(1000 + group.rank())
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        module(torch.randn(6, 10, generator=data)).square().sum().backward()
+        optimizer.step()
+        if step % interval:
+            continue
+        for parameter in module.parameters():
+            every = [torch.empty_like(parameter) for _ in range(group.size())]
+            dist.all_gather(every, parameter.detach(), group=group)
+            total = every[0]
+            for other in every[1:]:
+                total = total + other
+            parameter.data = total / torch.tensor(float(group.size()))
+    return weights(module)
+
+
+@pytest.mark.parametrize(("size", "interval"), [(2, 1), (3, 2)])
+def test_low_precision_on_one_node_is_bagua_s(size: int, interval: int) -> None:
+    """Bit for bit, as an object, by name, and in a DDP. The package's own meaning, outside of the facade, stays."""
+    model = build(lambda: nn.Sequential(nn.Linear(10, 33), nn.Tanh(), nn.Linear(33, 1)))
+    algorithm = decentralized.LowPrecisionDecentralizedAlgorithm(communication_interval=interval)
+
+    def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+        expected = bagua_s_low_precision_ring_on_one_node(group, model, interval)
+        found = [by_bagua(group, model, algorithm), by_bagua(group, model, algorithm, in_ddp=True)]
+        if interval == 1:
+            found.append(by_bagua(group, model, "low_precision_decentralized"))
+        for ours, state in found:
+            assert torch.equal(ours, expected)
+            assert state["impl"]["step"] == NUM_STEPS
+        flat = by_bagua(group, model, decentralized.LowPrecisionDecentralizedAlgorithm(False, interval))[0]
+        module = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with tb.attach(module, optimizer, algorithm, process_group=tb.BaguaProcessGroup(group)):
+            steps(group.rank(), module, optimizer)
+            assert torch.equal(weights(module), flat)
+        assert not torch.equal(flat, expected)
+        return expected
+
+    first, *others = run_ranks(size, body)
+    if interval == 1:
+        assert all(torch.equal(first, other) for other in others)
+
+
+def test_low_precision_over_several_nodes_is_the_ring_of_nodes() -> None:
+    def body(group: dist.ProcessGroup) -> list[str]:
+        algorithm = with_node_mean("low_precision_decentralized")
+        names = []
+        for nodes in ([0, 0, 1, 1], [0, 1, 2, 3], [0, 0, 0, 0]):
+            impl = algorithm.reify(tb.BaguaProcessGroup(group, nodes=nodes))
+            names.append(type(impl).__name__)
+            impl.close()
+        return names
+
+    ring = "LowPrecisionDecentralizedAlgorithmImpl"
+    assert run_ranks(4, body) == [[ring, ring, "NodeMeanImpl"]] * 4
+    for algorithm in (tb.LowPrecisionDecentralizedAlgorithm(hierarchical=False), tb.ByteGradAlgorithm(), "bytegrad"):
+        assert with_node_mean(algorithm) is algorithm
+
+
+def test_a_state_of_the_ring_is_loaded_on_one_node() -> None:
+    """One that an earlier release saved under with_bagua, with replicas."""
+    model = build(lambda: nn.Linear(10, 1))
+
+    def body(group: dist.ProcessGroup) -> int:
+        module = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        own_group = tb.BaguaProcessGroup(group)
+        with tb.attach(module, optimizer, tb.LowPrecisionDecentralizedAlgorithm(), process_group=own_group) as ring:
+            steps(group.rank(), module, optimizer, 3)
+            state = ring.state_dict()
+        module.with_bagua([optimizer], tb.LowPrecisionDecentralizedAlgorithm(), group)
+        attachment = module.bagua_ddp.attachment
+        attachment.load_state_dict(state)
+        steps(group.rank(), module, optimizer, 1)
+        found = attachment.impl.step
+        attachment.detach()
+        return found
+
+    assert run_ranks(2, body) == [4, 4]
 
 
 @pytest.mark.parametrize("in_ddp", [False, True])

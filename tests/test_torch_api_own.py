@@ -139,6 +139,7 @@ class AfterStep(Gossip):
     """Weights, after the optimizers' steps: the mean, or a round of the ring."""
 
     in_ring = False
+    hierarchical = False
     num_steps = 0
 
     def init_forward_pre_hook(self, bagua_ddp: BaguaDistributedDataParallel) -> Callable[[Any], None]:
@@ -164,12 +165,18 @@ class AfterStep(Gossip):
             return
         bucket._replicas = [bucket.flattened_tensor().ensure_bagua_tensor(name) for name in ("own", "left", "right")]
         bucket.append_low_precision_decentralized_synchronous_op(
-            *bucket._replicas, hierarchical=False, compression="MinMaxUInt8", group=self.process_group
+            *bucket._replicas, hierarchical=self.hierarchical, compression="MinMaxUInt8", group=self.process_group
         )
 
 
 class InRing(AfterStep):
     in_ring = True
+
+
+class InRingOfNodes(InRing):
+    """On a single node, which is the mean there."""
+
+    hierarchical = True
 
 
 class Momentum(Mean):
@@ -327,13 +334,24 @@ def test_gradients_lie_in_the_buckets() -> None:
         assert run_ranks(2, body) == [do_flatten] * 2
 
 
-@pytest.mark.parametrize(("impl", "do_flatten"), [(Gossip, True), (Gossip, False), (AfterStep, False), (InRing, True)])
+@pytest.mark.parametrize(
+    ("impl", "do_flatten"),
+    [(Gossip, True), (Gossip, False), (AfterStep, False), (InRing, True), (InRingOfNodes, True)],
+)
 def test_weights(impl: type[AlgorithmImpl], do_flatten: bool) -> None:
     ranks = run_own(impl, size=3, do_flatten=do_flatten)
     before, after = zip(*ranks, strict=True)
     assert all(torch.equal(one, after[0]) for one in after)
-    assert all(torch.equal(one, before[0]) for one in before[1:]) == (impl is AfterStep)
+    assert all(torch.equal(one, before[0]) for one in before[1:]) == (impl in (AfterStep, InRingOfNodes))
     torch.testing.assert_close(after[0], torch.stack(before).mean(0))
+
+
+def test_bagua_s_ring_on_a_single_node_is_the_mean() -> None:
+    def trained(impl: type[AlgorithmImpl]) -> list[list[torch.Tensor]]:
+        return run_own(impl, size=3, do_flatten=True)
+
+    for found, expected in zip(trained(InRingOfNodes), trained(AfterStep), strict=True):
+        assert all(map(torch.equal, found, expected))
 
 
 def test_ranks_skip_together_and_have_their_mean_for_a_while() -> None:

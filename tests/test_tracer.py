@@ -251,7 +251,10 @@ def test_the_profiler_shows_every_phase() -> None:
 
 @pytest.mark.parametrize("name", ["decentralized", "shift_one", "low_precision_decentralized", "diloco", "async"])
 def test_events_end_in_their_step(name: str) -> None:
-    """Also where threads take turns far more often than they do otherwise."""
+    """Also where threads take turns far more often than they do otherwise.
+
+    The lane may be at what runs beside a step while the last one applies what it has waited for.
+    """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -262,7 +265,8 @@ def test_events_end_in_their_step(name: str) -> None:
         ends = {event.step: event.end_ns for event in events if event.phase == "step"}
         for event in events:
             if event.phase != "step":
-                assert event.step == 0 or ends[event.step - 1] <= event.end_ns
+                assert event.step == 0 or event.phase not in TRAINING or ends[event.step - 1] <= event.end_ns
+                assert event.step < 2 or ends[event.step - 2] <= event.end_ns
                 assert event.step not in ends or event.end_ns <= ends[event.step]
 
 
@@ -283,7 +287,8 @@ def test_what_detaching_waits_for_is_no_steps() -> None:
     assert figures.wait_ns < figures.step_ns
     assert figures.num_steps == 5
     assert before.summary().bytes_after > 0
-    assert re.search(r"rank 0 sent 0\.\d+ MB more after its last step, in detaching", str(before.summary()))
+    note = r"rank 0 sent 0\.\d+ MB more after its last step, 0\.\d+ MB of it in detaching"
+    assert re.search(note, str(before.summary()))
 
 
 def test_residuals_are_those_after_the_last_of_several_backward_passes() -> None:

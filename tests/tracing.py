@@ -11,12 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
+from torchbagua.events import TRAINING_PHASES
 from torchbagua.traces.files import find_files
 from torchbagua.traces.perfetto import Merged, merge
 from training import Tower, build
 
 NUM_STEPS = 6
-TRAINING = ("step", "backward", "wait", "apply")
+TRAINING = tuple(TRAINING_PHASES)
 ON_LANE = ("bucket", "encode", "receive", "reduce", "decode", "measure")
 
 

@@ -331,6 +331,8 @@ class Attachment:
     def summary(self) -> Summary:
         """Return what communication has cost this rank so far. `print` it for a table.
 
+        On a GPU it waits until the GPU has come to the end of the last step.
+
         Raises:
             RuntimeError: `attach` was given no observer, so nothing was noted.
         """
@@ -339,6 +341,7 @@ class Attachment:
                 "torchbagua: there is nothing to sum up: without observers nothing is noted; "
                 "attach(..., observers=[torchbagua.traces.Summary()])"
             )
+        self.impl.tracer.deliver()
         return self._summary
 
     def state_dict(self) -> dict[str, Any]:

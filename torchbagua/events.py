@@ -20,7 +20,10 @@ Phase = Literal[
     "backward",  # from the first gradient until autograd has the last one; through `attach` only
     "wait",  # training stands still until the lane is done: this is the exposed part of communication
     "apply",  # averaged weights are brought into the module
+    "detach",  # detaching forms the last mean of the weights; after the last step
 ]
+
+TRAINING_PHASES: frozenset[Phase] = frozenset({"step", "backward", "wait", "apply", "detach"})
 
 _NO_VALUES: Mapping[str, float] = MappingProxyType({})
 
@@ -35,7 +38,8 @@ class CommEvent(NamedTuple):
         start_ns: when it began.
         end_ns: when it ended.
         step: the step in which it ended: how many optimizer steps there were since `attach`. A step that a GradScaler
-            skips is part of the next one. Without `attach`, averaged backward passes are counted.
+            skips is part of the next one. What an algorithm starts at the end of a step, to run beside the next one,
+            is part of the next one. Without `attach`, averaged backward passes are counted.
         algorithm: the class name of the algorithm.
         operation: the exchange that it is part of: "all_to_all", "all_gather", "all_reduce" (over NCCL),
             "peer_exchange", or "agreement" for small numbers.
@@ -166,9 +170,10 @@ class Run:
 class Observer(Protocol):
     """Any object with a method `on_comm`. It is told of every phase, for `attach(..., observers=[...])`.
 
-    Events arrive at the end of the training step in which the phase ended. Training waits meanwhile, so be quick. Calls
-    may come from several threads, one at a time. An observer that raises is dropped, with a warning. For more, such as
-    the begin and the end of the run, write a subclass of `Trace`.
+    Events arrive at the end of the training step in which the phase ended, and on a GPU when it has come to that end.
+    Events that are pending arrive in `Attachment.summary`, in `finish_round` and `abort` of an impl, and in detach.
+    Training waits meanwhile, so be quick. Calls may come from several threads, one at a time. An observer that raises
+    is dropped, with a warning. For more, such as the begin and the end of the run, write a subclass of `Trace`.
     """
 
     def on_comm(self, event: CommEvent) -> None:

@@ -53,11 +53,14 @@ def install_step_hooks(
         if is_first:
             is_first = False
             after_first_step()
-        impl.tracer.end_step()  # what an algorithm does now, beside the next step, is part of that one
-        if impl.averages_weights and impl.need_reset():
-            impl.reset()
-        if on_step is not None:
-            on_step(optimizer)
+        try:
+            if impl.averages_weights and impl.need_reset():
+                impl.reset()
+            if on_step is not None:
+                on_step(optimizer)
+        finally:
+            # Not before: what the algorithm waits for now was communicated in this step.
+            impl.tracer.end_step()
         if running_means is not None:
             running_means.after_step()
 

@@ -79,6 +79,7 @@ class Tracer:
         self._pending: deque[TimedPhase] = deque()  # which threads append to without a lock
         self._unresolved: deque[TimedStep] = deque()
         self._is_started = False  # before that there are no steps
+        self._lane_end: Timestamp | None = None  # of the step under way, where the lane goes on to the next before it
 
     @property
     def is_on(self) -> bool:
@@ -104,7 +105,7 @@ class Tracer:
         self.failures = run.failures
         self._is_started = True
         self._tell_traces(lambda trace: trace.on_start(run))
-        self._choose_samples()
+        self._choose_samples(self.step)
 
     def use_gpu(self, device: torch.device) -> None:
         """Make known that what is traced from now on is done on this GPU, the same each time."""
@@ -155,8 +156,26 @@ class Tracer:
         """Tell observers of the training step that has ended, and go on to the next."""
         if not self._observers:
             return
-        self._deliver(ends_step=True)
-        self._choose_samples()
+        has_samples = self._deliver(ends_step=True)
+        if not has_samples:
+            self._choose_samples(self.step)
+
+    def end_step_of_lane(self, step: int) -> None:
+        """Make all that the lane does from now on part of the step after `step`; on the lane's thread.
+
+        Where that step has begun by now, all that the lane does is part of it in any case.
+        """
+        end = self._clock.now()
+        with self._lock:
+            if step != self.step:
+                return
+            self._lane_end = end
+        self._choose_samples(step + 1)
+
+    def deliver(self) -> None:
+        """Tell observers of all that has ended until now; on a GPU, wait until it has come to that."""
+        if self._observers:
+            self._deliver()
 
     def _add(self, phase: TimedPhase) -> None:
         self._pending.append(phase)
@@ -167,26 +186,33 @@ class Tracer:
     def _traces(self) -> list[Trace]:
         return [observer for observer in self._observers if isinstance(observer, Trace)]
 
-    def _choose_samples(self) -> None:
+    def _choose_samples(self, step: int) -> None:
         wanted: list[bool] = []
-        self._tell_traces(lambda trace: wanted.append(trace.samples(self.step)))
+        self._tell_traces(lambda trace: wanted.append(trace.samples(step)))
         self.samples = any(wanted)
 
-    def _deliver(self, *, ends_step: bool = False) -> None:
-        """Tell observers of what has ended; all at once, which takes a fraction of the time."""
+    def _deliver(self, *, ends_step: bool = False) -> bool:
+        """Tell observers of what has ended; all at once, which takes a fraction of the time.
+
+        Returns whether the lane has gone on to the next step already.
+        """
         with self._lock:
             num_ended = len(self._pending)  # counted before the step ends: none of these ends after it
             end = self._clock.now() if ends_step else None
             phases = [self._pending.popleft() for _ in range(num_ended)]
-            self._unresolved.append(TimedStep(self.step, self.algorithm, phases, end))
+            lane_end = self._lane_end
+            self._unresolved.append(TimedStep(self.step, self.algorithm, phases, end, lane_end))
             while self._unresolved:
                 events = self._clock.resolve(self._unresolved[0], waits=not ends_step)
                 if events is None:
                     break
                 self._unresolved.popleft()
                 self._tell(events)
-            self.step += ends_step
+            if ends_step:
+                self.step += 1
+                self._lane_end = None
         self._report_failures()
+        return lane_end is not None
 
     def _tell(self, events: Sequence[CommEvent]) -> None:
         for observer in self._observers:

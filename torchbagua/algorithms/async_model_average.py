@@ -185,6 +185,7 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
             self._stop("abort", self.algorithm.final_average if final_average is None else final_average)
         else:
             self._meet("abort")
+        self.tracer.deliver()
 
     def resume(self, module: torch.nn.Module) -> None:
         """Start averaging again after `abort`. Collective. Does nothing if averaging is not stopped.
@@ -303,7 +304,8 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
         if failed or self._leaving_rank is not None or self.is_single_rank:
             return False
         if self._rounds is not None:
-            has_mean = self._stop("detach", self.algorithm.final_average).has_mean
+            with self.tracer.span("detach"):
+                has_mean = self._stop("detach", self.algorithm.final_average).has_mean
         else:
             has_mean = self.take_final_mean()
         self.ends_in_order = self._leaving_rank is None

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -109,7 +110,8 @@ class AveragingImpl(AlgorithmImpl):
         """Where the algorithm asks for it, give all ranks the mean of their weights; return whether. Collective."""
         has_mean = self.algorithm.final_average and not self.is_single_rank
         if has_mean:
-            self.weights.take_mean(self.lane, self.progress(is_last=True))
+            with self.tracer.span("detach"):
+                self.weights.take_mean(self.lane, self.progress(is_last=True))
         return has_mean
 
     @torch.no_grad()
@@ -228,8 +230,21 @@ class SynchronousAveragingImpl(AveragingImpl):
         raise NotImplementedError
 
     def finish_round(self) -> None:
+        """Wait for what is in flight, bring it into the weights, and tell observers of it."""
+        self.receive_round()
+        self.tracer.deliver()
+
+    def receive_round(self) -> None:
         """Wait for what is in flight and bring it into the weights."""
         raise NotImplementedError
+
+    def begin_next_step(self) -> None:
+        """Have observers told of what is submitted to the lane from now on, in `after_step`, as part of the next step.
+
+        For a round that runs beside that step. The lane may be at it before `after_step` has come to its end.
+        """
+        if self.tracer.is_on:
+            self.lane.submit(partial(self.tracer.end_step_of_lane, self.tracer.step))
 
     def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
         """Count backward passes."""

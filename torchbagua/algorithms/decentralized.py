@@ -88,7 +88,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def reset(self) -> None:
         """Make buckets again, once the round in flight has been applied."""
-        self.finish_round()
+        self.receive_round()
         super().reset()
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
@@ -101,9 +101,11 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
     def after_step(self) -> None:
         """Apply the round that was in flight, and start the next one where it is due."""
         self.step += 1
+        if self.is_due:
+            self.begin_next_step()
         self._apply_round(starts_next=self.is_due)
 
-    def finish_round(self) -> None:
+    def receive_round(self) -> None:
         """Wait for the round in flight and add what it changes to the weights."""
         self._apply_round(starts_next=False)
 
@@ -191,7 +193,7 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
         check_at_least(self, "communication_interval", 1)
         check_ring_compression(type(self).__name__, self.compression)
 
-    def make_impl(self, process_group: BaguaProcessGroup) -> "LowPrecisionDecentralizedAlgorithmImpl":
+    def make_impl(self, process_group: BaguaProcessGroup) -> SynchronousAveragingImpl:
         """Return the impl over `process_group`."""
         return LowPrecisionDecentralizedAlgorithmImpl(process_group, self)
 
@@ -221,7 +223,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def reset(self) -> None:
         """Make buckets again, and give replicas, which are zeros, the weights by a first round in full precision."""
-        self.finish_round()
+        self.receive_round()
         super().reset()
         if self.is_single_rank:
             return
@@ -248,7 +250,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         self.step += 1
         # Between steps that are due, so that an exchange that has failed is heard of at the next step.
         if is_due or (self._exchange is not None and self._exchange.is_done()):
-            self.finish_round()
+            self.receive_round()
         if is_due:
             self.weights.read()
             # Nodes form their means first, so ranks compare their progress. In a ring of ranks the update sends nothing
@@ -256,6 +258,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
             submit = self.submit_in_lockstep if self._is_of_nodes else self.lane.submit
             submit(self._update).result()
             self.weights.write()
+            self.begin_next_step()
             self._exchange = self.submit_in_lockstep(self._tell_neighbours)
             self.num_rounds += 1
 
@@ -267,7 +270,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         for bucket in self.buckets:
             bucket.finish()
 
-    def finish_round(self) -> None:
+    def receive_round(self) -> None:
         """Wait until the neighbours' replicas are up to date."""
         if self._exchange is not None:
             self._exchange.result()
@@ -275,14 +278,14 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps so far and the replicas."""
-        self.finish_round()
+        self.receive_round()
         replicas = {name: self.weights.by_name(replica) for name, replica in _REPLICAS.items()}
         return {**owner_of(self.process_group), "step": self.step, **replicas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned. Collective."""
         check_rank_state(type(self).__name__, state, ("step", *_REPLICAS), self.process_group)
-        self.finish_round()
+        self.receive_round()
         for name, replica in _REPLICAS.items():
             self.weights.load_by_name(replica, state[name])
         self.step = state["step"]

@@ -201,7 +201,7 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
 
     def reset(self) -> None:
         """Make buckets again, once the round in flight has been applied, and have all ranks start from one theta."""
-        self.finish_round()
+        self.receive_round()
         self._feedback.clear()
         super().reset()
         if not self.shadow.tensors:
@@ -259,13 +259,15 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
         is_time = self.step >= self._snapshot_step + self.algorithm.delay
         # What has failed is heard of at once. A loaded round may come from another schedule, and last until the next.
         if is_in_flight and (is_time or due or self.lane.has_failed):
-            self.finish_round()
+            self.receive_round()
         if due:
+            if self.algorithm.delay:
+                self.begin_next_step()
             self._start_round(due)
             if not self.algorithm.delay:
                 self._receive()
 
-    def finish_round(self) -> None:
+    def receive_round(self) -> None:
         """Wait for the round in flight, and add what it changes to the weights."""
         self._receive()
         if self._has_differences:

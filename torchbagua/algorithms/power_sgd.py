@@ -30,10 +30,11 @@ _LARGEST_RANK = 2**15
 
 @dataclass(frozen=True)
 class PowerSGDAlgorithm(Algorithm):
-    """Average the gradient of a matrix as a product of two factors (PowerSGD, Vogels et al., arXiv 1905.13727).
+    """After `start_step` backward passes, by default 100, average gradients of matrices as products of two factors.
 
-    A gradient of n rows and m columns travels as r (n + m) numbers. What the factors leave out of it is kept on each
-    rank, and added to its next gradient. The result is bit-identical on all ranks.
+    Before that it averages in full precision, so a run that is shorter is plain DDP (PowerSGD, Vogels et al., arXiv
+    1905.13727). A gradient of n rows and m columns travels as r (n + m) numbers. What the factors leave out of it is
+    kept on each rank, and added to its next gradient. The result is bit-identical on all ranks.
 
     Use it with SGD. Under Adam it costs loss: rank 4 ended 7 % above all-reduce in a run of 240 steps. There,
     QAdamAlgorithm in one bit sends about as little, and ByteGradAlgorithm a quarter, at no such cost.
@@ -52,7 +53,8 @@ class PowerSGDAlgorithm(Algorithm):
 
     Args:
         rank: the most vectors of a factor.
-        start_step: how many synchronised backward passes come before the first with factors.
+        start_step: how many synchronised backward passes come before the first with factors. A run of fewer sends what
+            DDP sends.
         min_rate: how many times fewer the numbers of the factors must be than those of the matrix.
         warm_start: start from the factor of the last step; else from pseudo-random numbers in each step.
         compression: None, or "bfloat16" to send the factors, and what has none, in 16 bits.
@@ -178,4 +180,4 @@ class PowerSGDAlgorithmImpl(PhasedFeedbackImpl):
         return (0, 0) if shape is None or not self.algorithm.warm_start else (shape.rank, shape.columns)
 
 
-register("powersgd", PowerSGDAlgorithm, "mean of gradients as products of factors of low rank; for SGD")
+register("powersgd", PowerSGDAlgorithm, "gradients as factors of low rank, after 100 steps in full precision; for SGD")

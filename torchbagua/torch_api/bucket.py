@@ -9,6 +9,7 @@ import torch
 from torchbagua import bucket as core
 from torchbagua.collectives import BaguaProcessGroup as CoreGroup
 from torchbagua.memory_order import flat_length, shape_like
+from torchbagua.torch_api.node_mean import is_single_node
 from torchbagua.torch_api.process_groups import BaguaProcessGroup
 from torchbagua.torch_api.tensor import effective, proxy_of, replace_effective
 
@@ -186,8 +187,11 @@ class BaguaBucket:
     ) -> "BaguaBucket":
         """Append one round of the ring of compressed differences; see `torchbagua.BaguaBucket`.
 
-        The three replicas are as `flattened_tensor` returns it.
+        The three replicas are as `flattened_tensor` returns it. As in Bagua, on a single node, if `hierarchical`, it is
+        the mean in full precision, and the replicas stay as they are.
         """
+        if hierarchical and is_single_node(self._core_group(group)):
+            return self._append("append_centralized_synchronous_op", group=group)
         replicas = [effective(replica) for replica in (weight, left_peer_weight, right_peer_weight)]
         method = "append_low_precision_decentralized_synchronous_op"
         return self._append(method, *replicas, hierarchical, compression, group=group)
@@ -204,10 +208,14 @@ class BaguaBucket:
 
     def _append(self, method: str, *arguments: Any, group: BaguaProcessGroup | None) -> "BaguaBucket":
         bucket = self.core
-        assert self._runner is not None
-        getattr(bucket, method)(*arguments, group=self._runner.open_group(group, bucket.flat.device))
+        getattr(bucket, method)(*arguments, group=self._core_group(group))
         self._writes_back = True
         return self
+
+    def _core_group(self, group: BaguaProcessGroup | None) -> CoreGroup:
+        """Return the private groups for `group`, by default those of the algorithm."""
+        assert self._runner is not None
+        return self._runner.open_group(group, self.core.flat.device) or self.core.group
 
     def mark_ready(self, tensor: torch.Tensor) -> None:
         """Take note that what a tensor of the bucket stands for is final."""

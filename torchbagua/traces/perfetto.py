@@ -12,11 +12,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from torchbagua.events import CommEvent, Run
+from torchbagua.events import TRAINING_PHASES, CommEvent, Run
 from torchbagua.traces.background_trace import BackgroundTrace, Writer, folder_of
 from torchbagua.traces.files import RankFile, RankFileWriter
 
-_TRAINING_PHASES = ("step", "backward", "wait", "apply")
 # What a slice is called, where that is not its phase.
 _NAMES = {"step": "step {event.step}", "send": "send {event.bucket}", "bucket": "{event.bucket}"}
 _DETAILS = ("operation", "bucket", "scope", "ranks", "peers", "num_elements", "raw_bytes", "wire_bytes")
@@ -163,7 +162,7 @@ class _Tracks:
     def of(self, event: CommEvent) -> tuple[int, str]:
         """Return number and name of the track."""
         if event.phase != "send":
-            return (1, "training") if event.phase in _TRAINING_PHASES else (2, "lane")
+            return (1, "training") if event.phase in TRAINING_PHASES else (2, "lane")
         (peer,) = event.peers
         if event.start_ns < self._last_ns[peer]:  # given to gloo while the message before was on its way
             return 11 + 2 * peer, f"to rank {peer}, next"

@@ -1,5 +1,6 @@
 """A summary for people without a browser: one table of what communication costs."""
 
+import math
 from collections.abc import Sequence
 
 from torchbagua.events import CommEvent, Run, Trace
@@ -16,12 +17,14 @@ class Summary(Trace):
 
     Attributes:
         figures: the sums over the steps that have ended.
-        bytes_after: how many bytes were sent after these, in detach for instance.
+        bytes_after: how many bytes were sent after these, in a round that was under way and in detaching. It is known
+            when the attachment has ended.
+        bytes_in_detaching: how many of `bytes_after` detaching sent, which forms the last mean of the weights.
     """
 
     def __init__(self) -> None:
         self.figures = Figures()
-        self.bytes_after = 0
+        self.bytes_after = self.bytes_in_detaching = 0
         self.run: Run | None = None
         self._pending: list[CommEvent] = []
 
@@ -44,7 +47,11 @@ class Summary(Trace):
 
     def on_end(self) -> None:
         """Count what was sent after the last whole step."""
-        self.bytes_after += sum(event.bytes_sent for event in self._pending)
+        detaching_ns = min((event.start_ns for event in self._pending if event.phase == "detach"), default=math.inf)
+        for event in self._pending:
+            self.bytes_after += event.bytes_sent
+            if event.end_ns > detaching_ns:
+                self.bytes_in_detaching += event.bytes_sent
         self._pending.clear()
 
     def __str__(self) -> str:
@@ -62,7 +69,7 @@ def table_of(summaries: Sequence[Summary]) -> str:
     count = f"{runs[0].num_ranks} ranks" if runs and runs[0].num_ranks > 1 else "1 rank"
     titles = [f"{runs[0].description}, {count}", ""] if runs else []
     notes = [
-        f"rank {summary.run.rank} sent {summary.bytes_after / 1e6:.3f} MB more after its last step, in detaching"
+        f"rank {summary.run.rank} sent {_sent_after(summary)}"
         for summary in summaries
         if summary.run is not None and summary.bytes_after
     ]
@@ -75,6 +82,13 @@ def table_of(summaries: Sequence[Summary]) -> str:
     ]
     notes += [f"rank {run.rank}: {failure}" for run in runs for failure in run.failures]
     return "\n".join([*titles, rows, "", _LEGEND, *(["", *notes] if notes else [])])
+
+
+def _sent_after(summary: Summary) -> str:
+    after, in_detaching = (f"{num / 1e6:.3f} MB" for num in (summary.bytes_after, summary.bytes_in_detaching))
+    if not summary.bytes_in_detaching:
+        return f"{after} more after its last step"
+    return f"{after} more after its last step,{'' if in_detaching == after else f' {in_detaching} of it'} in detaching"
 
 
 _LEGEND = """\

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua import algorithms, attach, collectives
 from torchbagua.torch_api import env
+from torchbagua.torch_api.node_mean import with_node_mean
 from torchbagua.torch_api.own_algorithm import OwnAlgorithm, OwnImpl, is_own
 from torchbagua.torch_api.process_groups import BaguaProcessGroup
 from torchbagua.torch_private import ignore_names, names_to_ignore
@@ -69,7 +70,7 @@ class BaguaDistributedDataParallel:
             self.attachment = attach(
                 module if ddp is None else ddp,
                 self.bagua_optimizers,
-                OwnAlgorithm(algorithm, self) if is_own(algorithm) else algorithm,  # type: ignore[arg-type]
+                OwnAlgorithm(algorithm, self) if is_own(algorithm) else with_node_mean(algorithm),  # type: ignore[arg-type]
                 process_group=own_group,
                 grad_scaler=grad_scaler,
                 ddp_arguments=None if ddp is not None else self._ddp_arguments(),
