@@ -297,8 +297,10 @@ class Communicator:
                 f"{self.ranks[self.rank]} within {self._timeout_s:g} s; the ranks have to be started again: "
                 f"{cause_of(error)}"
             ) from error
-        assert self._connections.mesh is not None
-        return self._connections.mesh
+        mesh = self._connections.mesh
+        if mesh is None:  # another thread has closed it meanwhile
+            raise self.failure(purpose, "the group is closed")
+        return mesh
 
     def _fail(self, direction: Direction, peer: int, purpose: str, cause: str) -> NoReturn:
         # Closing the connections is what tells the other ranks. The frames that the error's traceback keeps must not

@@ -71,12 +71,14 @@ class Connections:
             return
         self._store.set(f"opens/{self._rank}", "")
         try:
-            self.mesh = gloo_group(self._store, self._rank, self._size, self._timeout)
+            mesh = gloo_group(self._store, self._rank, self._size, self._timeout)
         except RuntimeError as error:
             missing = [rank for rank in range(self._size) if not self._store.check([f"opens/{rank}"])]
             if not missing:
                 raise
             raise RuntimeError(f"ranks {missing} did not come: {cause_of(error)}") from error
+        if not self.is_closed:  # by another thread
+            self.mesh = mesh
 
     def connect(self, peers: Iterable[int]) -> Failure | None:
         """Make links to those of `peers` to which there is no connection; they do it too, in the same exchange.
@@ -89,8 +91,12 @@ class Connections:
         new = sorted({*peers} - self._links.keys() - {self._rank})
         if not new:
             return None
+        if self._ready is None:
+            # A connection of its own to the store: who waits over the other one holds it meanwhile.
+            self._ready = dist.PrefixStore("ready", self._store.clone())  # type: ignore[attr-defined]
+        ready = self._ready
         try:
-            return self._meet(new) or self._make_links(new)
+            return self._meet(new, ready) or self._make_links(new, ready)
         except RuntimeError as error:  # of the store
             return Failure(new[0], cause_of(error))
 
@@ -109,45 +115,44 @@ class Connections:
         self._links.clear()
         self._devices = ()
 
-    def _meet(self, peers: list[int]) -> Failure | None:
+    def _meet(self, peers: list[int], ready: dist.Store) -> Failure | None:
         """Say that this rank is ready to connect to `peers`, and wait until all of them have said so.
 
         gloo's own wait would take a peer for present that gave up before this rank came.
         """
-        if self._ready is None:
-            # A connection of its own to the store: who waits over the other one holds it meanwhile.
-            self._ready = dist.PrefixStore("ready", self._store.clone())  # type: ignore[attr-defined]
         own = [f"{self._rank} to {peer}" for peer in peers]
         theirs = [f"{peer} to {self._rank}" for peer in peers]
-        write_text(self._ready, own, _READY)
+        write_text(ready, own, _READY)
         failure = None
         try:
-            self._ready.wait(theirs, self._timeout)
+            ready.wait(theirs, self._timeout)
         except RuntimeError:
-            missing = [peer for peer, key in zip(peers, theirs, strict=True) if not self._ready.check([key])]
+            missing = [peer for peer, key in zip(peers, theirs, strict=True) if not ready.check([key])]
             if not missing:  # but the store has failed
                 raise
             seconds = self._timeout.total_seconds()
             failure = Failure(missing[0], f"timed out after {seconds:g} s waiting for it to connect")
         else:
-            words = read_texts(self._ready, theirs)
+            words = read_texts(ready, theirs)
             if late := [peer for peer, word in zip(peers, words, strict=True) if word != _READY]:
                 failure = Failure(late[0], "it gave up waiting for this rank, or for another one, to connect")
         if failure is not None:
             with suppress(RuntimeError):
-                write_text(self._ready, own, _GAVE_UP)
+                write_text(ready, own, _GAVE_UP)
         return failure
 
-    def _make_links(self, peers: list[int]) -> Failure | None:
-        assert self._ready is not None
-        self._devices = self._devices or gloo_devices()
+    def _make_links(self, peers: list[int], ready: dist.Store) -> Failure | None:
+        devices = self._devices = self._devices or gloo_devices()
         # Ranks a and b come together in turn (a + b) mod n, in which neither has another one: so no two wait for each
         # other in a circle.
         for peer in sorted(peers, key=lambda peer: (peer + self._rank) % self._size):
-            store = dist.PrefixStore(f"{min(peer, self._rank)} and {max(peer, self._rank)}", self._ready)
+            store = dist.PrefixStore(f"{min(peer, self._rank)} and {max(peer, self._rank)}", ready)
             own_number = int(self._rank > peer)
             try:
-                self._links[peer] = gloo_group(store, own_number, 2, self._timeout, devices=self._devices)
+                link = gloo_group(store, own_number, 2, self._timeout, devices=devices)
             except RuntimeError as error:
                 return Failure(peer, cause_of(error))
+            if self.is_closed:  # by another thread
+                return Failure(peer, "the group is closed")
+            self._links[peer] = link
         return None
