@@ -110,6 +110,10 @@ bench-low-rank: $(STAMPS)/package ## time what PowerSGD computes beside torch's 
 bench-page-faults: $(STAMPS)/package ## time what users can do about page faults of training on CPUs
 	$(BIN)/python benchmarks/page_faults.py $(ARGS)
 
+.PHONY: bench-startup
+bench-startup: $(STAMPS)/package ## measure what attaching costs with 8 to 64 ranks: seconds, sockets, threads, memory
+	$(BIN)/python benchmarks/startup.py $(ARGS)
+
 .PHONY: bench-optimizer
 bench-optimizer: $(STAMPS)/package ## time QAdam's update beside torch's fused Adam
 	$(BIN)/python benchmarks/optimizer.py $(ARGS)

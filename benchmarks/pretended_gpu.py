@@ -118,9 +118,21 @@ def pretend_gpu() -> "Counter[str]":
         is_nccl_available=lambda: True,
         ProcessGroupNCCL=PretendedNccl,
         # The gloo groups that ranks have beside NCCL would connect them.
-        ProcessGroupGloo=lambda store, rank, size, timeout: FakeProcessGroup._create_internal(rank, size),
+        ProcessGroupGloo=PretendedGloo,
     )
     return launches
+
+
+class PretendedGloo:
+    """In place of `torch.distributed.ProcessGroupGloo`."""
+
+    _Options = SimpleNamespace
+
+    def __new__(cls, store: dist.Store, rank: int, size: int, options: object) -> Any:
+        return FakeProcessGroup._create_internal(rank, size)
+
+    @staticmethod
+    def create_default_device(lazy_init: bool) -> None: ...
 
 
 def replace(owner: Any, **members: object) -> None:

@@ -2,7 +2,8 @@
 
 Arguments: rank, world size, a file for the store, the fault, the algorithm. The last rank goes wrong in the middle of
 the third step, or has no data for more ("early"), or nobody goes wrong by itself ("none"); the others print what they
-raise, after how many seconds of that step, and which lanes they have left.
+raise, after how many seconds of that step, and which lanes they have left. A further argument, "later", has ranks
+connect when they first talk to each other, as in a group of many.
 """
 
 import os
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
+from torchbagua.collectives import communicator
 
 TIMEOUT = timedelta(seconds=4)
 ALGORITHMS = {
@@ -24,6 +26,7 @@ ALGORITHMS = {
     "gradient_allreduce": tb.GradientAllReduceAlgorithm(),
     "all": tb.DecentralizedAlgorithm(),
     "shift_one": tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
+    "ring": tb.DecentralizedAlgorithm(peer_selection_mode=tb.topology.Ring()),
     "low_precision": tb.LowPrecisionDecentralizedAlgorithm(),
     "diloco": tb.DiLoCoAlgorithm(2, delay=1),
     "diloco_nodes": tb.DiLoCoAlgorithm(4, fragments=2, delay=1),
@@ -34,6 +37,8 @@ NODES = {"diloco_nodes": [0, 0, 1, 1]}
 
 def main() -> None:
     rank, size, store_path, fault, algorithm = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
+    if sys.argv[6:] == ["later"]:
+        communicator.MOST_CONNECTED_AT_ONCE = 1
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=size)
     model = torch.nn.Sequential(*[torch.nn.Linear(200, 200) for _ in range(6)])

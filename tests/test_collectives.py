@@ -14,9 +14,10 @@ import torchbagua as tb
 from oracle import Coded, LowPrecisionRing, bytegrad, quantise, quantise_block, quantise_block_4_bits, sign_block
 from ranks import gloo_group, init_default_group, run_ranks
 from torchbagua.collectives import TwoPhaseMean, broadcast_tensors
-from torchbagua.collectives.agreement import Settings, gather_settings
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
+from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.exchange import Exchange
+from torchbagua.collectives.store_agreement import Introduction, Verdict, agree_over_store
 from torchbagua.compressors import Identity, MinMaxUInt8, TensorSpec
 from torchbagua.lane import Lane
 
@@ -107,10 +108,11 @@ def test_disagreement_names_rank_field_and_values() -> None:
 
 
 def test_package_version_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def exchange(store: dist.Store, rank: int, size: int, settings: Settings, timeout: timedelta) -> list[Settings]:
-        return gather_settings(store, rank, size, {**settings, "version": f"{rank}.0"}, timeout)
+    def agree(store: dist.Store, rank: int, size: int, own: Introduction, timeout: timedelta) -> Verdict:
+        settings = {**own.settings, "the version of torchbagua": f"{rank}.0"}
+        return agree_over_store(store, rank, size, own._replace(settings=settings), timeout)
 
-    monkeypatch.setattr("torchbagua.collectives.process_group.gather_settings", exchange)
+    monkeypatch.setattr("torchbagua.collectives.process_group.agree_over_store", agree)
     with pytest.raises(ValueError, match=r"the version of torchbagua: rank 0 has '0\.0', rank 1 has '1\.0'"):
         run_ranks(2, tb.BaguaProcessGroup)
 
@@ -118,17 +120,18 @@ def test_package_version_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_rank_is_done_before_all_have_opened_their_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that closes them at once, because its algorithm is refused, would end what others still connect."""
     have_opened: list[int] = []
-    open_node_groups = tb.BaguaProcessGroup._open_node_groups
+    open_group = Communicator.open
 
-    def slowly(group: tb.BaguaProcessGroup) -> None:
-        time.sleep(0.1 * group.rank)
-        open_node_groups(group)
-        have_opened.append(group.rank)
+    def slowly(communicator: Communicator) -> None:
+        time.sleep(0.1 * communicator.rank)
+        open_group(communicator)
+        have_opened.append(communicator.rank)
 
-    monkeypatch.setattr(tb.BaguaProcessGroup, "_open_node_groups", slowly)
+    monkeypatch.setattr(Communicator, "open", slowly)
 
     def body(group: dist.ProcessGroup) -> int:
         own = tb.BaguaProcessGroup(group)
+        own.open()
         num_open = len(have_opened)
         own.close()
         return num_open
@@ -326,7 +329,9 @@ def test_operations_of_a_group_fail_with_their_own_errors(operation: str) -> Non
     """Where torch has a default group, its own functions raise that they do not know a private one."""
 
     def body(group: dist.ProcessGroup) -> None:
-        world = tb.BaguaProcessGroup(group, timeout=SHORT).world
+        own = tb.BaguaProcessGroup(group, timeout=SHORT)
+        own.open()
+        world = own.world
         if group.rank() == 1:
             world.close()
             return

@@ -21,13 +21,13 @@ TIMEOUT_S = 4.0
 PAUSE_S = 6.0
 
 
-def run_with_fault(fault: str, algorithm: str, store: Path, size: int = SIZE) -> tuple[list[str], float]:
+def run_with_fault(fault: str, algorithm: str, store: Path, size: int = SIZE, *more: str) -> tuple[list[str], float]:
     """Run processes of which the last goes wrong; return what the others print, and their seconds until exit."""
     with contextlib.ExitStack() as stack:
         processes = [
             stack.enter_context(
                 programs.started(
-                    [sys.executable, str(FAULTY_RANK), str(rank), str(size), str(store), fault, algorithm],
+                    [sys.executable, str(FAULTY_RANK), str(rank), str(size), str(store), fault, algorithm, *more],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                 )
@@ -98,6 +98,22 @@ def test_model_averaging_survivors_raise_and_exit(fault: str, algorithm: str, tm
     assert seconds_until_exit < TIMEOUT_S + 10, outputs
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill", "stop", "raise"])
+@pytest.mark.parametrize("algorithm", ["bytegrad", "all", "ring", "low_precision"])
+def test_survivors_that_connected_when_they_first_talked(fault: str, algorithm: str, tmp_path: Path) -> None:
+    """As the ranks of a large group do: the same errors, within the same time."""
+    size = 4 if algorithm in ("ring", "low_precision") else SIZE
+    outputs, seconds_until_exit = run_with_fault(fault, algorithm, tmp_path / "store", size, "later")
+    for output in outputs:
+        assert "raised on MainThread: CommunicationError" in output, output
+        assert "lanes []" in output, output
+        raised_after = float(re.findall("seconds (.*)", output)[0])
+        assert raised_after < (TIMEOUT_S + 2 if fault == "stop" else TIMEOUT_S), output
+    assert any(f"from rank {size - 1}" in output or f"to rank {size - 1}" in output for output in outputs), outputs
+    assert seconds_until_exit < TIMEOUT_S + 10, outputs
+
+
 @pytest.mark.parametrize(("fault", "algorithm"), cases(["early"], ["all", "shift_one", "low_precision", "diloco"]))
 def test_model_averaging_tells_who_ran_out_of_data(fault: str, algorithm: str, tmp_path: Path) -> None:
     size = sized(algorithm)
@@ -129,9 +145,11 @@ def test_a_pause_shorter_than_the_timeout_is_waited_for(algorithm: str, tmp_path
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("algorithm", ["diloco", "diloco_nodes"])
+@pytest.mark.parametrize(
+    ("algorithm", "more"), [("diloco", ()), ("diloco_nodes", ()), ("diloco", ("later",)), ("ring", ("later",))], ids=str
+)
 @pytest.mark.parametrize("trial", range(50))
-def test_a_rank_is_killed_at_any_time(algorithm: str, trial: int, tmp_path: Path) -> None:
+def test_a_rank_is_killed_at_any_time(algorithm: str, more: tuple[str, ...], trial: int, tmp_path: Path) -> None:
     """While groups connect, in a step, in a round: the others raise and exit."""
     size, chance = 4, random.Random(trial)
     with contextlib.ExitStack() as stack:
@@ -139,7 +157,7 @@ def test_a_rank_is_killed_at_any_time(algorithm: str, trial: int, tmp_path: Path
         processes = [
             stack.enter_context(
                 programs.started(
-                    [*command, str(rank), str(size), str(tmp_path / "store"), "none", algorithm],
+                    [*command, str(rank), str(size), str(tmp_path / "store"), "none", algorithm, *more],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                 )

@@ -316,6 +316,7 @@ def test_messages_that_the_gpu_does_not_come_to_are_an_error(nccl: Nccl, monkeyp
 
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group, timeout=SHORT)
+        own.open()
         own.world.post("sending to", 1 - group.rank(), torch.ones(3), tag=0, purpose="all_gather of x")
 
     with pytest.raises(

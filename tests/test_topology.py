@@ -127,6 +127,21 @@ def test_bad_ones_are_refused_at_attach(function: Callable[..., Any], message: s
     run_ranks(4, body)
 
 
+@pytest.mark.parametrize("topology_class", [AllRanks, Ring, ShiftOne])
+def test_a_check_of_those_that_always_fit_asks_for_no_neighbours(topology_class: type[Topology]) -> None:
+    """All ranks' neighbours would be as many as the square of the ranks. A subclass with others is checked."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(topology_class, "neighbours", lambda *arguments: pytest.fail("asked for neighbours"))
+        topology_class().check("test", 1024)
+
+    class Wrong(topology_class):  # type: ignore[valid-type, misc]
+        def neighbours(self, rank: int, size: int, round: int) -> Mapping[int, float]:
+            return {rank: 0.5}
+
+    with pytest.raises(ValueError, match=r"its weights must add up to 1, got 0\.5"):
+        Wrong().check("test", 4)
+
+
 def test_a_period_of_zero() -> None:
     with pytest.raises(ValueError, match=r"the period of Graph\(.*\) must be at least 1, an integer, got 0"):
         Graph(hypercube, 0).check("test", 4)

@@ -3,7 +3,8 @@
 tests/test_torch_private.py has a canary for each, which fails where a new torch has moved one.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import CodeType
 from typing import Any, TypeVar
@@ -79,6 +80,27 @@ def reduce_scatter_base(group: dist.ProcessGroup, output: torch.Tensor, rows: to
 def nccl_options(timeout: timedelta) -> Any:
     """Return options of a ProcessGroupNCCL whose operations may take so long."""
     options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return options
+
+
+def gloo_devices() -> list[Any]:
+    """Return what listens for the connections of a ProcessGroupGloo: one for each interface in GLOO_SOCKET_IFNAME.
+
+    Torch's constructor makes them itself if it is given none, but such that ranks connect at their first message where
+    TORCH_GLOO_LAZY_INIT is set: closing a group of that kind may freeze the process (torch 2.13).
+    """
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if interfaces:
+        return [dist.ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in interfaces]
+    return [dist.ProcessGroupGloo.create_default_device(lazy_init=False)]
+
+
+def gloo_options(timeout: timedelta, devices: Sequence[Any], *, num_threads: int) -> Any:
+    """Return options of a ProcessGroupGloo, whose `num_threads` for each device run its own collectives."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = list(devices)
+    options._threads = num_threads * len(devices)
     options._timeout = timeout
     return options
 

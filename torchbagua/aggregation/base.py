@@ -159,6 +159,7 @@ class Aggregation:
         opening = given.duplicate if isinstance(given, BaguaProcessGroup) else partial(BaguaProcessGroup, given)
         group = opening(observers=self._observers, must_agree=own)
         try:
+            group.open()
             self._check_group(group)
             group.compare_clocks()
             if group.tracer.is_on:

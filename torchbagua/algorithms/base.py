@@ -174,6 +174,7 @@ class Algorithm:
         else:
             group = BaguaProcessGroup(process_group, timeout=timeout, observers=observers, must_agree=own)
         try:
+            group.open()
             impl = self.make_impl(group)
             if not isinstance(impl, AlgorithmImpl):
                 raise TypeError(f"{type(self).__name__}.make_impl must return an AlgorithmImpl, got {impl!r}")

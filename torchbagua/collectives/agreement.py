@@ -1,68 +1,14 @@
-"""What ranks agree on: settings, over the store of their group, and how far they have come, over the group itself."""
+"""What ranks agree on over a group that is open: small numbers, and how far they have come."""
 
-import contextlib
 import hashlib
-import json
-import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.errors import CommunicationError
 from torchbagua.collectives.exchange import Exchange
-
-# In place of the settings of a rank that waited in vain, and may come again.
-_WITHDRAWN = ""
-
-Settings = Mapping[str, bool | int | float | str | list[int] | None]
-
-
-def gather_settings(store: dist.Store, rank: int, size: int, settings: Settings, timeout: timedelta) -> list[Settings]:
-    """Publish `settings` under this rank in `store` and return those of all ranks, in rank order.
-
-    Raises:
-        TimeoutError: a rank published nothing within `timeout`; names the missing ranks.
-    """
-    keys = [f"settings/{other}" for other in range(size)]
-    store.set(keys[rank], json.dumps(settings))
-    deadline_s = time.monotonic() + timeout.total_seconds()
-    # Not all came in time: a DistStoreError, or of a FileStore a bare RuntimeError. What else is wrong the loop raises.
-    with contextlib.suppress(RuntimeError):
-        store.wait(keys, timeout)
-    while True:
-        found = [store.get(key).decode() if store.check([key]) else None for key in keys]
-        if all(found):
-            return [json.loads(text) for text in found if text]
-        if time.monotonic() > deadline_s:
-            break
-        time.sleep(0.01)
-    store.set(keys[rank], _WITHDRAWN)
-    missing = [other for other, text in enumerate(found) if text is None]
-    missing = missing or [other for other, text in enumerate(found) if text == _WITHDRAWN]
-    raise TimeoutError(
-        f"torchbagua: ranks {missing} of {size} did not come within {timeout.total_seconds():g} s: every rank of the "
-        "group must call reify, attach or an aggregation, in the same order"
-    )
-
-
-def check_same_settings(all_settings: list[Settings], fields: Mapping[str, str]) -> None:
-    """Raise where ranks differ in one of `fields` (name of the setting -> how to call it in the message).
-
-    Raises:
-        ValueError: names the first rank that differs from rank 0, the field and both values; the same on every rank.
-    """
-    for name, title in fields.items():
-        expected = all_settings[0].get(name)
-        for rank, settings in enumerate(all_settings):
-            if settings.get(name) != expected:
-                raise ValueError(
-                    f"torchbagua: ranks disagree in {title}: rank 0 has {expected!r}, rank {rank} has "
-                    f"{settings.get(name)!r}; it must be the same on every rank"
-                )
 
 
 def all_reduce_max(communicator: Communicator, values: Sequence[int], purpose: str) -> list[int]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.errors import cause_of
-from torchbagua.collectives.private_groups import broadcast
+from torchbagua.collectives.communicator import Communicator, Direction
+
+_TAG = 5  # no exchange's
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor], purpose: str) -> None:
@@ -17,17 +17,32 @@ def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor
     Raises:
         CommunicationError: a peer is gone or did not take part within the group's timeout.
     """
-    group = communicator.gloo
+    operation = f"broadcast of {purpose} by rank {communicator.ranks[0]}"
     with torch.no_grad():
         for tensor in tensors:
             # As bytes, since gloo does not know every dtype; a copy, since weights need not be contiguous.
             values = tensor.detach().contiguous().to("cpu", copy=True)
-            try:
-                broadcast(group, values.view(-1).view(torch.uint8))
-            except RuntimeError as error:
-                operation = f"broadcast of {purpose} by rank {communicator.ranks[0]}"
-                raise communicator.failure(operation, cause_of(error)) from error
+            _broadcast(communicator, values.view(-1).view(torch.uint8), operation)
             tensor.copy_(values)
+
+
+def _broadcast(communicator: Communicator, values: torch.Tensor, operation: str) -> None:
+    """Replace `values` by rank 0's in log2(n) turns: in each, all ranks that have them send them to as many others.
+
+    gloo's own broadcast connects ranks which `Communicator.connect` was not told of, and its errors name no peer.
+    """
+    rank, distance = communicator.rank, 1
+    while distance < communicator.size:
+        direction: Direction | None = None
+        if rank < distance and rank + distance < communicator.size:
+            direction, peer = "sending to", rank + distance
+        elif distance <= rank < 2 * distance:
+            direction, peer = "receiving from", rank - distance
+        if direction is not None:
+            communicator.connect([peer], operation)
+            communicator.post(direction, peer, values, tag=_TAG, purpose=operation)
+            communicator.wait(direction, peer, tag=_TAG, purpose=operation)
+        distance *= 2
 
 
 def broadcast_state(communicator: Communicator, state: dict[str, Any], purpose: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torchbagua.events import ClockOffset
 # The quickest of several questions is the one that met the least of other people's traffic.
 _NUM_QUESTIONS = 64
 _TAG = 4  # no exchange's
+_PURPOSE = "comparing clocks"
 
 
 def clock_of_machine() -> str | None:
@@ -34,11 +35,13 @@ def clock_offset(communicator: Communicator, askers: Collection[int]) -> ClockOf
     """
     if communicator.rank == 0:
         for asker in askers:
+            communicator.connect([asker], _PURPOSE)
             for _ in range(_NUM_QUESTIONS):
                 _receive(communicator, asker)
                 _send(communicator, asker)
     if communicator.rank not in askers:
         return ClockOffset(time.perf_counter_ns(), 0, 0)
+    communicator.connect([0], _PURPOSE)
     answers = []
     for _ in range(_NUM_QUESTIONS):
         asked_ns = _send(communicator, 0)
@@ -51,13 +54,13 @@ def clock_offset(communicator: Communicator, askers: Collection[int]) -> ClockOf
 def _send(communicator: Communicator, peer: int) -> int:
     """Send own time to a peer, and return it."""
     now_ns = time.perf_counter_ns()
-    communicator.post("sending to", peer, torch.tensor([now_ns]), tag=_TAG, purpose="comparing clocks")
-    communicator.wait("sending to", peer, tag=_TAG, purpose="comparing clocks")
+    communicator.post("sending to", peer, torch.tensor([now_ns]), tag=_TAG, purpose=_PURPOSE)
+    communicator.wait("sending to", peer, tag=_TAG, purpose=_PURPOSE)
     return now_ns
 
 
 def _receive(communicator: Communicator, peer: int) -> int:
     time_ns = torch.empty(1, dtype=torch.int64)
-    communicator.post("receiving from", peer, time_ns, tag=_TAG, purpose="comparing clocks")
-    communicator.wait("receiving from", peer, tag=_TAG, purpose="comparing clocks")
+    communicator.post("receiving from", peer, time_ns, tag=_TAG, purpose=_PURPOSE)
+    communicator.wait("receiving from", peer, tag=_TAG, purpose=_PURPOSE)
     return int(time_ns)

@@ -3,25 +3,24 @@
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from torchbagua.collectives.connections import MOST_CONNECTED_AT_ONCE, Connections
 from torchbagua.collectives.errors import CommunicationError, cause_of
-from torchbagua.collectives.private_groups import gloo_group
 from torchbagua.collectives.private_nccl import PrivateNccl
 from torchbagua.collectives.staging import Staging
 from torchbagua.events import Details, Phase
-from torchbagua.torch_private import backend_of
 from torchbagua.tracer import NO_SPAN, Span, Tracer
 
 # A shorter message tells little of a link's rate: it may be gone in one burst.
 SMALL_MESSAGE_BYTES = 1 << 18
 
-Direction = Literal["receiving from", "sending to"]
+Direction = Literal["receiving from", "sending to", "connecting to"]
 
 
 class _Pending(NamedTuple):
@@ -37,6 +36,8 @@ class Communicator:
     can deadlock), and every use must come in the same order on all its ranks: one lane, one thread. What lies on a GPU
     passes through pinned memory of the host, unless `nccl` moves it.
 
+    Ranks are connected by `open`, or before their first exchange. Until then a communicator only says who is in it.
+
     Args:
         store: the key-value store that all `ranks` share, with keys of this group alone.
         rank: own index in `ranks`.
@@ -47,9 +48,6 @@ class Communicator:
         nccl: a group of the same ranks that exchanges tensors of GPUs, where there is one.
         global_ranks: the numbers of the same ranks in the whole job, which errors add where they are others; None if
             they are not known.
-
-    Raises:
-        CommunicationError: the ranks could not be connected within `timeout`.
 
     Attributes:
         tracer, nccl: the same.
@@ -86,14 +84,16 @@ class Communicator:
         # By the role, the stream and the number of bytes.
         self._scratch: dict[tuple[str, torch.cuda.Stream | None], dict[int, torch.Tensor]] = {}
         self._num_messages: Counter[tuple[str, int]] = Counter()
-        self._gloo: dist.ProcessGroup | None = None
-        try:
-            self._gloo = gloo_group(store, rank, len(ranks), timeout)
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"torchbagua: the {scope} group of ranks {list(ranks)} could not be opened on rank {ranks[rank]} "
-                f"within {timeout.total_seconds():g} s; the ranks have to be started again: {cause_of(error)}"
-            ) from error
+        self._connections = Connections(store, rank, len(ranks), timeout)
+
+    def open(self) -> None:
+        """Connect all ranks, if there are not too many. Collective.
+
+        Raises:
+            CommunicationError: they could not be connected within the timeout.
+        """
+        if self.size <= MOST_CONNECTED_AT_ONCE:
+            self._open_mesh("opening the group")
 
     @property
     def size(self) -> int:
@@ -104,9 +104,10 @@ class Communicator:
     def gloo(self) -> dist.ProcessGroup:
         """The private gloo group, for operations of one's own on tensors of the CPU, of which observers do not hear.
 
-        Raises CommunicationError once it is closed.
+        It connects all ranks, which is collective, if they are not connected yet. Raises CommunicationError once it is
+        closed.
         """
-        return self._open_group("an operation")
+        return self._open_mesh("an operation")
 
     def silent_twin(self) -> "Communicator":
         """Return a communicator over the same connections of gloo, for one more thread; it is closed with this one.
@@ -187,6 +188,24 @@ class Communicator:
         """Return whether tensors on `device` pass through the host's memory, where gloo moves them."""
         return device.type == "cuda"
 
+    def connect(self, peers: Iterable[int] | None, purpose: str) -> None:
+        """Connect to ranks, before anything is posted to them. They call it too, in the same exchange.
+
+        Args:
+            peers: to whom; None for all ranks.
+            purpose: what for, in errors.
+
+        Raises:
+            CommunicationError: a peer is gone, or did not call it within the group's timeout.
+        """
+        if peers is None:
+            self._open_mesh(purpose)
+            return
+        self._check_open(purpose)
+        failure = self._connections.connect(peers)
+        if failure is not None:
+            self._fail("connecting to", failure.peer, purpose, failure.cause)
+
     def post(self, direction: Direction, peer: int, tensor: torch.Tensor, *, tag: int, purpose: str) -> None:
         """Start to send `tensor` to `peer`, or to receive it from there; nothing where it is empty.
 
@@ -202,8 +221,9 @@ class Communicator:
         """
         if not tensor.numel():
             return
+        self._check_open(purpose)
         # The backend itself: the torch group's methods take a detour through the dispatcher.
-        backend = backend_of(self._open_group(purpose))
+        backend, number = self._connections.to(peer)
         post = backend.recv if direction == "receiving from" else backend.send
         key = (tag, direction, peer)
         assert key not in self._pending
@@ -218,7 +238,7 @@ class Communicator:
                 self._fail(direction, peer, purpose, cause_of(error))
         posted_s = time.perf_counter()  # before data can flow
         try:
-            self._pending[key] = _Pending(post([on_host], peer, tag), tensor, posted_s)
+            self._pending[key] = _Pending(post([on_host], number, tag), tensor, posted_s)
             return
         except RuntimeError as error:
             cause = cause_of(error)
@@ -231,7 +251,7 @@ class Communicator:
         Raises:
             CommunicationError: `peer` is gone, or did not take part within the group's timeout, or the group is closed.
         """
-        self._open_group(purpose)
+        self._check_open(purpose)
         pending = self._pending.pop((tag, direction, peer), None)
         if pending is None:
             return
@@ -268,7 +288,7 @@ class Communicator:
         A wait that is under way on another thread keeps them open until it ends. What NCCL has under way over a private
         group is broken off, for which its `join` waits.
         """
-        self._gloo = None
+        self._connections.close()
         self._pending.clear()
         for twin in self._twins:
             twin.close()
@@ -286,10 +306,24 @@ class Communicator:
         number, global_number = self.ranks[rank], self._global_ranks[rank]
         return f"rank {number}" + (f" (global rank {global_number})" if global_number != number else "")
 
-    def _open_group(self, purpose: str) -> dist.ProcessGroup:
-        if self._gloo is None:
+    def _check_open(self, purpose: str) -> None:
+        if self._connections.is_closed:
             raise self.failure(purpose, "the group is closed")
-        return self._gloo
+
+    def _open_mesh(self, purpose: str) -> dist.ProcessGroup:
+        self._check_open(purpose)
+        try:
+            self._connections.open_mesh()
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"torchbagua: the {self.scope} group of ranks {list(self.ranks)} could not be opened on rank "
+                f"{self.ranks[self.rank]} within {self._timeout_s:g} s; the ranks have to be started again: "
+                f"{cause_of(error)}"
+            ) from error
+        mesh = self._connections.mesh
+        if mesh is None:  # another thread has closed it meanwhile
+            raise self.failure(purpose, "the group is closed")
+        return mesh
 
     def _fail(self, direction: Direction, peer: int, purpose: str, cause: str) -> NoReturn:
         # Closing the connections is what tells the other ranks. The frames that the error's traceback keeps must not

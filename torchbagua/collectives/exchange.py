@@ -1,7 +1,8 @@
 """Exchanges: in each, every rank of a group sends one tensor to each of its peers, and receives one from each."""
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -83,6 +84,7 @@ class Exchange:
         self._counts = counts
         self._tag = _TAGS[operation] + piece * len(_TAGS)
         self._purpose = f"{operation} of {bucket}"
+        is_with_all = turns is None
         if turns is None:
             distances = range(1, communicator.size)
             turns = [(communicator.rank_after(distance), communicator.rank_before(distance)) for distance in distances]
@@ -96,8 +98,16 @@ class Exchange:
         )
         self.rounds = [[turn] for turn in turns] if self.is_one_at_a_time else [list(turns)]
         self._num_posted = 0
+        if not self.is_on_nccl:
+            communicator.connect(None if is_with_all else self._peers(turns), self._purpose)
         if not self.is_one_at_a_time:
             self.post_receives(1)
+
+    def _peers(self, turns: Sequence[tuple[int, int]]) -> Iterable[int]:
+        """Return the ranks that this one has something for, or that have something for it: they say the same of it."""
+        if self._counts is not None and isinstance(self._counts.sent, Mapping):  # of some ranks, others in between
+            return itertools.chain(self._counts.sent, self._counts.received)
+        return itertools.chain.from_iterable(turns)
 
     def run(
         self, send: Callable[[int], torch.Tensor], on_received: Callable[[int], None] = lambda source: None

@@ -17,6 +17,9 @@ from torchbagua.compressors.base import divide
 from torchbagua.events import Details
 from torchbagua.topology import AllRanks, Topology, peers_in_order
 
+# With a longer period a rank meets so many others that a connection to all takes no more sockets, and fewer threads.
+_MOST_LINKED_ROUNDS = 16
+
 NeighbourhoodMean = Callable[[torch.Tensor, torch.Tensor, int], None]
 """Writes the mean of a flat tensor over a rank's neighbourhood to another one, given the round's index, from 0."""
 
@@ -97,6 +100,8 @@ class _MeanWithPeers:
             weights = self._topology.neighbours(rank, size, round)
             self._peers[round] = peers_in_order(self._topology, rank, size, round), weights
         peers, weights = self._peers[round]
+        if self._topology.period(size) > _MOST_LINKED_ROUNDS and not communicator.is_on_nccl(x_N.device):
+            communicator.connect(None, f"peer_exchange of {self._bucket}")
         rows = communicator.scratch("rows", len(peers) * x_N.nbytes, x_N.device)
         values = dict(zip(peers, rows.view(x_N.dtype).view(len(peers), x_N.numel()), strict=True))
         exchange = Exchange(communicator, "peer_exchange", values, self._bucket, [(peer, peer) for peer in peers])

@@ -3,20 +3,40 @@
 import atexit
 import functools
 import time
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchbagua.torch_private import all_gather_base, backend_of, is_nccl, nccl_options, unregistered_group
+from torchbagua.torch_private import (
+    all_gather_base,
+    backend_of,
+    gloo_devices,
+    gloo_options,
+    is_nccl,
+    nccl_options,
+    unregistered_group,
+)
 
 _GLOO_LETS_GO_S = 0.05
 
 
-def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a gloo group for tensors of the CPU. Collective."""
+def gloo_group(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, *, devices: Sequence[Any] | None = None
+) -> dist.ProcessGroup:
+    """Return a gloo group for tensors of the CPU. Collective.
+
+    Args:
+        store, rank, size, timeout: of the group.
+        devices: what listens for connections and reads from them, to share it with other groups, which then have no
+            more than one thread each for gloo's own collectives; by default the group gets its own.
+    """
     _wait_at_exit_for_gloo()
-    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    own = devices is None
+    options = gloo_options(timeout, gloo_devices() if devices is None else devices, num_threads=2 if own else 1)
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
     return unregistered_group(store, rank, size, "cpu", dist.ProcessGroup.BackendType.GLOO, backend)
 
 
@@ -37,11 +57,6 @@ def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
 
 # Torch's own functions (`dist.all_reduce` and its like) look the group up in torch's registry when they fail, and raise
 # what that says of a group it does not know in place of the error.
-
-
-def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
-    """Replace `tensor` by that of the group's first rank."""
-    _finish(group.broadcast(tensor, 0))
 
 
 def all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:

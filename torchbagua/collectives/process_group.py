@@ -10,15 +10,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torchbagua.collectives.agreement import Settings, all_reduce_max, check_same_settings, gather_settings
+from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.board import StoreBoard
 from torchbagua.collectives.clock import clock_of_machine, clock_offset
 from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.errors import CommunicationError, cause_of
 from torchbagua.collectives.group_operations import GroupOperations
-from torchbagua.collectives.nodes import number_by_first_appearance, number_given_nodes
+from torchbagua.collectives.nodes import number_given_nodes
 from torchbagua.collectives.private_groups import has_nccl
 from torchbagua.collectives.private_nccl import PrivateNccl, warn_of_launch_order
+from torchbagua.collectives.store_agreement import Introduction, Settings, Verdict, agree_over_store
 from torchbagua.events import ClockOffset, Observer, check_observers
 from torchbagua.side_stream import wait_on_host
 from torchbagua.topology import Topology
@@ -32,7 +33,8 @@ class BaguaProcessGroup(GroupOperations):
     """The ranks of a torch process group, sorted into nodes, with private groups over all ranks and by node.
 
     `attach` makes one from the group of the module. Make one yourself to say which rank is on which node. Construction
-    is collective: every rank of `process_group` constructs it, in the same order. The private groups use gloo.
+    is collective: every rank of `process_group` constructs it, in the same order. The private groups use gloo. They are
+    opened by `open`, or when an operation of this group first needs them; an attachment opens groups of its own.
 
     Its methods `all_reduce`, `all_gather`, `reduce_scatter` and `exchange` are for algorithms of yours. All ranks call
     the same ones, in the same order, with tensors of the same sizes. Call them from the operations of a bucket only,
@@ -71,7 +73,6 @@ class BaguaProcessGroup(GroupOperations):
         TypeError, ValueError: an argument does not fit, or ranks disagree in `nodes`, the package's version or
             `must_agree`.
         TimeoutError: a rank did not construct it in time.
-        CommunicationError: a private group could not be opened.
     """
 
     def __init__(
@@ -102,54 +103,65 @@ class BaguaProcessGroup(GroupOperations):
         self.clock_offsets: list[ClockOffset] = []
         self.fitting_topologies: list[tuple[Topology, bool]] = []
         given_nodes = None if nodes is None else number_given_nodes(nodes, self.size)
-        every = self._gather_settings({**(must_agree or {}), "nodes": given_nodes}, must_agree or {})
-        self.id = str(every[0]["id"])
+        verdict = self._agree({"BaguaProcessGroup's argument nodes": given_nodes, **(must_agree or {})})
+        self.id = verdict.id
         # Where one rank asks for it all have to take part.
-        self.compares_clocks = any(settings["compares clocks"] for settings in every)
-        clocks = [settings["clock"] for settings in every]
-        self._other_clocks = [rank for rank in range(1, self.size) if clocks[rank] is None or clocks[rank] != clocks[0]]
+        self.compares_clocks = verdict.compares_clocks
+        self._other_clocks = verdict.other_clocks
         self.board = StoreBoard(self._store, self.rank, self.size)
-        self.nodes = given_nodes or number_by_first_appearance([str(settings["host"]) for settings in every])
-        self.node_ranks = [
-            [rank for rank, on in enumerate(self.nodes) if on == node] for node in range(max(self.nodes) + 1)
-        ]
+        self.nodes = given_nodes or verdict.nodes
+        self.node_ranks: list[list[int]] = [[] for _ in range(max(self.nodes) + 1)]
+        for rank, node in enumerate(self.nodes):
+            self.node_ranks[node].append(rank)
         self.num_shards = min(len(ranks) for ranks in self.node_ranks)
         self.intra_node = None
         self.inter_node = None
+        self._is_open = False
         self._gradient_nccl: PrivateNccl | None = None
         self._global_ranks: list[int] | None = None
         with suppress(KeyError):  # torch knows none of a group that was made by hand
             self._global_ranks = dist.get_process_group_ranks(process_group)
         self.world = self._communicator("world", "world", list(range(self.size)))
-        try:
-            self._open_node_groups()
-            self._wait_until_all_are_open()
-        except BaseException:
-            self.close()
-            raise
+        self._describe_node_groups()
 
-    def _gather_settings(self, own: Settings, same: Settings) -> list[Settings]:
-        """Return the settings of all ranks, which agree in `nodes`, the package's version and those of `same`."""
+    def _agree(self, same: Settings) -> Verdict:
+        """Return what is known of all ranks, which agree in `same` and the package's version."""
         group_store = self.process_group.get_group_store()
         # Every rank constructs its groups in the same order, so counting own constructions gives all the same name.
         counter = f"torchbagua/constructed/{self.rank}"
         self._store = dist.PrefixStore(f"torchbagua/{group_store.add(counter, 1)}", group_store)
-        settings: Settings = {
-            **own,
-            "version": __version__,
-            "host": socket.gethostname(),
-            "compares clocks": self.tracer.compares_clocks,
-            "clock": clock_of_machine(),
-            "id": secrets.token_hex(8),
-        }
+        own = Introduction(
+            settings={"the version of torchbagua": __version__, **same},
+            host=socket.gethostname(),
+            clock=clock_of_machine(),
+            compares_clocks=self.tracer.compares_clocks,
+            id=secrets.token_hex(8),
+        )
         try:
-            every = gather_settings(self._store, self.rank, self.size, settings, self.timeout)
+            return agree_over_store(self._store, self.rank, self.size, own, self.timeout)
         except TimeoutError:
             group_store.add(counter, -1)  # a rank that has not come has not counted either: all may try again
             raise
-        titles = {"version": "the version of torchbagua", "nodes": "BaguaProcessGroup's argument nodes"}
-        check_same_settings(every, {**titles, **{name: name for name in same}})
-        return every
+
+    def open(self) -> None:
+        """Open the private groups now, and not when they are first used. Collective.
+
+        Of a group of more than 32 ranks, two connect at their first message. In a smaller one all connect now, so that
+        a rank which is gone is noticed at once.
+
+        Raises:
+            CommunicationError: a group could not be opened within the timeout.
+        """
+        if self._is_open:
+            return
+        self._is_open = True
+        try:
+            for communicator in self._communicators:
+                communicator.open()
+            self._wait_until_all_are_open()
+        except BaseException:
+            self.close()
+            raise
 
     def _communicator(self, scope: str, key: str, ranks: list[int]) -> Communicator:
         return Communicator(
@@ -163,8 +175,8 @@ class BaguaProcessGroup(GroupOperations):
             global_ranks=self._global_ranks and [self._global_ranks[rank] for rank in ranks],
         )
 
-    def _open_node_groups(self) -> None:
-        """Open the groups in and between nodes, where there are several nodes and one has several ranks."""
+    def _describe_node_groups(self) -> None:
+        """Say who is in the groups in and between nodes, where there are several nodes and one has several ranks."""
         if not 1 < len(self.node_ranks) < self.size:
             return
         node = self.nodes[self.rank]
@@ -244,20 +256,22 @@ class BaguaProcessGroup(GroupOperations):
         observers: Sequence[Observer] = (),
         must_agree: Settings | None = None,
     ) -> "BaguaProcessGroup":
-        """Return a group of the same ranks and nodes, with private groups of its own. Collective.
+        """Return a group of the same ranks and nodes, with private groups of its own, which are open. Collective.
 
         Args:
             timeout: the longest wait for another rank; by default that of this group.
             observers: further observers, beside those of this group.
             must_agree: as in the constructor.
         """
-        return BaguaProcessGroup(
+        group = BaguaProcessGroup(
             self.process_group,
             nodes=self.nodes,
             timeout=timeout or self.timeout,
             observers=[*self._observers, *observers],
             must_agree=must_agree,
         )
+        group.open()
+        return group
 
     def tell_through(self, tracer: Tracer, whose: str) -> None:
         """Have the observers of another group told of what is done over this one, and errors say `whose` it is."""

@@ -34,6 +34,7 @@ def open_replicas(
     places = {"the rank that holds a shard, of those of its module": f"{own.rank} of {own.size}"}
     replicas = BaguaProcessGroup(group, timeout=own.timeout, must_agree={**must_agree, **places})
     try:
+        replicas.open()
         replicas.tell_through(own.tracer, "replicas")
         yield replicas
     finally:

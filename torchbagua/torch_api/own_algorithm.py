@@ -167,6 +167,7 @@ class OwnImpl(algorithms.AlgorithmImpl):
                 return opened
         opened = group.open()
         self._groups.append((group, opened))
+        opened.open()
         opened.open_private_nccl()
         if device.type == "cuda":
             opened.connect_nccl(device)

@@ -1,0 +1,235 @@
+"""Which ranks are connected, how many groups an attachment opens, and what becomes of a peer that does not come."""
+
+import importlib
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import run_ranks
+from torchbagua.collectives import all_reduce_max, broadcast_tensors, communicator, connections
+from torchbagua.collectives.private_groups import gloo_group
+from torchbagua.topology import Ring
+
+SHORT = timedelta(seconds=1)
+
+
+@pytest.fixture(autouse=True)
+def connect_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a group of more ranks than a test can have."""
+    monkeypatch.setattr(communicator, "MOST_CONNECTED_AT_ONCE", 1)
+
+
+def test_a_rank_connects_to_those_it_talks_to() -> None:
+    size = 8
+
+    def body(group: dist.ProcessGroup) -> list[set[int]]:
+        own, rank = tb.BaguaProcessGroup(group), group.rank()
+        own.open()
+        connections = own.world._connections
+        found = [connections.linked_peers]
+        all_reduce_max(own.world, [rank], "a test")
+        found.append(connections.linked_peers)
+        flat, got = torch.full((4,), float(rank)), torch.empty(4)
+        own.exchange({(rank + 3) % size: flat}, {(rank - 3) % size: got})
+        assert got.tolist() == [(rank - 3) % size] * 4
+        found.append(connections.linked_peers)
+        assert connections.mesh is None
+        assert own.all_reduce(flat).tolist() == [28.0] * 4
+        own.exchange({(rank + 3) % size: flat}, {(rank - 3) % size: got})
+        assert connections.mesh is not None
+        found.append(connections.linked_peers)
+        return found
+
+    for rank, found in enumerate(run_ranks(size, body)):
+        powers = {(rank + distance) % size for distance in (1, 2, 4, -1, -2, -4)}
+        third = {(rank + 3) % size, (rank - 3) % size}
+        assert found == [set(), powers, powers | third, powers | third]
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "low_precision", "bytegrad", "shift_one"])
+def test_sockets_of_an_attachment(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring needs those to its neighbours, and to those with whom ranks agree."""
+    size = 12
+    rounds = importlib.import_module("torchbagua.collectives.neighbourhood_mean")  # the package has its function
+    monkeypatch.setattr(rounds, "_MOST_LINKED_ROUNDS", 5)  # fewer than shift_one's
+    algorithms = {
+        "ring": tb.DecentralizedAlgorithm(peer_selection_mode=Ring()),
+        "low_precision": tb.LowPrecisionDecentralizedAlgorithm(),
+        "bytegrad": tb.ByteGradAlgorithm(),
+        "shift_one": tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),
+    }
+
+    def body(group: dist.ProcessGroup) -> tuple[int, bool]:
+        module = nn.Linear(4, 4)
+        with tb.attach(
+            module,
+            optimizer := torch.optim.SGD(module.parameters(), lr=0.1),
+            algorithms[algorithm],
+            process_group=tb.BaguaProcessGroup(group),
+            ddp_arguments={} if algorithm == "bytegrad" else None,
+        ) as attachment:
+            for _ in range(2):
+                optimizer.zero_grad()
+                module(torch.randn(2, 4)).sum().backward()
+                optimizer.step()
+            connections = attachment.impl.process_group.world._connections
+            return len(connections.linked_peers), connections.mesh is not None
+
+    is_few = algorithm in ("ring", "low_precision")
+    for num_links, has_mesh in run_ranks(size, body):
+        assert has_mesh == (not is_few)
+        assert num_links <= 2 * (size - 1).bit_length()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_broadcast_needs_few_links(size: int) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group)
+        values = [torch.full((3,), float(group.rank())), torch.empty(0)]
+        broadcast_tensors(own.world, values, "a test")
+        assert values[0].tolist() == [0.0] * 3
+        assert len(own.world._connections.linked_peers) <= (own.size - 1).bit_length()
+
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_peer_that_does_not_come_is_named_in_time(missing: int) -> None:
+    """Whichever of two ranks has to wait for the other; and one that comes later finds the group closed."""
+    left = threading.Barrier(3)
+
+    def body(group: dist.ProcessGroup) -> tuple[str, float]:
+        own = tb.BaguaProcessGroup(group, timeout=SHORT)
+        own.open()
+        if group.rank() == missing:
+            left.wait(30)
+        start = time.monotonic()
+        with pytest.raises(tb.CommunicationError) as caught:
+            all_reduce_max(own.world, [0], "numbers")
+        seconds = time.monotonic() - start
+        if group.rank() != missing:
+            left.wait(30)
+        return str(caught.value), seconds
+
+    results = run_ranks(3, body)
+    for rank, (text, seconds) in enumerate(results):
+        assert seconds < 2.5, text
+        if rank != missing:
+            assert f"agreement of numbers over the world group failed on rank {rank} connecting to rank" in text
+    waiting = [text for rank, (text, _) in enumerate(results) if rank != missing]
+    assert any(f"to rank {missing}: timed out after 1 s waiting for it to connect" in text for text in waiting), waiting
+
+
+def test_a_rank_that_does_not_come_to_an_exchange_with_all_is_named() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group, timeout=SHORT)
+        own.open()
+        if group.rank() != 1:
+            with pytest.raises(
+                tb.CommunicationError, match=r"world group of .* on rank \d within 1 s.* ranks \[1\] did not"
+            ):
+                own.all_reduce(torch.ones(3))
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_peer_that_closed_before_it_connected(gone: int) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group, timeout=SHORT)
+        own.open()
+        if group.rank() == gone:
+            own.close()
+            return
+        start = time.monotonic()
+        expected = f"agreement of a test .* rank {1 - gone} connecting to rank {gone}: timed out after 1 s"
+        with pytest.raises(tb.CommunicationError, match=expected):
+            all_reduce_max(own.world, [0], "a test")
+        with pytest.raises(tb.CommunicationError, match="the group is closed"):
+            all_reduce_max(own.world, [0], "a test")
+        assert time.monotonic() - start < 2.5
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_receive_only_and_send_only() -> None:
+    """Who has nothing for a rank, and gets nothing from it, does not wait for it."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        own, rank = tb.BaguaProcessGroup(group, timeout=SHORT), group.rank()
+        own.open()
+        got = torch.zeros(2)
+        sends = {1: torch.ones(2)} if rank == 0 else {}
+        receives = {0: got} if rank == 1 else {}
+        for _ in range(2):
+            own.exchange(sends, receives)
+        assert got.tolist() == ([1.0, 1.0] if rank == 1 else [0.0, 0.0])
+        assert own.world._connections.linked_peers == ({1} if rank == 0 else {0} if rank == 1 else set())
+
+    run_ranks(4, body)
+
+
+def test_bytes_that_nobody_receives_do_not_hold_up_the_end() -> None:
+    """The end of a group whose ranks gloo connects itself (`lazy_init`) freezes the process (torch 2.13)."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        own, rank = tb.BaguaProcessGroup(group), group.rank()
+        peer = 1 - rank
+        own.world.connect([peer], "a test")
+        long = torch.zeros(1_000_000)
+        if rank == 0:
+            own.world.post("receiving from", peer, long, tag=0, purpose="a test")
+        else:
+            own.world.post("sending to", peer, long, tag=0, purpose="a test")
+            time.sleep(0.2)
+        own.close()
+
+    run_ranks(2, body)
+
+
+def test_groups_are_connected_as_ever_where_torch_is_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "MOST_CONNECTED_AT_ONCE", 32)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+
+    def num_sockets(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group)
+        own.open()
+        assert own.world._connections.mesh is not None
+        assert own.all_reduce(torch.ones(3)).tolist() == [3.0] * 3
+
+    run_ranks(3, num_sockets)
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_given_group_opens_nothing_beside_the_attachments(is_given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two attachments at once have groups of their own, and so has the given group once it is used itself."""
+    monkeypatch.setattr(communicator, "MOST_CONNECTED_AT_ONCE", 32)
+    opened: list[int] = []
+
+    def count(store: dist.Store, rank: int, size: int, *more: Any, **options: Any) -> dist.ProcessGroup:
+        opened.append(size)
+        return gloo_group(store, rank, size, *more, **options)
+
+    monkeypatch.setattr(connections, "gloo_group", count)
+
+    def body(group: dist.ProcessGroup) -> None:
+        given = tb.BaguaProcessGroup(group, nodes=[0, 0, 1, 1]) if is_given else None
+        ddp = DistributedDataParallel(nn.Linear(2, 1), process_group=group)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with tb.attach(ddp, optimizer, tb.ByteGradAlgorithm(), process_group=given):
+            ddp(torch.ones(1, 2)).sum().backward()
+        if given is not None:
+            given.close()
+
+    run_ranks(4, body)
+    # The world, and with nodes those within them and between them.
+    assert sorted(opened) == ([2] * 8 + [4] * 4 if is_given else [4] * 4)

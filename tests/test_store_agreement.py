@@ -1,0 +1,219 @@
+"""What ranks agree on over a store: how many requests and bytes that takes, who is named, and who may come again."""
+
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch.distributed as dist
+
+from torchbagua.collectives.store_agreement import Introduction, Settings, Verdict, agree_over_store
+
+T = TypeVar("T")
+LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.5)
+
+
+class CountingStore(dist.Store):
+    """Another store, for one rank, whose requests and bytes are counted."""
+
+    def __init__(self, store: dist.Store, *, is_extended: bool = True) -> None:
+        super().__init__()
+        self._store = store
+        self._is_extended = is_extended
+        self.requests: Counter[str] = Counter()
+        self.num_bytes = 0
+
+    def _count(self, request: str, values: Sequence[str | bytes] = ()) -> None:
+        self.requests[request] += 1
+        self.num_bytes += sum(map(len, values))
+
+    def set(self, key: str, value: str) -> None:
+        self._count("set", [key, value])
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value = self._store.get(key)
+        self._count("get", [key, value])
+        return value
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        assert self._is_extended
+        values = self._store.multi_get(keys)
+        self._count("multi_get", [*keys, *values])
+        return values
+
+    def add(self, key: str, value: int) -> int:
+        self._count("add", [key])
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        self._count("check", keys)
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta = LONG) -> None:  # type: ignore[override]
+        self._count("wait", keys)
+        self._store.wait(keys, timeout)
+
+    def has_extended_api(self) -> bool:
+        return self._is_extended
+
+
+def introduction(rank: int, **settings: Any) -> Introduction:
+    return Introduction({"the algorithm": "ByteGrad", **settings}, f"host{rank // 8}", "a clock", False, f"id{rank}")
+
+
+def on_all_ranks(ranks: Sequence[int], body: Callable[[int], T]) -> dict[int, T | Exception]:
+    """Return what `body(rank)`, on a thread for each rank, returned or raised."""
+    results: dict[int, T | Exception] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(results) == sorted(ranks)
+    return results
+
+
+@pytest.mark.parametrize("is_extended", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 5, 8, 64, 256])
+def test_requests_grow_with_the_logarithm_of_the_ranks(size: int, is_extended: bool) -> None:
+    store = dist.HashStore()
+    stores = [CountingStore(store, is_extended=is_extended) for _ in range(size)]
+    given = [rank // 8 for rank in range(size)]  # a list as long as the ranks
+
+    def body(rank: int) -> Verdict:
+        return agree_over_store(stores[rank], rank, size, introduction(rank, nodes=given), LONG)
+
+    for verdict in on_all_ranks(range(size), body).values():
+        assert verdict == Verdict("id0", given, [], False)
+    num_levels = (size.bit_length() + 1) // 2  # the tree's
+    most = max(store.requests.total() for store in stores)
+    assert most <= 6 + (0 if is_extended else 3 * num_levels)
+    assert sum(store.requests.total() for store in stores) <= 6 * size
+    assert sum(store.num_bytes for store in stores) < 1500 * size * max(num_levels, 1)
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+@pytest.mark.parametrize(
+    "hosts", [list("aaaa"), list("abab"), list("aabbbbcaa"), [f"h{rank % 7}" for rank in range(40)]], ids=len
+)
+def test_nodes_are_numbered_and_clocks_compared(hosts: list[str], kind: str, tmp_path: Path) -> None:
+    size = len(hosts)
+    # A FileStore has no extended calls, and each rank opens it.
+    shared = dist.HashStore()
+    stores = [shared if kind == "hash" else dist.FileStore(str(tmp_path / "store"), size) for _ in range(size)]
+
+    def body(rank: int) -> Verdict:
+        clock = None if rank == 2 else "its own" if rank == 3 else "that of most"
+        own = introduction(rank)._replace(host=hosts[rank], clock=clock, compares_clocks=rank == size - 1)
+        return agree_over_store(stores[rank], rank, size, own, LONG)
+
+    expected = [list(dict.fromkeys(hosts)).index(host) for host in hosts]
+    for verdict in on_all_ranks(range(size), body).values():
+        assert verdict == Verdict("id0", expected, [2, 3], True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({5: {"block": "1024"}, 9: {"block": "512"}}, "block: rank 0 has '2048', rank 5 has '1024'; it must"),
+        ({0: {"block": "1"}}, "block: rank 0 has '1', rank 1 has '2048'; it must"),
+        ({7: {"nodes": [0, 0, 1]}, 3: {"block": "1"}}, "nodes: rank 0 has [0, 0, 0], rank 7 has [0, 0, 1]; it must"),
+        ({11: {"more": True}}, "more: rank 0 has None, rank 11 has True; it must"),
+        ({16: {"the algorithm": "QAdam"}}, "the algorithm: rank 0 has 'ByteGrad', rank 16 has 'QAdam'; it must"),
+        ({2: {"block": "1"}, 12: {"block": "1"}}, "block: rank 0 has '2048', rank 2 has '1'; it must"),
+    ],
+)
+def test_all_ranks_get_the_same_words_of_a_disagreement(settings: dict[int, Settings], message: str) -> None:
+    """They name the first setting that differs, and the first rank that differs in it from rank 0."""
+    store, size = dist.HashStore(), 17
+
+    def body(rank: int) -> Verdict:
+        own = introduction(rank, nodes=[0, 0, 0], block="2048")
+        own = own._replace(settings={**own.settings, **settings.get(rank, {})})
+        return agree_over_store(store, rank, size, own, LONG)
+
+    texts = {str(error) for error in on_all_ranks(range(size), body).values() if isinstance(error, ValueError)}
+    assert len(texts) == 1
+    assert f"torchbagua: ranks disagree in {message} be the same on every rank" in texts.pop()
+
+
+def test_numbers_that_compare_equal_agree() -> None:
+    store = dist.HashStore()
+    results = on_all_ranks(
+        range(2), lambda rank: agree_over_store(store, rank, 2, introduction(rank, ratio=(1, 1.0)[rank]), LONG)
+    )
+    assert [type(results[rank]) for rank in range(2)] == [Verdict, Verdict]
+
+
+@pytest.mark.parametrize(
+    "missing", [[0], [1], [4], [7, 8], [0, 5], [16], list(range(4, 8)), list(range(1, 17))], ids=str
+)
+def test_missing_ranks_are_named_by_all_others(missing: list[int]) -> None:
+    """Leaves of the tree, ranks with others below them, and its root."""
+    store, size = dist.HashStore(), 17
+    present = [rank for rank in range(size) if rank not in missing]
+
+    def body(rank: int) -> float:
+        start = time.monotonic()
+        with pytest.raises(TimeoutError) as caught:
+            agree_over_store(store, rank, size, introduction(rank), SHORT)
+        assert f"torchbagua: ranks {missing} of 17 did not come within 0.5 s: every rank" in str(caught.value)
+        return time.monotonic() - start
+
+    for seconds in on_all_ranks(present, body).values():
+        assert isinstance(seconds, float), seconds
+        assert seconds < 3  # of a busy machine
+
+
+def test_ranks_that_waited_in_vain_may_come_again() -> None:
+    """Their first words count no more: with others in their place all see that they disagree, or agree."""
+    store, size = dist.HashStore(), 6
+
+    def in_vain(rank: int) -> str:
+        with pytest.raises(TimeoutError) as caught:
+            agree_over_store(store, rank, size, introduction(rank), SHORT)
+        return str(caught.value)
+
+    for text in on_all_ranks([0, 1, 4, 5], in_vain).values():
+        assert "ranks [2, 3] of 6" in str(text)
+    # Those that were late now wait in vain for the others, and say so; one of them may have given up before the other.
+    for text in on_all_ranks([2, 3], in_vain).values():
+        assert re.search(r"ranks \[0, 1, (2, |3, )?4, 5\] of 6", str(text)), text
+
+    def again(rank: int) -> Verdict:
+        time.sleep(0.05 * (rank == 5))
+        return agree_over_store(store, rank, size, introduction(rank, changed=True), LONG)
+
+    for verdict in on_all_ranks(range(size), again).values():
+        assert verdict == Verdict("id0", [0] * 6, [], False)
+
+
+def test_what_a_rank_says_when_it_comes_again_is_compared() -> None:
+    """Although ranks above it in the tree have heard its first words, and still wait."""
+    store, size = dist.HashStore(), 17
+
+    def body(rank: int) -> Verdict:
+        if rank == 5:  # below 4, which has told 0 of it
+            with pytest.raises(TimeoutError):
+                agree_over_store(store, rank, size, introduction(rank), SHORT)
+            return agree_over_store(store, rank, size, introduction(rank, changed=True), LONG)
+        if rank == 16:
+            time.sleep(1)
+        return agree_over_store(store, rank, size, introduction(rank), LONG)
+
+    for error in on_all_ranks(range(size), body).values():
+        assert isinstance(error, ValueError)
+        assert "disagree in changed: rank 0 has None, rank 5 has True" in str(error)

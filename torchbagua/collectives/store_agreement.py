@@ -1,0 +1,262 @@
+"""What ranks agree on over the store of their group before they are connected: settings, nodes and clocks.
+
+They compare in a tree. Every rank writes its own introduction. A rank with children reads what these have written, and
+writes one summary of its subtree. Rank 0 writes the verdict, for which all wait. So a rank makes O(log n) requests,
+and all summaries together have O(n log n) bytes: whatever is equal on neighbouring ranks is written once.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, NoReturn
+
+import torch.distributed as dist
+
+from torchbagua.collectives.nodes import number_by_first_appearance
+from torchbagua.collectives.store_requests import read_texts
+
+Settings = Mapping[str, bool | int | float | str | list[int] | None]
+Runs = list[list[Any]]
+"""Values in rank order, equal neighbours as one: [value, number of ranks] each."""
+
+_FAN_OUT = 4
+_POLL_S = 0.01
+_LAST_POLL_S = 0.5
+
+# In place of the introduction of a rank that waited in vain, and may come again.
+_WITHDRAWN = ""
+
+
+class Introduction(NamedTuple):
+    """What a rank tells the others.
+
+    Attributes:
+        settings: values that must be the same on all ranks, by the name that an error gives them.
+        host: the name of its host.
+        clock: the name of its clock; None if unknown.
+        compares_clocks: whether one of its observers needs the clocks compared.
+        id: a name for the group, if this is rank 0.
+    """
+
+    settings: Settings
+    host: str
+    clock: str | None
+    compares_clocks: bool
+    id: str
+
+
+class Verdict(NamedTuple):
+    """What all ranks know when they have agreed.
+
+    Attributes:
+        id: the group's name.
+        nodes: the number of each rank's host, in the order of first appearance.
+        other_clocks: the ranks whose clock is not known to be rank 0's.
+        compares_clocks: whether an observer of any rank needs the clocks compared.
+    """
+
+    id: str
+    nodes: list[int]
+    other_clocks: list[int]
+    compares_clocks: bool
+
+
+def agree_over_store(store: dist.Store, rank: int, size: int, own: Introduction, timeout: timedelta) -> Verdict:
+    """Compare settings with all other ranks. Collective; no key of `store` is another group's.
+
+    Raises:
+        TimeoutError: a rank did not come within `timeout`; names the missing ranks. All may try again, with the same
+            `store`.
+        ValueError: ranks disagree; names the first setting in which they do, the first rank that differs from rank 0,
+            and both values. The same on every rank.
+    """
+    return _Agreement(store, rank, size, timeout).reach(own)
+
+
+class _Agreement:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout_s = timeout.total_seconds()
+        self._deadline_s = time.monotonic() + self._timeout_s
+
+    def reach(self, own: Introduction) -> Verdict:
+        self._store.set(f"own/{self._rank}", _encode(own._asdict()))
+        summary = _summary_of(own)
+        children = list(_children(self._rank, self._size))
+        if children:
+            summary = _merge([summary, *self._read_or_withdraw([self._summary_key(child) for child in children])])
+        if self._rank == 0:
+            verdict = self._decide(own, summary)
+            self._store.set("verdict", _encode(verdict))
+        else:
+            if children:  # else what it has written itself is its summary
+                self._store.set(self._summary_key(self._rank), _encode(summary))
+            (verdict,) = self._read_or_withdraw(["verdict"])
+        if "error" in verdict:
+            raise ValueError(verdict["error"])
+        clocks = _expand(verdict["other clocks"])
+        return Verdict(
+            id=verdict["id"],
+            nodes=list(_expand(verdict["nodes"])),
+            other_clocks=[rank for rank, is_other in enumerate(clocks) if is_other],
+            compares_clocks=verdict["compares clocks"],
+        )
+
+    def _decide(self, own: Introduction, summary: dict[str, Any]) -> dict[str, Any]:
+        if self._store.add("withdrawals", 0):
+            # What a rank that came again has said anew may be in no summary.
+            everybody = self._read_or_withdraw([f"own/{rank}" for rank in range(self._size)])
+            summary = _merge([_summary_of(Introduction(**introduction)) for introduction in everybody])
+        first_ranks: dict[str, int] = {}  # with these settings
+        rank = 0
+        for digest, count in summary["settings"]:
+            first_ranks.setdefault(digest, rank)
+            rank += count
+        if len(first_ranks) > 1:
+            ranks = list(first_ranks.values())
+            told = self._read_or_withdraw([f"own/{rank}" for rank in ranks])
+            error = _disagreement(dict(zip(ranks, (one["settings"] for one in told), strict=True)))
+            if error is not None:
+                return {"error": error}
+        is_known = own.clock is not None
+        return {
+            "id": own.id,
+            "nodes": _runs(number_by_first_appearance(list(_expand(summary["hosts"])))),
+            "other clocks": _runs(
+                rank > 0 and not (is_known and clock == own.clock)
+                for rank, clock in enumerate(_expand(summary["clocks"]))
+            ),
+            "compares clocks": summary["compares clocks"],
+        }
+
+    def _summary_key(self, rank: int) -> str:
+        has_children = next(_children(rank, self._size), None) is not None
+        return f"subtree/{rank}" if has_children else f"own/{rank}"
+
+    def _read_or_withdraw(self, keys: list[str]) -> list[dict[str, Any]]:
+        """Return what lies under these keys when all is there; if it does not come in time, raise TimeoutError."""
+        while True:
+            try:
+                left_s = max(self._deadline_s - time.monotonic(), _POLL_S)
+                self._store.wait(keys, timedelta(seconds=left_s))
+                has_come = True
+            except RuntimeError:
+                # Not all came in time: a DistStoreError, or of a FileStore a bare RuntimeError. What else is wrong
+                # `check` raises.
+                has_come = self._store.check(keys)
+            if has_come and all(texts := read_texts(self._store, keys)):
+                return [_decode(text) for text in texts]
+            late_s = time.monotonic() - self._deadline_s
+            # Where everybody has come, the last a moment ago, the others are at work on the verdict.
+            if late_s > 0 and ((missing := self._missing()) or late_s > self._timeout_s):
+                self._withdraw(missing)
+            time.sleep(_POLL_S if late_s < 0 else _LAST_POLL_S)
+
+    def _withdraw(self, missing: list[int]) -> NoReturn:
+        self._store.add("withdrawals", 1)
+        self._store.set(f"own/{self._rank}", _WITHDRAWN)
+        raise TimeoutError(
+            f"torchbagua: ranks {missing} of {self._size} did not come within {self._timeout_s:g} s: every rank of the "
+            "group must call reify, attach or an aggregation, in the same order"
+        )
+
+    def _missing(self) -> list[int]:
+        """Return the ranks that never came; if there are none, those that waited in vain and have not come again."""
+        missing, to_visit = [], [0]
+        while to_visit:
+            rank = to_visit.pop()
+            key = self._summary_key(rank)
+            if rank > 0 and key.startswith("subtree") and self._store.check([key]):
+                continue  # all of its subtree has come
+            if not self._store.check([f"own/{rank}"]):
+                missing.append(rank)
+            to_visit.extend(_children(rank, self._size))
+        if missing:
+            return sorted(missing)
+        texts = read_texts(self._store, [f"own/{rank}" for rank in range(self._size)])
+        return [rank for rank, text in enumerate(texts) if text == _WITHDRAWN]
+
+
+def _children(rank: int, size: int) -> Iterator[int]:
+    """Return the ranks below a rank in the tree; their subtrees are ranges of ranks, which follow each other."""
+    stride = 1
+    while stride < size and rank % (_FAN_OUT * stride) == 0:
+        yield from range(rank + stride, min(rank + _FAN_OUT * stride, size), stride)
+        stride *= _FAN_OUT
+
+
+def _summary_of(own: Introduction) -> dict[str, Any]:
+    digest = hashlib.sha256(json.dumps(own.settings, sort_keys=True).encode()).hexdigest()[:32]
+    return {
+        "settings": [[digest, 1]],
+        "hosts": [[own.host, 1]],
+        "clocks": [[own.clock, 1]],
+        "compares clocks": own.compares_clocks,
+    }
+
+
+def _merge(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the summary of ranges of ranks that follow each other. A rank may be told by its introduction."""
+    summaries = [one if "clocks" in one else _summary_of(Introduction(**one)) for one in parts]
+    merged: dict[str, Any] = {
+        name: _join_runs(summary[name] for summary in summaries) for name in ("settings", "hosts", "clocks")
+    }
+    return {**merged, "compares clocks": any(summary["compares clocks"] for summary in summaries)}
+
+
+def _disagreement(settings_by_rank: Mapping[int, Settings]) -> str | None:
+    """Return the error for ranks that disagree, given the first rank with each of the settings that there are."""
+    names = dict.fromkeys(name for settings in settings_by_rank.values() for name in settings)
+    for name in names:
+        expected = settings_by_rank[0].get(name)
+        for rank, settings in settings_by_rank.items():
+            if settings.get(name) != expected:
+                return (
+                    f"torchbagua: ranks disagree in {name}: rank 0 has {expected!r}, rank {rank} has "
+                    f"{settings.get(name)!r}; it must be the same on every rank"
+                )
+    return None
+
+
+def _runs(values: Iterable[Any]) -> Runs:
+    return _join_runs([[value, 1]] for value in values)
+
+
+def _join_runs(parts: Iterable[Runs]) -> Runs:
+    joined: Runs = []
+    for part in parts:
+        for value, count in part:
+            if joined and joined[-1][0] == value:
+                joined[-1][1] += count
+            else:
+                joined.append([value, count])
+    return joined
+
+
+def _expand(runs: Runs) -> Iterator[Any]:
+    return (value for value, count in runs for _ in range(count))
+
+
+def _encode(values: Mapping[str, Any]) -> str:
+    """Return JSON, in which a list in the settings, which may have an entry for each rank, is written as runs."""
+    settings = values.get("settings")
+    if isinstance(settings, Mapping):
+        values = {**values, "settings": {name: _shorten(value) for name, value in settings.items()}}
+    return json.dumps(values)
+
+
+def _decode(text: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(text)
+    if isinstance(settings := values.get("settings"), dict):
+        values["settings"] = {
+            name: list(_expand(value["runs"])) if isinstance(value, dict) else value for name, value in settings.items()
+        }
+    return values
+
+
+def _shorten(value: Any) -> Any:
+    return {"runs": _runs(value)} if isinstance(value, list) else value
