@@ -1,6 +1,6 @@
 """Asynchronous model averaging: training waits for nobody, and weights are averaged in the background."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
@@ -258,6 +258,15 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
         """Meet the background rounds between two steps."""
         return lambda optimizer: self._after_step()
 
+    def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Keep the means of snapshots from before the load out of the loaded weights.
+
+        Nothing is averaged until all ranks have loaded. They all raise if that takes longer than the timeout.
+        """
+        super().weights_loaded(values)
+        if self._rounds is not None:
+            self._rounds.weights_loaded(values.keys(), self.weights.loads.mark)
+
     def state_dict(self) -> dict[str, Any]:
         """Return steps so far, whether averaging goes on, and what is still to be added to the weights.
 
@@ -289,8 +298,9 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
             self.weights.read(loaded.__getitem__)
             self._stop("load_state_dict", with_mean=False)
             self.weights.write(loaded.__getitem__)
-        for one in self._differences.values():
-            one.forget()
+        for one, compressed in self._differences.items():
+            compressed.forget([tensor.name for tensor in one.bucket.tensors])
+        self.weights.loads.forget()
         self.step = state["step"]
         self._is_enabled = state["is_enabled"]
         if state["has_differences"]:
@@ -334,9 +344,11 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
             interval_s = self.algorithm.sync_interval_ms / 1000
             self._rounds = BackgroundRounds(self, self.weights, self._average, self.progress(), interval_s, self.clock)
 
-    def _average(self, one: WeightBucket, is_exact: bool) -> None:
+    def _average(self, one: WeightBucket, is_exact: bool, loaded: Collection[str]) -> None:
         """Write the mean of the snapshots of a bucket, or what this rank is to take for it, to the flat tensor."""
         differences = self._differences.get(one)
+        if loaded and differences is not None:
+            differences.forget(loaded)
         if is_exact or differences is None:
             one.bucket.run()
         else:
@@ -346,7 +358,7 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
 
     def _stop(self, reason: Reason, with_mean: bool) -> Outcome:
         assert self._rounds is not None
-        outcome = self._rounds.stop(reason, with_mean=with_mean)
+        outcome = self._rounds.stop(reason, with_mean=with_mean, loading=self.loading)
         self._note_outcome(outcome)
         return outcome
 
