@@ -267,23 +267,20 @@ def load(mesh: DeviceMesh) -> None:
     """Weights are loaded after attach, into shards and into a whole module; no round in flight changes them."""
     for name in ("streaming diloco", "low precision", "decentralized"):
         both = trainers_of(CASES[name], mesh)
-        torch.manual_seed(5)
-        own = CASES[name].net(0).state_dict()
-        checkpoint = {key: torch.rand_like(one) for key, one in own.items() if one.is_floating_point()}
+        own = CASES[name].net(5).state_dict()
+        checkpoint = {key: one + 1 / 8 for key, one in own.items() if one.is_floating_point()}
         for one in both:
             one.attach(CASES[name].algorithm)
-            one.train(range(3))  # with streaming diloco the first round is in flight
-            one.evaluate()  # leaves a layer gathered
+            one.train(range(2))  # with streaming diloco the first round is in flight
             options = StateDictOptions(full_state_dict=True, strict=False)
             set_model_state_dict(one.net, copy.deepcopy(checkpoint), options=options)
             theirs = one.attachment.state_dict()["impl"]
             if name == "streaming diloco":
                 assert not any(difference.any() for difference in theirs["differences"].values())
-            one.train(range(3, 9))
+            one.train(range(2, 9))
         assert_same(*map(values_of, both), name)
         for one in both:
             one.attachment.detach()
-        assert_same(*map(values_of, both), f"{name}, detached")
 
 
 def gradients_of(net: Net, x: torch.Tensor) -> list[torch.Tensor]:
