@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor, init_device_mesh
 
@@ -262,6 +263,26 @@ def unfreeze(mesh: DeviceMesh) -> None:
         assert same_on_replicas(mesh, whole(both[0].net.first.weight))
 
 
+def load(mesh: DeviceMesh) -> None:
+    """Weights are loaded after attach, into shards and into a whole module; no round in flight changes them."""
+    for name in ("streaming diloco", "low precision", "decentralized"):
+        both = trainers_of(CASES[name], mesh)
+        own = CASES[name].net(5).state_dict()
+        checkpoint = {key: one + 1 / 8 for key, one in own.items() if one.is_floating_point()}
+        for one in both:
+            one.attach(CASES[name].algorithm)
+            one.train(range(2))  # with streaming diloco the first round is in flight
+            options = StateDictOptions(full_state_dict=True, strict=False)
+            set_model_state_dict(one.net, copy.deepcopy(checkpoint), options=options)
+            theirs = one.attachment.state_dict()["impl"]
+            if name == "streaming diloco":
+                assert not any(difference.any() for difference in theirs["differences"].values())
+            one.train(range(2, 9))
+        assert_same(*map(values_of, both), name)
+        for one in both:
+            one.attachment.detach()
+
+
 def gradients_of(net: Net, x: torch.Tensor) -> list[torch.Tensor]:
     copied = copy.deepcopy(net)
     copied.zero_grad()
@@ -352,6 +373,7 @@ RESUMED = ["decentralized", "low precision", "streaming diloco"]
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     **{f"resumed {name}": partial(resume, CASES[name]) for name in RESUMED},
     "unfrozen": unfreeze,
+    "loaded": load,
     "in the background": average_in_background,
     "scaled": skip_together,
     "refused": refuse,

@@ -30,6 +30,7 @@ from torchbagua.shards import local_shard
 from torchbagua.step_hooks import install_step_hooks
 from torchbagua.traces import Summary
 from torchbagua.training_setup import TrainingSetup
+from torchbagua.weight_loads import WeightLoads
 
 
 class Attachment:
@@ -89,6 +90,8 @@ class Attachment:
                 self.broadcast_optimizers()
             impl.grad_scaler = setup.grad_scaler
             impl.set_module(setup.inner, ignored)
+            self._loads = WeightLoads(setup, impl)
+            undo.callback(self._loads.close)
             differs = impl.averages_weights and impl.process_group.size > 1
             self._running_means = RunningMeans(setup.inner, impl) if differs else None
             if self._running_means is not None:
@@ -179,6 +182,8 @@ class Attachment:
         differ = failed and self.impl.leaves_ranks_apart and self._clock.has_trained
         with self._undo:
             self._undo.callback(self._let_driven_ddp_go)
+            if not failed:
+                self._loads.settle()
             if self._running_means is not None and not failed:
                 self._running_means.before_end()
             if self.impl.finish(failed=failed):
@@ -229,13 +234,13 @@ class Attachment:
             yield
             return
         with self.impl.averaged_weights():
-            self._has_mean = True
+            self._has_mean = self._loads.has_mean = True
             try:
                 if self._running_means is not None:
                     self._running_means.average()
                 yield
             finally:
-                self._has_mean = False
+                self._has_mean = self._loads.has_mean = False
                 if self._running_means is not None:
                     self._running_means.after_averaged()
 
@@ -328,6 +333,30 @@ class Attachment:
                 "the weights; call it outside of the block"
             )
 
+    def weights_changed(self) -> None:
+        """Have training go on from the weights as they are now, which must be the same on all ranks.
+
+        For edits that are no `load_state_dict` of the module, which is noticed without it: a LoRA adapter merged, a
+        layer reset, weights that one rank has loaded and broadcast. Call it on all ranks, between two steps. It reads
+        all parameters. What an algorithm that averages weights keeps of them starts anew: shadow weights, their
+        momentum and residuals, replicas, and a round in flight, which no longer changes them. Buffers are left alone,
+        and so are the inner optimizer's state and what gradient algorithms keep. A load that was noticed since the last
+        step counts as part of it.
+
+        Without it such an edit counts as what the rank has learnt: the other ranks get their share of it in the next
+        round, and an outer optimizer carries it on.
+
+        Ranks compare what they hold when they next meet: in a round, a state, or detach. Does nothing where gradients
+        are averaged, in a group of one rank, and after `detach`.
+
+        Raises:
+            RuntimeError: it is called within `averaged_weights`; or what is in flight failed.
+            CommunicationError: raised later, on all ranks, where ranks hold different values, or some did not call it.
+        """
+        self._check_no_mean("weights_changed")
+        if self.impl.averages_weights and self.impl.process_group.size > 1 and not self._is_detached:
+            self._loads.take_all()
+
     def summary(self) -> Summary:
         """Return what communication has cost this rank so far. `print` it for a table.
 
@@ -350,6 +379,7 @@ class Attachment:
         It holds plain tensors and numbers, which `torch.load(..., weights_only=True)` loads. It also holds, as JSON,
         the version of its format and those arguments of the algorithm that it depends on.
         """
+        self._loads.settle()
         return save_state(self.algorithm, self.impl)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -362,7 +392,8 @@ class Attachment:
             ValueError: it is the state of another algorithm, of a later format, or of arguments that may not change.
             CommunicationError: ranks have states of different parameters, or communication failed.
         """
-        load_state(self.algorithm, self.impl, state)
+        with self._loads.superseded():
+            load_state(self.algorithm, self.impl, state)
 
     def __enter__(self) -> "Attachment":
         return self

@@ -15,8 +15,8 @@ _IMPORT = "<frozen importlib"
 _FILES = (contextlib.__file__, threading.__file__)
 
 
-def warn_user(message: str) -> None:
-    """Give a RuntimeWarning at the innermost line that is neither torchbagua's nor torch's.
+def warn_user(message: str, category: type[Warning] = RuntimeWarning) -> None:
+    """Give a warning, by default a RuntimeWarning, at the innermost line that is neither torchbagua's nor torch's.
 
     On a thread of torchbagua's own there is none; the warning is then at the line that calls this.
     """
@@ -30,7 +30,7 @@ def warn_user(message: str) -> None:
         frame = frame.f_back
     warnings.warn_explicit(
         message,
-        RuntimeWarning,
+        category,
         frame.f_code.co_filename,
         frame.f_lineno,
         module=frame.f_globals.get("__name__", "<string>"),  # None would say nothing

@@ -1,6 +1,6 @@
 """The weights of a module in flat buckets: which they are, and how they are read and changed between two steps."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +13,7 @@ from torchbagua.bucket import BaguaBucket, BaguaTensor, check_elements
 from torchbagua.collectives import BaguaProcessGroup, Replicas, clamp_to_mean, fingerprint, require_same_progress
 from torchbagua.compressors import sum_dtype
 from torchbagua.lane import Job, Lane
+from torchbagua.load_record import LoadRecord, require_same_loads
 from torchbagua.memory_order import flat_length
 from torchbagua.shards import local_shard, name_of_shard, reshard, sharded_parts
 
@@ -81,6 +82,21 @@ class WeightBucket:
         if stays is not None:
             out.masked_fill_(stays, 0)
 
+    def slices_of(self, names: Container[str]) -> list[slice]:
+        """Return where the weights of these names lie in the flat tensor."""
+        found, start = [], 0
+        for tensor in self.bucket.tensors:
+            stop = start + flat_length(tensor.parameter)
+            if tensor.name in names:
+                found.append(slice(start, stop))
+            start = stop
+        return found
+
+    def clear(self, flat: torch.Tensor, names: Container[str]) -> None:
+        """Write zeros to those parts of `flat` that belong to the weights of these names."""
+        for part in self.slices_of(names):
+            flat[part] = 0
+
     def named(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the parts of `flat`, in the shapes of the weights, by their names."""
         return {tensor.name: part for tensor, part in self.bucket.views(flat)}
@@ -102,6 +118,8 @@ class WeightBuckets:
 
     Attributes:
         fingerprint: a number below 2^40 that is the same on ranks with the same buckets.
+        loads: notes the loads of weights that `AlgorithmImpl.weights_loaded` is told of. Where one is new,
+            `submit_in_lockstep` has ranks compare them.
     """
 
     def __init__(
@@ -113,6 +131,7 @@ class WeightBuckets:
         bucket_cap_mb: float = 8.0,
     ) -> None:
         self.fingerprint = 0
+        self.loads = LoadRecord()
         self._group = process_group
         self._owner = owner
         self._average_buffers = average_buffers
@@ -283,6 +302,8 @@ class WeightBuckets:
     def submit_in_lockstep(self, lane: Lane, run: Callable[[], T], purpose: str, progress: Mapping[str, int]) -> Job[T]:
         """Have `lane` run a function once all ranks have called this. If their progress differs, all ranks raise.
 
+        So they do if a rank has noted a load of weights in `loads` since the last call, and others have not.
+
         Args:
             lane: the lane of the algorithm.
             run: the function.
@@ -291,9 +312,11 @@ class WeightBuckets:
                 2^40, and there are always as many.
         """
         progress = dict(progress)
+        mark, is_new = self.loads.take()
 
         def job() -> T:
-            require_same_progress(self._group.world, progress, purpose)
+            if require_same_progress(self._group.world, progress, purpose, int(is_new)):  # of any rank
+                require_same_loads(self._group.world, mark, purpose)
             return run()
 
         return lane.submit(job)

@@ -1,6 +1,6 @@
 """Asynchronous model averaging: training waits for nobody, and weights are averaged in the background."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -260,6 +260,15 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
         """Meet the background rounds between two steps."""
         return lambda optimizer: self._after_step()
 
+    def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Keep the means of snapshots from before the load out of the loaded weights.
+
+        Nothing is averaged until all ranks have loaded. They all raise if that takes longer than the timeout.
+        """
+        super().weights_loaded(values)
+        if self._rounds is not None:
+            self._rounds.weights_loaded(values.keys(), self.weights.loads.mark)
+
     def state_dict(self) -> dict[str, Any]:
         """Return steps so far, whether averaging goes on, and what is still to be added to the weights.
 
@@ -291,8 +300,9 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
             self.weights.read(loaded.__getitem__)
             self._stop("load_state_dict", with_mean=False)
             self.weights.write(loaded.__getitem__)
-        for one in self._differences.values():
-            one.forget()
+        for one, compressed in self._differences.items():
+            compressed.forget([tensor.name for tensor in one.bucket.tensors])
+        self.weights.loads.forget()
         self.step = state["step"]
         self._is_enabled = state["is_enabled"]
         if state["has_differences"]:
@@ -340,7 +350,7 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
 
     def _stop(self, reason: Reason, with_mean: bool) -> Outcome:
         assert self._rounds is not None
-        outcome = self._rounds.stop(reason, with_mean=with_mean)
+        outcome = self._rounds.stop(reason, with_mean=with_mean, loading=self.loading)
         self._note_outcome(outcome)
         return outcome
 
@@ -387,10 +397,15 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
 
 
 def _average(
-    compressed: Mapping[WeightBucket, CompressedDifferences], weight_bucket: WeightBucket, is_exact: bool
+    compressed: Mapping[WeightBucket, CompressedDifferences],
+    weight_bucket: WeightBucket,
+    is_exact: bool,
+    loaded: Collection[str],
 ) -> None:
     """Write the mean of the snapshots of a bucket, or what this rank is to take for it, to the flat tensor."""
     differences = compressed.get(weight_bucket)
+    if loaded and differences is not None:
+        differences.forget(loaded)
     if is_exact or differences is None:
         weight_bucket.bucket.run()
     else:

@@ -106,6 +106,10 @@ class AveragingImpl(AlgorithmImpl):
         purpose = purpose or f"the round after {self.step} steps"
         return self.weights.submit_in_lockstep(self.lane, run, purpose, self.progress())
 
+    def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Note the load, so that ranks compare what they have loaded when they next meet."""
+        self.weights.loads.add(values)
+
     def take_final_mean(self) -> bool:
         """Where the algorithm asks for it, give all ranks the mean of their weights; return whether. Collective."""
         has_mean = self.algorithm.final_average and not self.is_single_rank

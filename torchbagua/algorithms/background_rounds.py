@@ -4,7 +4,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -14,6 +14,7 @@ from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.votes import Outcome, Reason, Vote, count_votes
 from torchbagua.collectives import require_same_progress
 from torchbagua.events import Details
+from torchbagua.load_record import LoadMark, require_same_loads
 from torchbagua.side_stream import StreamHandoff
 from torchbagua.user_warning import warn_user
 from torchbagua.weights import DIFFERENCE, FLAT, SNAPSHOT, FlatOf, WeightBucket, WeightBuckets
@@ -57,11 +58,13 @@ class SnapshotInfo:
         step: the weights after so many steps since the rounds began.
         num_rounds: with the differences of so many rounds in them.
         vote: what the rank said when it gave them.
+        loads: the loads of weights that they are from after.
     """
 
     step: int
     num_rounds: int
     vote: Vote
+    loads: LoadMark
 
 
 @dataclass(frozen=True)
@@ -89,12 +92,16 @@ class BackgroundRounds:
     4. Mean minus snapshot waits for the training thread, which adds it to the weights between two steps, so that what
        they have gone through meanwhile is kept.
 
+    A snapshot from before a load of weights never changes what was loaded: as long as ranks have seen different numbers
+    of loads nothing is averaged, and what older rounds would change of the loaded weights is dropped. Ranks that differ
+    for longer than the timeout all raise.
+
     Args:
         impl: on whose lane they run.
         weights: what is averaged.
         average: writes the mean of a bucket's snapshots to its flat tensor, or what a rank is to take for it. It is
-            told whether that must be the mean, the same on all ranks: in the first round and the last. Nothing leads
-            from it to the module.
+            told whether that must be the mean, the same on all ranks: in the first round and the last, and in the first
+            after a load of weights, whose names it is told too. Nothing leads from it to the module.
         progress: what ranks must have in common when they begin.
         interval_s: pause between two rounds.
         clock: measures it.
@@ -107,7 +114,7 @@ class BackgroundRounds:
         self,
         impl: AlgorithmImpl,
         weights: WeightBuckets,
-        average: Callable[[WeightBucket, bool], None],
+        average: Callable[[WeightBucket, bool, Collection[str]], None],
         progress: Mapping[str, int],
         interval_s: float,
         clock: WaitClock,
@@ -128,12 +135,18 @@ class BackgroundRounds:
         self._device = next((one.bucket.flat.device for one in self._buckets), torch.device("cpu"))
         self._handoff = StreamHandoff(self._device)
         self._last_to_stop: int | None = None  # a rank that had not stopped yet at the last round; the lane writes it
+        # The lane's: the last load that all ranks have seen, and since when they have seen different numbers of loads.
+        self._compared = LoadMark()
+        self._apart_since_s: float | None = None
         # Guards everything below. The buckets' snapshots are the training thread's while it is asked for them, and the
         # lane's otherwise.
         self._changed = threading.Condition()
         self._phase: RoundPhase = "pause"
         self._vote = Vote()
-        self._snapshot_info = SnapshotInfo(step=0, num_rounds=0, vote=self._vote)
+        self._loads = weights.loads.mark
+        self._loaded: set[str] = set()  # names of weights
+        self._loaded_since_snapshot: set[str] = set()
+        self._snapshot_info = SnapshotInfo(step=0, num_rounds=0, vote=self._vote, loads=self._loads)
         self._pending_info: PendingInfo | None = None
         self._num_steps = 0
         self._step_s = 0.0
@@ -164,7 +177,19 @@ class BackgroundRounds:
             self._num_steps += 1
             self._serve()
 
-    def stop(self, reason: Reason, *, with_mean: bool) -> Outcome:
+    def weights_loaded(self, names: Collection[str], loads: LoadMark) -> None:
+        """Drop what snapshots from before a load would change of the loaded weights; on the training thread."""
+        with self._changed:
+            self._loads = loads
+            self._loaded.update(names)
+            self._loaded_since_snapshot.update(names)
+            if self._pending_info is not None:
+                self._handoff.wait()
+                for one in self._weights:
+                    one.clear(one.difference, names)
+                self._handoff.record()
+
+    def stop(self, reason: Reason, *, with_mean: bool, loading: Collection[str] = ()) -> Outcome:
         """Go on, on the training thread, until all ranks have called this; they may train for long.
 
         Where one of them wants it, there is a last mean then, and all ranks take it for their weights. A warning names
@@ -173,10 +198,13 @@ class BackgroundRounds:
         Args:
             reason: why; the same on all ranks.
             with_mean: whether this rank wants it.
+            loading: names of weights that were loaded since the last step.
 
         Raises:
             CommunicationError: communication failed, or another rank stops for another reason.
         """
+        if loading:  # until all have stopped, no rank that has not loaded changes them
+            self.weights_loaded(loading, self._loads._replace(num_loads=self._loads.num_loads + 1))
         with self._tracer.span("wait"), self._changed:
             self._vote = replace(self._vote, stops=True, wants_mean=with_mean, reason=reason)
             self._changed.notify_all()
@@ -229,7 +257,8 @@ class BackgroundRounds:
             self._tracer.tell("apply", now_ns, now_ns, Details(values=values))
         if self._phase == "asked":
             self._weights.read(SNAPSHOT)
-            self._snapshot_info = SnapshotInfo(self._num_steps, self.num_rounds, self._vote)
+            self._snapshot_info = SnapshotInfo(self._num_steps, self.num_rounds, self._vote, self._loads)
+            self._loaded_since_snapshot.clear()
             self._phase = "ready"
             self._changed.notify_all()
         self._handoff.record()
@@ -243,8 +272,11 @@ class BackgroundRounds:
                 ends = outcome.leaving_rank is not None or outcome.running_rank is None
                 if ends and not outcome.has_mean:
                     return outcome
+                if outcome.num_loads is None:
+                    continue
+                loaded = self._compare_loads(outcome.num_loads)
                 for one in self._buckets:
-                    self._average(one, ends or self.num_rounds == 0)
+                    self._average(one, ends or self.num_rounds == 0 or bool(loaded), loaded)
                     if not ends:
                         one.subtract(one.bucket.flat, one.snapshot, out=one.bucket.flat)  # while it is in the caches
                 self.num_rounds += 1
@@ -278,10 +310,34 @@ class BackgroundRounds:
     def _agree(self) -> Outcome:
         with self._changed:
             # A rank has stopped when it has given its last snapshot; it leaves at once.
-            vote = replace(self._snapshot_info.vote, leaves=self._vote.leaves)
+            gives_up = self._apart_since_s is not None and self._clock.now() - self._apart_since_s > self._timeout_s
+            vote = replace(
+                self._snapshot_info.vote,
+                leaves=self._vote.leaves,
+                num_loads=self._snapshot_info.loads.num_loads,
+                gives_up=gives_up,
+            )
         outcome = count_votes(self._group.world, vote, f"averaging round {self.num_rounds}")
         self._last_to_stop = outcome.running_rank
+        if outcome.num_loads is not None:
+            self._apart_since_s = None
+        elif self._apart_since_s is None:
+            self._apart_since_s = self._clock.now()
         return outcome
+
+    def _compare_loads(self, num_loads: int) -> frozenset[str]:
+        """Return the weights that were loaded so far, if this is the first round after so many loads; else none.
+
+        Raises:
+            CommunicationError: ranks have loaded different values.
+        """
+        if num_loads == self._compared.num_loads:
+            return frozenset()
+        with self._changed:
+            self._compared = self._snapshot_info.loads
+            loaded = frozenset(self._loaded)
+        require_same_loads(self._group.world, self._compared, f"averaging round {self.num_rounds}")
+        return loaded
 
     def _hand_over(self) -> None:
         """Leave to the training thread what the flat tensors hold, mean minus snapshot."""
@@ -290,6 +346,8 @@ class BackgroundRounds:
         self._group.wait_for_gpu(self._device, f"averaging round {self.num_rounds}")
         with self._changed:
             self._handoff.wait()
+            for one in self._buckets if self._loaded_since_snapshot else ():
+                one.clear(one.bucket.flat, self._loaded_since_snapshot)
             if self._pending_info is None:
                 for one in self._buckets:
                     one.difference, one.bucket.flat = one.bucket.flat, one.difference

@@ -1,5 +1,7 @@
 """Rounds of asynchronous averaging that send how weights differ from the last mean, compressed."""
 
+from collections.abc import Container
+
 import torch
 
 from torchbagua.algorithms.sub_buckets import sub_bucket_of
@@ -37,9 +39,9 @@ class CompressedDifferences:
         """Take what is in the flat tensor, a mean in full precision, for c."""
         self._mean.copy_(self._one.bucket.flat)
 
-    def forget(self) -> None:
-        """Start without E, where weights are loaded that lack nothing of it. While no rounds are running."""
-        self._residuals.mean.values.zero_()
+    def forget(self, names: Container[str]) -> None:
+        """Start without E of these weights, if they are loaded and lack nothing of it. Not beside `average`."""
+        self._residuals.clear(self._one.slices_of(names))
 
     def average(self) -> None:
         """Write to the flat tensor what this rank takes for the mean of the snapshots."""

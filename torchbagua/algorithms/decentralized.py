@@ -1,6 +1,6 @@
 """Decentralized training: weights averaged with all ranks or a few peers, in full precision or compressed."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import KW_ONLY, dataclass
 from operator import attrgetter
 from typing import Any
@@ -88,8 +88,20 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def reset(self) -> None:
         """Make buckets again, once the round in flight has been applied."""
+        self._drop_in_flight(self.loading)
         self.receive_round()
         super().reset()
+
+    def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Drop what the round in flight would change of the loaded weights."""
+        self._drop_in_flight(values)
+        super().weights_loaded(values)
+
+    def _drop_in_flight(self, names: Container[str]) -> None:
+        for one in self._in_flight:
+            if one.slices_of(names):
+                self._wait_for(one)
+                one.clear(one.difference, names)
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         bucket.round_index = self.num_rounds  # which chooses the peers
@@ -122,6 +134,7 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         for one in self._in_flight:
             self._wait_for(one)
         self.load_pending(state, DIFFERENCE, FLAT, "num_rounds")
+        self.weights.loads.forget()
         self._in_flight = dict.fromkeys(self.weights) if state["has_differences"] else {}
         self.step = state["step"]
         self.num_rounds = state["num_rounds"]
@@ -214,6 +227,7 @@ _REPLICAS: dict[str, FlatOf] = {name: attrgetter(f"replicas.{name}") for name in
 class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
     """See `LowPrecisionDecentralizedAlgorithm`. Where nodes form the ring, a rank uses its own shard of replicas."""
 
+    load_effect = "and they become the replicas"
     algorithm: LowPrecisionDecentralizedAlgorithm
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: LowPrecisionDecentralizedAlgorithm) -> None:
@@ -262,6 +276,17 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
             self._exchange = self.submit_in_lockstep(self._tell_neighbours)
             self.num_rounds += 1
 
+    @torch.no_grad()
+    def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Make the replicas what was loaded: all ranks have loaded the same, so nothing need be sent."""
+        self.finish_round()
+        for one in self.weights:
+            for replica in _REPLICAS.values():
+                for name, part in one.named(replica(one)).items():
+                    if name in values:
+                        part.copy_(values[name])
+        super().weights_loaded(values)
+
     def _update(self) -> None:
         for bucket in self.buckets:
             bucket.start()
@@ -288,6 +313,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
         self.receive_round()
         for name, replica in _REPLICAS.items():
             self.weights.load_by_name(replica, state[name])
+        self.weights.loads.forget()
         self.step = state["step"]
 
     def _append_ring(self, bucket: BaguaBucket, compression: Compressor) -> None:

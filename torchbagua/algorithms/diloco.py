@@ -1,6 +1,6 @@
 """DiLoCo: every rank takes many steps of its own, and then an outer optimizer steps by what all have come to."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -164,6 +164,7 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
         num_dropped: rounds that were dropped, of `num_rounds`.
     """
 
+    load_effect = "they become the shadow weights, and their outer momentum and residuals start anew"
     algorithm: DiLoCoAlgorithm
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: DiLoCoAlgorithm) -> None:
@@ -201,6 +202,7 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
 
     def reset(self) -> None:
         """Make buckets again, once the round in flight has been applied, and have all ranks start from one theta."""
+        self._drop_in_flight(self.loading)
         self.receive_round()
         self._feedback.clear()
         super().reset()
@@ -275,6 +277,26 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
             self._has_differences = False
             self._tell_applied()
 
+    @torch.no_grad()
+    def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Make what was loaded the shadow weights; their outer momentum and residuals start anew.
+
+        Waits for the round in flight, which goes on for the other weights.
+        """
+        self._drop_in_flight(values)
+        self.shadow.restart(values)
+        for one, residuals in self._feedback.items():
+            residuals.clear(one.slices_of(values))
+        super().weights_loaded(values)
+
+    def _drop_in_flight(self, names: Collection[str]) -> None:
+        """Receive the round in flight, if any of these weights has been loaded, and change none of them by it."""
+        if names:
+            self._receive()
+        if self._has_differences:
+            for one in self._in_round:
+                one.clear(self._difference(one), names)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what all ranks share, and of this rank the residuals and what is still to be added to its weights."""
         self._receive()
@@ -301,6 +323,7 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
         """
         self._receive()
         self._has_differences = False
+        self.weights.loads.forget()
         if self.is_single_rank:
             self.step = state["step"]
             return

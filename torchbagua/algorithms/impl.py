@@ -34,6 +34,7 @@ class AlgorithmImpl:
     - `need_reset`, `on_backward_begin`, the four `init_..._hook`, `on_step_taken` and `finish`, which are called at
       certain points of training;
     - `state_dict`, `load_state_dict` and `state_parameters`;
+    - `weights_loaded`, if weights that the user loads must replace what the algorithm keeps of earlier ones;
     - `needs_grad_scaler`, `agree_on_overflow` and `uncompressed`;
     - `set_module`, `reset` and `close`, if the override calls that of this class.
 
@@ -63,11 +64,14 @@ class AlgorithmImpl:
         loss_scale: the loss scale of the gradients of this backward; 1 unless `needs_grad_scaler` is True and there is
             a GradScaler.
         num_synchronised: how many backward passes have begun in which DDP hands over buckets.
+        loading: the names in `buckets` of weights that `load_state_dict` of the module has written since the last step.
+            `weights_loaded` comes later. Until then no round in flight must change them.
         has_joined: whether this rank has run out of data, and takes part with gradients of zero until the others have
             too (`torch.distributed.algorithms.Join`).
         ends_in_order: set it to True when all ranks are going to close the impl. NCCL groups are then shut down;
             otherwise they are broken off.
         compressor: how values of parameters are sent; an impl that compresses sets its own. See `codec_for`.
+        load_effect: what `weights_loaded` does, in the message that says that weights were loaded.
         ended_by: the call that ends it, in the warning that nobody has made it. An adapter sets its own.
 
     Raises:
@@ -75,6 +79,7 @@ class AlgorithmImpl:
     """
 
     compressor: Compressor = Identity()
+    load_effect: str = "and no round in flight changes them"
     ended_by: str = "detach() of what attach returned"
 
     # A subclass names its own description, so that its fields are typed.
@@ -110,6 +115,7 @@ class AlgorithmImpl:
         self.has_joined = False
         self.ends_in_order = False
         self.gradient_buckets = GradientBuckets()
+        self.loading: frozenset[str] = frozenset()
         self._names: Mapping[int, str] = {}
         self._module: torch.nn.Module | None = None
         self._gpu: torch.device | None = None
@@ -328,6 +334,18 @@ class AlgorithmImpl:
             found_inf: whether the gradients of this rank hold an Inf or NaN.
         """
         return found_inf
+
+    def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Start anew from weights that the user has loaded, on the training thread. By default nothing.
+
+        Called for a weight algorithm of several ranks when the first step after the load begins, before the optimizer
+        changes anything, and by `Attachment.weights_changed`. Other ranks may come later, or not at all, so it sends
+        nothing. An override drops what a round in flight would change of these weights, and notes them in
+        `WeightBuckets.loads`, so that ranks compare them when they next meet.
+
+        Args:
+            values: copies of the loaded values, by the names of `buckets`; some of the weights, or all.
+        """
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:

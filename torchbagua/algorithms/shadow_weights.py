@@ -1,7 +1,5 @@
 """The shadow weights of DiLoCo: what all ranks share, in float32, and the outer optimizer that steps them."""
 
-import ctypes
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +8,7 @@ import torch
 
 from torchbagua.algorithms.sub_buckets import sub_bucket_of
 from torchbagua.bucket import BaguaBucket, BaguaTensor
+from torchbagua.collectives import fingerprint_of_values
 from torchbagua.compressors import sum_dtype
 from torchbagua.weights import WeightBucket, WeightBuckets
 
@@ -94,6 +93,20 @@ class ShadowWeights:
             self._load(kept["theta"], kept["outer"])
 
     @torch.no_grad()
+    def restart(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Replace the shadow weights of some parameters, and have the outer optimizer keep nothing of them so far."""
+        loaded = {name: value for name, value in values.items() if name in self._views}
+        if self.optimizer is None or not loaded:
+            return
+        new = self._make_optimizer(list(self._views.values())).state  # some have a state before the first step
+        for name, value in loaded.items():
+            view = self._views[name]
+            view.copy_(value)
+            self.optimizer.state.pop(view, None)
+            if view in new:
+                self.optimizer.state[view] = new[view]
+
+    @torch.no_grad()
     def step(self, ones: Iterable[WeightBucket]) -> None:
         """Have the outer optimizer step the shadow weights of some buckets by the means in their gradient buckets.
 
@@ -114,11 +127,7 @@ class ShadowWeights:
 
     def digest(self) -> int:
         """Return a number below 2^40 that tells shadow weights from others."""
-        found = hashlib.sha256()
-        for theta in self.tensors:
-            on_host = theta.cpu()
-            found.update((ctypes.c_char * on_host.nbytes).from_address(on_host.data_ptr()))  # numpy may be missing
-        return int.from_bytes(found.digest()[:5], "big")
+        return fingerprint_of_values(self.tensors)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the shadow weights, and of the outer optimizer's state, by the names of parameters.

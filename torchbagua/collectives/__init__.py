@@ -1,6 +1,12 @@
 """Collectives over explicit groups: the only place that exchanges tensors between ranks."""
 
-from torchbagua.collectives.agreement import all_reduce_max, fingerprint, require_same_progress
+from torchbagua.collectives.agreement import (
+    all_reduce_max,
+    find_difference,
+    fingerprint,
+    fingerprint_of_values,
+    require_same_progress,
+)
 from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 from torchbagua.collectives.centralized_mean import Mean, centralized_mean, mean_of_nodes
@@ -48,7 +54,9 @@ __all__ = [
     "check_ring_compression",
     "check_topology",
     "clamp_to_mean",
+    "find_difference",
     "fingerprint",
+    "fingerprint_of_values",
     "gloo_reduce_scatter",
     "low_precision_ring",
     "matrix_shape",

@@ -3,7 +3,7 @@
 Shape suffixes: N elements of a bucket.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -63,6 +63,14 @@ class TwoPhaseResiduals:
             if tensor.is_cuda:  # made on the training thread's stream, and read until now on this one
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         self.initial = None
+
+    def clear(self, parts: Iterable[slice]) -> None:
+        """Keep zeros of these slices of the bucket. Not while the bucket runs."""
+        for part in parts:
+            for tensor in (self.initial or {}).values():
+                tensor[part] = 0
+            for kept in self.kept.values():
+                kept.clear(part)
 
     def expand(self, part: slice) -> list[torch.Tensor]:
         """Return what this rank holds of `part` of the bucket, in the order of `kept`."""

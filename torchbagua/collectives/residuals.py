@@ -50,6 +50,12 @@ class StagedSlice:
         self.values, self._staged = self._staged, self.values
         self._is_staged = False
 
+    def clear(self, part: slice) -> None:
+        """Keep zeros of `part` of the bucket, whatever is staged of it."""
+        own = overlap(part, self.bucket_slice)
+        self.values[own] = 0
+        self._staged[own] = 0
+
     def expand(self, part: slice) -> torch.Tensor:
         """Return what this rank holds of `part` of the bucket, with zeros where it holds nothing."""
         values = self.values.new_zeros(part.stop - part.start)
