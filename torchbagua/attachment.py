@@ -347,6 +347,8 @@ class Attachment:
         traceback: TracebackType | None,
     ) -> None:
         self._end(failed=exception_type is not None)
+        if isinstance(exception, NotImplementedError):  # as DDP's, which does not name the parameter (torch 2.13)
+            self._setup.check_gradients()
 
 
 def _warn_of_missing_detach(reference: weakref.ref[AlgorithmImpl]) -> None:

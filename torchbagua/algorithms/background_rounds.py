@@ -11,7 +11,6 @@ import torch
 
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.votes import Outcome, Reason, Vote, count_votes
-from torchbagua.collectives import require_same_progress
 from torchbagua.events import Details
 from torchbagua.side_stream import StreamHandoff
 from torchbagua.user_warning import warn_user
@@ -225,7 +224,7 @@ class BackgroundRounds:
 
     def _run(self) -> Outcome:
         try:
-            require_same_progress(self._group.world, self._progress, "the first of the averaging rounds")
+            self._weights.comparison(self._progress, "the first of the averaging rounds")()
             while True:
                 self._await_snapshot()
                 outcome = self._agree()
@@ -268,7 +267,7 @@ class BackgroundRounds:
         with self._changed:
             # A rank has stopped when it has given its last snapshot; it leaves at once.
             vote = replace(self._snapshot_info.vote, leaves=self._vote.leaves)
-        outcome = count_votes(self._group.world, vote, f"averaging round {self.num_rounds}")
+        outcome = count_votes(self._group.world, vote, self._weights.layout_watch, f"averaging round {self.num_rounds}")
         self._last_to_stop = outcome.running_rank
         return outcome
 

@@ -101,6 +101,8 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
     def after_step(self) -> None:
         """Apply the round that was in flight, and start the next one where it is due."""
         self.step += 1
+        if self.lane.has_failed:  # which would otherwise be noticed at the next round
+            self.finish_round()
         self._apply_round(starts_next=self.is_due)
 
     def finish_round(self) -> None:

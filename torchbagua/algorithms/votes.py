@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from torchbagua.changed_layout import LayoutWatch
 from torchbagua.collectives import CommunicationError, Communicator, all_reduce_max
 
 Reason = Literal["abort", "detach", "new buckets", "load_state_dict", "averaged_weights"]
@@ -43,15 +44,25 @@ class Outcome:
     has_mean: bool
 
 
-def count_votes(communicator: Communicator, vote: Vote, purpose: str) -> Outcome:
+def count_votes(communicator: Communicator, vote: Vote, watch: LayoutWatch, purpose: str) -> Outcome:
     """Tell all ranks this rank's vote, and return what all come to, the same on all. Collective.
 
+    Args:
+        communicator: whose ranks vote.
+        vote: this rank's.
+        watch: what it has found is told with the vote.
+        purpose: what for, in events and errors.
+
     Raises:
+        RuntimeError: `watch` has found another memory layout on a rank.
         CommunicationError: ranks stop for different reasons, or communication failed.
     """
     own, reason = communicator.rank + 1, _REASONS.index(vote.reason)
-    values = [own if vote.leaves else 0, 0 if vote.stops else own, int(vote.wants_mean), reason, -reason]
-    leaving_rank, running_rank, wants_mean, last, minus_first = all_reduce_max(communicator, values, purpose)
+    wish = watch.message(communicator.rank, communicator.size, flag=vote.wants_mean)
+    values = [own if vote.leaves else 0, 0 if vote.stops else own, wish, reason, -reason]
+    leaving_rank, running_rank, largest_wish, last, minus_first = all_reduce_max(communicator, values, purpose)
+    watch.check(largest_wish, communicator.size)
+    wants_mean = watch.has_flag(largest_wish)
     ends = not leaving_rank and not running_rank
     if ends and last != -minus_first:
         reasons = f"{_REASONS[-minus_first]} and {_REASONS[last]}"
@@ -59,5 +70,5 @@ def count_votes(communicator: Communicator, vote: Vote, purpose: str) -> Outcome
     return Outcome(
         leaving_rank - 1 if leaving_rank else None,
         running_rank - 1 if running_rank else None,
-        ends and bool(wants_mean),
+        ends and wants_mean,
     )

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -111,7 +111,13 @@ class _Holder(NamedTuple):
         return cls(*divmod(packed, size))
 
 
-def require_same_progress(communicator: Communicator, progress: Mapping[str, int], purpose: str, value: int = 0) -> int:
+def require_same_progress(
+    communicator: Communicator,
+    progress: Mapping[str, int],
+    purpose: str,
+    value: int = 0,
+    check_value: Callable[[int], object] = lambda value: None,
+) -> int:
     """Return the largest `value` of all ranks, or raise the same error on all unless they have come equally far.
 
     Messages of other lengths would end the process in gloo, so ranks that may have come to different places compare
@@ -122,6 +128,7 @@ def require_same_progress(communicator: Communicator, progress: Mapping[str, int
         progress: numbers below 2^40 by what the error calls them, as many on every rank.
         purpose: what is about to be done.
         value: any number.
+        check_value: called with the largest value, before ranks compare their progress. It may raise.
 
     Raises:
         CommunicationError: two ranks differ; names both, what it is and both numbers. Or a peer is gone.
@@ -131,6 +138,7 @@ def require_same_progress(communicator: Communicator, progress: Mapping[str, int
     # The largest of the negated numbers is the smallest.
     lowest = [_Holder(-number, rank).packed(size) for number in progress.values()]
     largest_value, *found = all_reduce_max(communicator, [value, *highest, *lowest], purpose)
+    check_value(largest_value)
     holders = [_Holder.unpacked(packed, size) for packed in found]
     for name, high, low in zip(progress, holders[: len(progress)], holders[len(progress) :], strict=True):
         if high.number != -low.number:
