@@ -4,7 +4,7 @@ What an algorithm keeps of a parameter lies in the order of the parameter's memo
 from the start, so nothing is read wrongly; but DDP's own buckets keep theirs too, and read gradients in the new one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -31,28 +31,38 @@ class LayoutWatch:
     def __init__(self, advice: str) -> None:
         self._advice = advice
         self._tensors: list[BaguaTensor] = []
-        # Those of which the layout can change: a vector has only one, and fully_shard refuses to convert a module.
         self._looked_at: list[tuple[int, BaguaTensor]] = []
+        # Of these, what returns the strides, and the strides that are known to be of the kept order.
+        self._get_strides: list[Callable[[], tuple[int, ...]]] = []
+        self._known: list[tuple[int, ...]] = []
         self._changed = 0  # 1 + the index of the parameter; 0 for none
 
     def watch(self, tensors: Sequence[BaguaTensor]) -> None:
         """Watch these parameters from now on, and no others."""
         self._tensors = list(tensors)
+        # A vector has only one layout, and fully_shard refuses to convert a module.
         self._looked_at = [
             (number, tensor)
             for number, tensor in enumerate(tensors, start=1)
             if sum(size > 1 for size in tensor.parameter.shape) > 1 and not is_shard(tensor.parameter)
         ]
+        self._get_strides = [tensor.parameter.stride for _, tensor in self._looked_at]
+        self._known = [tensor.order.strides for _, tensor in self._looked_at]
 
     def look(self) -> bool:
         """Return whether the layout of a watched parameter has changed. It costs 0.1 us a parameter."""
-        changed = 0
-        for number, tensor in self._looked_at:
-            if tensor.parameter.stride() != tensor.order.strides and not tensor.order.is_that_of(tensor.parameter):
-                changed = number
-                break
+        now = [get_strides() for get_strides in self._get_strides]
+        changed = 0 if now == self._known else self._compare(now)
         self._changed = changed  # a lane may read it meanwhile
         return self.has_found_one
+
+    def _compare(self, now: Sequence[tuple[int, ...]]) -> int:
+        for index, (strides, (number, tensor)) in enumerate(zip(now, self._looked_at, strict=True)):
+            if strides != self._known[index]:
+                if not tensor.order.is_that_of(tensor.parameter):
+                    return number
+                self._known[index] = strides
+        return 0
 
     @property
     def has_found_one(self) -> bool:
