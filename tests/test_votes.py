@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.algorithms.votes import Outcome, Vote, count_votes
+from torchbagua.changed_layout import LayoutWatch
 
 STOPS = Vote(stops=True, reason="detach")
 
@@ -25,7 +26,7 @@ STOPS = Vote(stops=True, reason="detach")
 )
 def test_all_ranks_come_to_the_same(votes: list[Vote], outcome: Outcome) -> None:
     def body(group: dist.ProcessGroup) -> Outcome:
-        return count_votes(tb.BaguaProcessGroup(group).world, votes[group.rank()], "a round")
+        return count_votes(tb.BaguaProcessGroup(group).world, votes[group.rank()], LayoutWatch(""), "a round")
 
     assert run_ranks(3, body) == [outcome] * 3
 
@@ -34,6 +35,6 @@ def test_ranks_that_stop_for_different_reasons_all_raise() -> None:
     def body(group: dist.ProcessGroup) -> None:
         vote = Vote(stops=True, reason=("abort", "load_state_dict", "abort")[group.rank()])
         with pytest.raises(tb.CommunicationError, match="for different reasons: abort and load_state_dict"):
-            count_votes(tb.BaguaProcessGroup(group).world, vote, "a round")
+            count_votes(tb.BaguaProcessGroup(group).world, vote, LayoutWatch(""), "a round")
 
     run_ranks(3, body)

@@ -1,14 +1,14 @@
 """Buckets: a flat tensor of several parameters' values and the operations that a lane runs on it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 
 import torch
 
 from torchbagua.collectives import BaguaProcessGroup
 from torchbagua.compressors import TensorSpec
 from torchbagua.events import Details
-from torchbagua.memory_order import flat_length, shape_like
+from torchbagua.memory_order import MemoryOrder, flat_length
 from torchbagua.operations import BucketOperations, Operation
 from torchbagua.tracer import NO_SPAN, Span
 
@@ -21,10 +21,20 @@ class BaguaTensor:
         name: its name in the module. Without `attach`, which knows the module, its place in the optimizers that
             `Algorithm.reify` was given, or else its place in the bucket. Of a shard it also says which that is.
         parameter: the parameter itself, or the buffer. Of a DTensor, the shard of this rank lies in the bucket.
+        order: the order in which its elements lie in the bucket. It stays that of the parameter's memory when this was
+            made, also if the parameter's memory format changes.
+
+    Args:
+        kept_order: the order of an earlier one of this name, on which the flat tensors of ranks agree.
     """
 
     name: str
     parameter: torch.Tensor
+    kept_order: InitVar[MemoryOrder | None] = None
+    order: MemoryOrder = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self, kept_order: MemoryOrder | None) -> None:
+        object.__setattr__(self, "order", kept_order or MemoryOrder(self.parameter))
 
 
 _CARRIED_DTYPES = (
@@ -102,12 +112,12 @@ class BaguaBucket(BucketOperations):
         return TensorSpec(tuple(lengths), self.flat.dtype, self.flat.device, self.name, tuple(origins))
 
     def parts(self, flat: torch.Tensor) -> list[tuple[BaguaTensor, torch.Tensor]]:
-        """Return each tensor with its part of `flat`, elements in the order of the tensor's memory."""
+        """Return each tensor with its part of `flat`, elements in its `order`."""
         return list(zip(self.tensors, flat.split(self.spec.segment_lengths), strict=True))
 
     def views(self, flat: torch.Tensor) -> list[tuple[BaguaTensor, torch.Tensor]]:
         """Return each tensor with its part of `flat`, in its shape."""
-        return [(tensor, shape_like(tensor.parameter, part)) for tensor, part in self.parts(flat)]
+        return [(tensor, tensor.order.shape(part)) for tensor, part in self.parts(flat)]
 
     def run(self) -> torch.Tensor:
         """Run the operations in order, and return `flat`. An operation that raises fails the step."""

@@ -13,7 +13,7 @@ import torch
 from torchbagua.averaged_gradients import AverageInGradient, with_average
 from torchbagua.bucket import BaguaBucket
 from torchbagua.collectives import BaguaProcessGroup, Momentum, TwoPhaseResiduals
-from torchbagua.memory_order import flat_length, flatten_like, shape_like
+from torchbagua.memory_order import MemoryOrder, flat_length
 from torchbagua.shards import local_shard
 
 
@@ -80,6 +80,7 @@ class ParameterState(Generic[S]):
         # All by the parameter's id. What is loaded is kept until the parameter is seen in a bucket.
         self._places: dict[int, tuple[S, slice]] = {}
         self._loaded: dict[int, Sequence[torch.Tensor]] = {}
+        self._orders: dict[int, MemoryOrder] = {}  # in which what is kept lies
         self._averages: dict[int, AverageInGradient] = {}
         # Also where the impl is forgotten behind a hook of DDP.
         self._let_go = weakref.finalize(self, _close, self._averages)
@@ -113,7 +114,9 @@ class ParameterState(Generic[S]):
             )
         is_new = not any(id(parameter) in known for parameter in parameters for known in (self._places, self._loaded))
         state = self._make(bucket, None if is_new else [self._held(parameter) for parameter in parameters])
-        for parameter, part in zip(parameters, slices, strict=True):
+        for tensor, part in zip(bucket.tensors, slices, strict=True):
+            parameter = tensor.parameter
+            self._orders[id(parameter)] = tensor.order
             self._places[id(parameter)] = (state, part)
             self._loaded.pop(id(parameter), None)
             if id(parameter) not in self._averages:
@@ -183,7 +186,7 @@ class ParameterState(Generic[S]):
         """
         held = {name: self._held(parameter) for name, parameter in named.items()}
         return {
-            kind: {name: _shaped(named[name], tensors[index], shape_of) for name, tensors in held.items()}
+            kind: {name: self._shaped(named[name], tensors[index], shape_of) for name, tensors in held.items()}
             for index, (kind, shape_of) in enumerate(self._shapes.items())
         }
 
@@ -214,7 +217,7 @@ class ParameterState(Generic[S]):
             one.end()
         self._loaded = {
             id(named[name]): [
-                _flat(named[name], state[kind][name], shape_of) for kind, shape_of in self._shapes.items()
+                self._flat(named[name], state[kind][name], shape_of) for kind, shape_of in self._shapes.items()
             ]
             for name in names[0]
         }
@@ -230,6 +233,22 @@ class ParameterState(Generic[S]):
             return self._loaded[id(parameter)]
         shapes = [[flat_length(parameter)] if of is None else of(parameter) for of in self._shapes.values()]
         return [torch.zeros(math.prod(shape), device=parameter.device) for shape in shapes]
+
+    def _order_of(self, parameter: torch.Tensor) -> MemoryOrder:
+        return self._orders.setdefault(id(parameter), MemoryOrder(parameter))
+
+    def _shaped(self, parameter: torch.Tensor, flat: torch.Tensor, shape_of: ShapeOf | None) -> torch.Tensor:
+        """Return what is kept of `parameter` in its shape, a copy."""
+        copy = flat.clone()
+        return self._order_of(parameter).shape(copy) if shape_of is None else copy.view(*shape_of(parameter))
+
+    def _flat(self, parameter: torch.Tensor, shaped: torch.Tensor, shape_of: ShapeOf | None) -> torch.Tensor:
+        """Return the reverse of `_shaped`."""
+        if shape_of is not None:
+            return shaped.to(parameter.device, torch.float32).flatten().clone()
+        dtype = torch.complex64 if parameter.is_complex() else torch.float32
+        flat = self._order_of(parameter).flatten(shaped.to(parameter.device, dtype)).clone()
+        return torch.view_as_real(flat).view(-1) if parameter.is_complex() else flat
 
 
 def residual_state(owner: str, momentum: Momentum | None = None) -> ParameterState[TwoPhaseResiduals]:
@@ -276,17 +295,3 @@ def _fits(tensor: object, parameter: torch.Tensor | None, shape_of: ShapeOf | No
     if parameter is None or not isinstance(tensor, torch.Tensor):
         return False
     return list(tensor.shape) == list(local_shard(parameter).shape if shape_of is None else shape_of(parameter))
-
-
-def _shaped(parameter: torch.Tensor, flat: torch.Tensor, shape_of: ShapeOf | None) -> torch.Tensor:
-    """Return what is kept of `parameter` in its shape, a copy."""
-    return shape_like(parameter, flat.clone()) if shape_of is None else flat.clone().view(*shape_of(parameter))
-
-
-def _flat(parameter: torch.Tensor, shaped: torch.Tensor, shape_of: ShapeOf | None) -> torch.Tensor:
-    """Return the reverse of `_shaped`."""
-    if shape_of is not None:
-        return shaped.to(parameter.device, torch.float32).flatten().clone()
-    dtype = torch.complex64 if parameter.is_complex() else torch.float32
-    flat = flatten_like(parameter, shaped.to(parameter.device, dtype)).clone()
-    return torch.view_as_real(flat).view(-1) if parameter.is_complex() else flat

@@ -28,6 +28,8 @@ class StepClock:
         watches: of the optimizers whose steps make a training step; listened to until `close`.
         on_end: called with the optimizer whose step ended it.
         raises_if_never_stepped: whether nothing is averaged where an optimizer does not step, which is then an error.
+        check_gradients: raises if a gradient is sparse. Called after each backward before the first step, and if the
+            first gradient of an optimizer is sparse.
     """
 
     def __init__(
@@ -36,8 +38,11 @@ class StepClock:
         on_end: Callable[[torch.optim.Optimizer], None],
         *,
         raises_if_never_stepped: bool,
+        check_gradients: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_end = on_end
+        self._check_gradients = check_gradients
+        self._has_ended_one = False
         self._progress = {id(watch.optimizer): _OptimizerSteps(watch.optimizer) for watch in watches}
         self._watches = watches
         for watch in watches:
@@ -93,7 +98,13 @@ class StepClock:
                 )
 
     def after_backward(self) -> None:
-        """Take note of a backward in training that has ended."""
+        """Take note of a backward in training that has ended.
+
+        Raises:
+            ValueError: a gradient is sparse.
+        """
+        if not (self._has_ended_one and all(progress.gradients.are_dense() for progress in self._progress.values())):
+            self._check_gradients()
         if self._counts_gradients:
             for progress in self._progress.values():
                 progress.gradients.remember()
@@ -126,6 +137,7 @@ class StepClock:
         for progress in every:
             progress.is_done, progress.num_steps = False, 0
         if has_stepped:
+            self._has_ended_one = True
             self._on_end(optimizer)
 
 
@@ -175,10 +187,17 @@ class _UnusedGradients:
         """Return whether these have changed."""
         return self._first is not None and _has_changed(*self._first)
 
+    def are_dense(self) -> bool:
+        """Return whether the first gradient is, which is the one that is looked at."""
+        first = self._first_with_gradient()
+        return first is None or first.grad is None or first.grad.layout is torch.strided
+
+    def _first_with_gradient(self) -> torch.Tensor | None:
+        return next((one for one in parameters_of(self._optimizer) if one.grad is not None), None)
+
     def remember(self) -> None:
         """Note what a backward has left."""
-        with_gradient = (parameter for parameter in parameters_of(self._optimizer) if parameter.grad is not None)
-        self._parameter = next(with_gradient, None)
+        self._parameter = self._first_with_gradient()
         if self._parameter is not None:
             self._mark = _mark_of(self._parameter.grad)
 

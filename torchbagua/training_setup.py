@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua.ddp import named_tensors
 from torchbagua.fsdp.parts import sharding_group
+from torchbagua.memory_order import MemoryOrder
 from torchbagua.outer_ddps import ddps_around
 from torchbagua.shards import sharded_parts
 from torchbagua.torch_private import names_to_ignore
@@ -83,6 +84,15 @@ class TrainingSetup:
             if parameter.requires_grad and name not in ignored
         }
 
+    def check_gradients(self) -> None:
+        """Raise ValueError if a parameter has a sparse gradient: a function has made it, so attach did not see it."""
+        for name, parameter in self.trained().items():
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"torchbagua: parameter {name} has a sparse gradient, as of torch.nn.functional.embedding("
+                    "sparse=True); sparse gradients are not supported: leave out sparse=True"
+                )
+
     def process_group(self, *, averages_weights: bool | None) -> dist.ProcessGroup:
         """Return the group of the module, if it is a DDP or sharded, else of the DDPs around it, else the world.
 
@@ -118,6 +128,7 @@ class TrainingSetup:
         return {
             "the number of parameters": len(list(module.parameters())),
             "the shapes, dtypes and requires_grad of parameters, as a digest": _digest(module.parameters()),
+            "the memory layout of parameters": _layout(module),
             "the shapes and dtypes of buffers, as a digest": _digest(module.buffers()),
             "the optimizers, with the number of parameters in each group": repr(sizes),
             "the number of DistributedDataParallel modules around it": len(self.ddps),
@@ -152,6 +163,17 @@ class TrainingSetup:
 def ddps_of(module: torch.nn.Module) -> list[DistributedDataParallel]:
     """Return `module`, where it is a DDP, or those around it."""
     return [module] if isinstance(module, DistributedDataParallel) else ddps_around(module)
+
+
+def _layout(module: torch.nn.Module) -> str:
+    """Return which parameters lie in memory in another order than that of their dimensions, channels_last say."""
+    orders = {name: MemoryOrder(parameter) for name, parameter in module.named_parameters() if parameter.dim() > 1}
+    others = {name: repr(order) for name, order in orders.items() if not order.is_natural}
+    if not others:
+        return "all contiguous"
+    first = next(iter(others))
+    digest = hashlib.sha256(repr(others).encode()).hexdigest()[:8]
+    return f"{len(others)} of another order, the first {first} with strides {orders[first].strides}, digest {digest}"
 
 
 def _digest(tensors: Iterable[torch.Tensor]) -> str:

@@ -3,18 +3,19 @@
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 
 from torchbagua.bucket import BaguaBucket, BaguaTensor, check_elements
+from torchbagua.changed_layout import OF_WEIGHTS, LayoutWatch
 from torchbagua.collectives import BaguaProcessGroup, Replicas, clamp_to_mean, fingerprint, require_same_progress
 from torchbagua.compressors import sum_dtype
 from torchbagua.lane import Job, Lane
 from torchbagua.load_record import LoadRecord, require_same_loads
-from torchbagua.memory_order import flat_length
+from torchbagua.memory_order import MemoryOrder, flat_length
 from torchbagua.shards import local_shard, name_of_shard, reshard, sharded_parts
 
 T = TypeVar("T")
@@ -120,6 +121,8 @@ class WeightBuckets:
         fingerprint: a number below 2^40 that is the same on ranks with the same buckets.
         loads: notes the loads of weights that `AlgorithmImpl.weights_loaded` is told of. Where one is new,
             `submit_in_lockstep` has ranks compare them.
+        layout_watch: looks in `need_reset` whether a parameter's memory layout has changed. In `submit_in_lockstep` all
+            ranks then raise.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class WeightBuckets:
     ) -> None:
         self.fingerprint = 0
         self.loads = LoadRecord()
+        self.layout_watch = LayoutWatch(OF_WEIGHTS)
         self._group = process_group
         self._owner = owner
         self._average_buffers = average_buffers
@@ -141,6 +145,8 @@ class WeightBuckets:
         self._averaged: dict[str, torch.Tensor] = {}  # parameters, by name
         self._sharded_parts: list[Any] = []
         self._shapes: dict[str, torch.Size] = {}
+        # By name, of the first of each: what lies in the flat tensors of all ranks, and in saved states' way there.
+        self._orders: dict[str, MemoryOrder] = {}
         self._buckets: dict[BaguaBucket, WeightBucket] = {}
         self._own: dict[WeightBucket, torch.Tensor] = {}  # this rank's weights, while the module has the mean
 
@@ -193,8 +199,20 @@ class WeightBuckets:
         if len(devices) > 1:
             raise ValueError(f"{self._owner}: the module must be on one device, got {', '.join(devices)}")
         self._averaged = {tensor.name: tensor.parameter for tensor in tensors if _is_parameter(tensor)}
-        named = [BaguaTensor(name_of_shard(one.name, one.parameter), one.parameter) for one in tensors]
-        return [] if self._group.size == 1 else named
+        if self._group.size == 1:
+            return []
+        named = [
+            BaguaTensor(name_of_shard(one.name, one.parameter), one.parameter, self._kept_order(one)) for one in tensors
+        ]
+        self.layout_watch.watch(list(filter(_is_parameter, named)))
+        return named
+
+    def _kept_order(self, tensor: BaguaTensor) -> MemoryOrder:
+        """Return the order of the first tensor of this name and shape: other ranks may have kept that one."""
+        kept = self._orders.get(tensor.name)
+        if kept is None or sorted(kept.sizes) != sorted(tensor.order.sizes):
+            kept = self._orders[tensor.name] = tensor.order
+        return kept
 
     def need_reset(self) -> bool:
         """Return whether parameters have been unfrozen, or replaced by others, since `select`.
@@ -204,6 +222,7 @@ class WeightBuckets:
         """
         if self._group.size == 1:
             return False
+        self.layout_watch.look()
         reshard(self._sharded_parts)
         averaged = {id(parameter) for parameter in self._averaged.values()}
         others = {
@@ -241,8 +260,8 @@ class WeightBuckets:
                 bucket = BaguaBucket(name, members, self._group, flat)
                 self._buckets[bucket] = WeightBucket(bucket, are_buffers=not are_parameters)
         self._shapes = {tensor.name: local_shard(tensor.parameter).shape for tensor in tensors}
-        layout = [(one.name, tuple(self._shapes[one.name]), str(one.parameter.dtype)) for one in tensors]
-        self.fingerprint = fingerprint(layout)
+        kinds_of = [(one.name, tuple(self._shapes[one.name]), str(one.parameter.dtype), one.order) for one in tensors]
+        self.fingerprint = fingerprint(kinds_of)
         return list(self._buckets)
 
     @torch.no_grad()
@@ -311,15 +330,30 @@ class WeightBuckets:
             progress: numbers that say how far this rank has come, by the name that an error gives them. Each is below
                 2^40, and there are always as many.
         """
-        progress = dict(progress)
         mark, is_new = self.loads.take()
+        compare = self.comparison(progress, purpose, flag=is_new)
 
         def job() -> T:
-            if require_same_progress(self._group.world, progress, purpose, int(is_new)):  # of any rank
+            if compare():  # there is a new load on any rank
                 require_same_loads(self._group.world, mark, purpose)
             return run()
 
         return lane.submit(job)
+
+    def comparison(self, progress: Mapping[str, int], purpose: str, *, flag: bool = False) -> Callable[[], bool]:
+        """Return what the lane is to call once all ranks are here. It returns whether one of them has set `flag`.
+
+        It raises RuntimeError on all ranks if a rank has found another memory layout, and CommunicationError if their
+        progress differs.
+        """
+        progress, world, watch = dict(progress), self._group.world, self.layout_watch
+        message = watch.message(world.rank, world.size, flag=flag)
+
+        def compare() -> bool:
+            check = partial(watch.check, size=world.size)
+            return watch.has_flag(require_same_progress(world, progress, purpose, message, check))
+
+        return compare
 
     def take_mean(self, lane: Lane, progress: Mapping[str, int]) -> None:
         """Give all ranks the mean of their weights. Collective. The buckets cannot be used for anything else after it.

@@ -244,6 +244,11 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
         if was_running:
             self._start()
 
+    def refuse_changed_layout(self) -> None:
+        """In warm-up, as others do. Rounds refuse with the next vote, and without rounds ranks do not meet."""
+        if self.mode == "warm-up":
+            super().refuse_changed_layout()
+
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         one = self.weights[bucket]
         bucket.append_asynchronous_model_average_op(self.algorithm.peer_selection_mode, snapshot=one.snapshot)

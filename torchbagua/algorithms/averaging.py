@@ -12,7 +12,7 @@ from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.rank_state import check_rank_state, owner_of
 from torchbagua.bucket import BaguaBucket, BaguaTensor
-from torchbagua.collectives import BaguaProcessGroup, fingerprint, require_same_progress
+from torchbagua.collectives import BaguaProcessGroup, CommunicationError, fingerprint
 from torchbagua.lane import Job
 from torchbagua.weights import FlatOf, WeightBuckets
 
@@ -92,7 +92,21 @@ class AveragingImpl(AlgorithmImpl):
         return self.weights.make_buckets(tensors)
 
     def need_reset(self) -> bool:
-        return self.weights.need_reset()
+        needs = self.weights.need_reset()
+        if self.weights.layout_watch.has_found_one:
+            self.refuse_changed_layout()
+        return needs
+
+    def refuse_changed_layout(self) -> None:
+        """Have all ranks raise, where they meet next, that a parameter's memory layout has changed on this rank.
+
+        Raises:
+            RuntimeError: always; names the parameter.
+        """
+        try:
+            self.submit_in_lockstep(lambda: None, "the comparison of memory layouts").result()
+        except CommunicationError as error:  # other ranks were gone, or too far behind
+            raise self.weights.layout_watch.own_error(self.process_group.rank) from error
 
     def progress(self, *, is_last: bool = False) -> dict[str, int]:
         """Return how far this rank has come; whether this is the last time that ranks meet is part of it."""
@@ -267,9 +281,8 @@ class SynchronousAveragingImpl(AveragingImpl):
         if self.is_single_rank:
             return found_inf
         self._num_overflow_checks += 1
-        world, progress = self.process_group.world, self.progress()
         purpose = f"the search for Inf after {self.step} steps"
-        return self.lane.submit(lambda: require_same_progress(world, progress, purpose, int(found_inf))).result() == 1
+        return self.lane.submit(self.weights.comparison(self.progress(), purpose, flag=found_inf)).result()
 
     def finish(self, *, failed: bool) -> bool:
         """Bring what is in flight into the weights and, where it is asked for, make them equal on all ranks."""

@@ -12,7 +12,6 @@ import torch
 
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.votes import Outcome, Reason, Vote, count_votes
-from torchbagua.collectives import require_same_progress
 from torchbagua.events import Details
 from torchbagua.load_record import LoadMark, require_same_loads
 from torchbagua.side_stream import StreamHandoff
@@ -126,7 +125,8 @@ class BackgroundRounds:
         self._weights_in_use = weakref.ref(weights)
         self._buckets = list(weights)
         self._average = average
-        self._progress = progress
+        self._compare_progress = weights.comparison(progress, "the first of the averaging rounds")
+        self._layout_watch = weights.layout_watch
         self._interval_s = interval_s
         # The others wait for this rank meanwhile, on the network.
         self._timeout_s = impl.process_group.timeout.total_seconds()
@@ -265,7 +265,7 @@ class BackgroundRounds:
 
     def _run(self) -> Outcome:
         try:
-            require_same_progress(self._group.world, self._progress, "the first of the averaging rounds")
+            self._compare_progress()
             while True:
                 self._await_snapshot()
                 outcome = self._agree()
@@ -317,7 +317,7 @@ class BackgroundRounds:
                 num_loads=self._snapshot_info.loads.num_loads,
                 gives_up=gives_up,
             )
-        outcome = count_votes(self._group.world, vote, f"averaging round {self.num_rounds}")
+        outcome = count_votes(self._group.world, vote, self._layout_watch, f"averaging round {self.num_rounds}")
         self._last_to_stop = outcome.running_rank
         if outcome.num_loads is not None:
             self._apart_since_s = None

@@ -113,6 +113,8 @@ class DecentralizedAlgorithmImpl(SynchronousAveragingImpl):
     def after_step(self) -> None:
         """Apply the round that was in flight, and start the next one where it is due."""
         self.step += 1
+        if self.lane.has_failed:  # which would otherwise be noticed at the next round
+            self.receive_round()
         if self.is_due:
             self.begin_next_step()
         self._apply_round(starts_next=self.is_due)

@@ -1,17 +1,25 @@
 """The buckets that stand for DDP's, found again by the identity of their parameters: DDP forms others after a step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from torchbagua.bucket import BaguaBucket
+from torchbagua.bucket import BaguaBucket, BaguaTensor
+from torchbagua.changed_layout import OF_GRADIENTS, LayoutWatch
+from torchbagua.memory_order import MemoryOrder
 
 
 class GradientBuckets:
-    """Those that are in use: none has a parameter of another."""
+    """Those that are in use: none has a parameter of another.
+
+    Attributes:
+        layout_watch: looks whether the memory layout of a parameter has changed since it was first seen.
+    """
 
     def __init__(self) -> None:
         self._by_first: dict[int, BaguaBucket] = {}  # by the id of the first parameter
+        self._seen: dict[int, BaguaTensor] = {}  # by the id of the parameter, as it was first seen
+        self.layout_watch = LayoutWatch(OF_GRADIENTS)
 
     def __iter__(self) -> Iterator[BaguaBucket]:
         """Yield all."""
@@ -38,3 +46,15 @@ class GradientBuckets:
     def clear(self) -> None:
         """Forget all."""
         self._by_first.clear()
+
+    def tensors_of(self, named: Mapping[str, torch.Tensor]) -> list[BaguaTensor]:
+        """Return these parameters as they lie in buckets: each in the order in which it was first seen."""
+        tensors = [BaguaTensor(name, parameter, self._order_of(parameter)) for name, parameter in named.items()]
+        if new := {id(tensor.parameter): tensor for tensor in tensors if id(tensor.parameter) not in self._seen}:
+            self._seen |= new
+            self.layout_watch.watch(list(self._seen.values()))
+        return tensors
+
+    def _order_of(self, parameter: torch.Tensor) -> MemoryOrder | None:
+        seen = self._seen.get(id(parameter))
+        return None if seen is None else seen.order

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from torchbagua.algorithms.gradient_buckets import GradientBuckets
 from torchbagua.algorithms.rank_state import check_rank_state, owner_of
 from torchbagua.bucket import BaguaBucket, BaguaTensor
+from torchbagua.changed_layout import check_gradient_layouts
 from torchbagua.collectives import BaguaProcessGroup, fingerprint, require_same_progress
 from torchbagua.compressors import Compressor, Identity
 from torchbagua.lane import Lane
@@ -412,6 +413,9 @@ class AlgorithmImpl:
         devices = {parameter.device for parameter in module.parameters() if parameter.requires_grad}
         if len(devices) == 1 and not self.averages_weights:  # else they come with its buckets
             self.use_device(devices.pop())
+        if not self.averages_weights:
+            trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+            self.gradient_buckets.tensors_of({name: trained[name] for name in trained if name not in ignored_names})
         self.reset()
 
     def reset(self) -> None:
@@ -448,17 +452,39 @@ class AlgorithmImpl:
 
         Args:
             has_joined: see the attribute of this name.
+
+        Raises:
+            RuntimeError: the memory layout of a parameter has changed; names it.
         """
         self.has_joined = has_joined
         self.num_synchronised += 1
+        has_changed = self.gradient_buckets.layout_watch.look()
         if self.commits_on_step and not has_joined:
             self._steps.before_backward()
         if self.needs_grad_scaler:
             # Once a backward: on a GPU it waits for what has been computed so far.
             self.loss_scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
         self.on_backward_begin()
+        if has_changed:  # after `on_backward_begin`, which may tell other ranks of it
+            self._fail(self.gradient_buckets.layout_watch.own_error(self.process_group.rank))
         if self.need_reset():
             self.reset()
+
+    def _check_layouts(self, bucket: BaguaBucket) -> None:
+        try:
+            if not self.has_joined:
+                check_gradient_layouts(bucket)
+        except RuntimeError as error:
+            self._fail(error)
+
+    def _fail(self, error: RuntimeError) -> NoReturn:
+        """Raise an error, after which other ranks do not wait for this one: the lane ends and closes the groups."""
+
+        def fail() -> NoReturn:
+            raise RuntimeError(str(error))
+
+        self.lane.submit(fail)
+        raise error
 
     def gradient_bucket(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor, *, index: int) -> BaguaBucket:
         """Return the bucket for a DDP bucket, with `flat` as its flat tensor; `comm_hook` calls it.
@@ -471,13 +497,15 @@ class AlgorithmImpl:
         """
         bucket = self.gradient_buckets.find(parameters)
         if bucket is None:
-            tensors = [
-                BaguaTensor(self._names.get(id(parameter), f"parameter {position} of bucket {index}"), parameter)
+            names = [
+                self._names.get(id(parameter), f"parameter {position} of bucket {index}")
                 for position, parameter in enumerate(parameters)
             ]
+            tensors = self.gradient_buckets.tensors_of(dict(zip(names, parameters, strict=True)))
             if self._module is None:  # behind the plain hook; attach has told of all parameters at once
                 self.tell_uncompressed({tensor.name: tensor.parameter for tensor in tensors})
             bucket = BaguaBucket(f"gradient bucket {index}", tensors, self.process_group, flat)
+            self._check_layouts(bucket)
             self.init_operations(self._module, bucket)
             self.gradient_buckets.add(bucket)
         bucket.flat = flat

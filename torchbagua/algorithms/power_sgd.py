@@ -19,7 +19,7 @@ from torchbagua.collectives import (
     matrix_shape,
 )
 from torchbagua.compressors import Compressor, Identity, by_name
-from torchbagua.memory_order import flat_length, shape_in_memory
+from torchbagua.memory_order import MemoryOrder, flat_length
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.state import ParameterState
 from torchbagua.user_warning import warn_user
@@ -171,8 +171,9 @@ class PowerSGDAlgorithmImpl(PhasedFeedbackImpl):
     def _shape_of(self, parameter: torch.Tensor) -> MatrixShape | None:
         if not self.compressor.encodes(parameter.dtype.to_real()):
             return None
-        shape = shape_in_memory(parameter)
-        return matrix_shape(shape, flat_length(parameter), self.algorithm.rank, self.algorithm.min_rate)
+        return matrix_shape(
+            MemoryOrder(parameter).sizes, flat_length(parameter), self.algorithm.rank, self.algorithm.min_rate
+        )
 
     def _factor_shape(self, parameter: torch.Tensor) -> tuple[int, int]:
         """Return that of the factor that is kept, without vectors where there is none."""

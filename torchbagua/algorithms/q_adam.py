@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +25,6 @@ from torchbagua.compressors import (
     needs_feedback,
 )
 from torchbagua.description import describe
-from torchbagua.memory_order import flatten_like
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.optimizers import unwrap
 from torchbagua.state import residual_state
@@ -193,9 +193,15 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
                 "parameters past their warm-up": len(num_updates),
                 "updates of parameters past their warm-up": sum(num_updates.values()),
             }
-            world = self.process_group.world
+            world, watch = self.process_group.world, self.gradient_buckets.layout_watch
+            message = watch.message(world.rank, world.size)
+
+            def compare() -> None:
+                check = partial(watch.check, size=world.size)
+                require_same_progress(world, must_agree, "the gradients", message, check)
+
             # Where it fails the lane ends, and this backward's buckets raise it.
-            in_step = self.lane.submit(lambda: require_same_progress(world, must_agree, "the gradients"))
+            in_step = self.lane.submit(compare)
             if self.process_group.has_nccl:  # its collectives do not wait for their turn in the lane
                 in_step.result()
 
@@ -291,7 +297,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         for tensor, part in bucket.parts(bucket.flat):
             momentum = self.q_adam.state[tensor.parameter]["exp_avg"]
             beta1 = self.q_adam.beta1_of(tensor.parameter)
-            alike.setdefault(beta1, []).append((part, flatten_like(tensor.parameter, momentum)))
+            alike.setdefault(beta1, []).append((part, tensor.order.flatten(momentum)))
         for beta1, pairs in alike.items():
             parts, momenta = map(list, zip(*pairs, strict=True))
             yield parts, momenta, beta1, (1.0 - beta1) / self.loss_scale

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchbagua import native
 from torchbagua.algorithms.adam_updates import AdamUpdates
 from torchbagua.algorithms.q_adam_options import check_group, check_numbers
-from torchbagua.memory_order import flatten_like, shape_like
+from torchbagua.memory_order import MemoryOrder, flatten_like
 from torchbagua.native.qadam import qadam_update
 from torchbagua.optimizers import parameters_of, unwrap
 from torchbagua.torch_private import leave_scaling_to_scaler, mark_as_stepped, unhooked_step
@@ -303,7 +303,7 @@ class QAdamOptimizer(torch.optim.Adam):
             for parameter, (weight, _, momentum, _) in zip(members, tensors, strict=True):
                 for changed, result in ((parameter, weight), (self.state[parameter]["exp_avg"], momentum)):
                     if result.data_ptr() != changed.data_ptr():  # a copy
-                        changed.copy_(shape_like(parameter, result))
+                        changed.copy_(MemoryOrder(parameter).shape(result))
 
 
 def _flat_tensors(parameter: Tensor, state: dict[str, Any]) -> tuple[Tensor, ...]:

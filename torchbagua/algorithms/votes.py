@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from torchbagua.changed_layout import LayoutWatch
 from torchbagua.collectives import CommunicationError, Communicator, all_reduce_max
 from torchbagua.load_record import different_loads
 
@@ -52,19 +53,29 @@ class Outcome:
     num_loads: int | None = 0
 
 
-def count_votes(communicator: Communicator, vote: Vote, purpose: str) -> Outcome:
+def count_votes(communicator: Communicator, vote: Vote, watch: LayoutWatch, purpose: str) -> Outcome:
     """Tell all ranks this rank's vote, and return what all come to, the same on all. Collective.
 
+    Args:
+        communicator: whose ranks vote.
+        vote: this rank's.
+        watch: what it has found is told with the vote.
+        purpose: what for, in events and errors.
+
     Raises:
+        RuntimeError: `watch` has found another memory layout on a rank.
         CommunicationError: ranks stop for different reasons; or have loaded weights a different number of times when
             all stop, or one gives up. Or communication failed.
     """
     size, own = communicator.size, communicator.rank + 1
     wishes = int(vote.wants_mean) + (_GIVES_UP if vote.gives_up else 0)
+    message = watch.message(communicator.rank, size)  # an even number
     # Reasons are of interest only if the numbers of loads are the same.
     loads = (vote.num_loads * len(_REASONS) + _REASONS.index(vote.reason)) * size + communicator.rank
-    values = [own if vote.leaves else 0, 0 if vote.stops else own, wishes, loads, -loads]
-    leaving_rank, running_rank, wishes, most, fewest = all_reduce_max(communicator, values, purpose)
+    values = [own if vote.leaves else 0, 0 if vote.stops else own, message * _GIVES_UP + wishes, loads, -loads]
+    leaving_rank, running_rank, largest, most, fewest = all_reduce_max(communicator, values, purpose)
+    message, wishes = divmod(largest, 2 * _GIVES_UP)
+    watch.check(2 * message, size)
     fewest_loads, first_reason, behind = _unpacked(-fewest, size)
     most_loads, last_reason, ahead = _unpacked(most, size)
     ends = not leaving_rank and not running_rank

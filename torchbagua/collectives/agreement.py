@@ -2,7 +2,7 @@
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -111,7 +111,13 @@ def find_difference(
     return largest_value, None
 
 
-def require_same_progress(communicator: Communicator, progress: Mapping[str, int], purpose: str, value: int = 0) -> int:
+def require_same_progress(
+    communicator: Communicator,
+    progress: Mapping[str, int],
+    purpose: str,
+    value: int = 0,
+    check_value: Callable[[int], object] = lambda value: None,
+) -> int:
     """Return the largest `value` of all ranks, or raise the same error on all unless they have come equally far.
 
     Messages of other lengths would end the process in gloo, so ranks that may have come to different places compare
@@ -122,11 +128,13 @@ def require_same_progress(communicator: Communicator, progress: Mapping[str, int
         progress: numbers below 2^40 by what the error calls them, as many on every rank.
         purpose: what is about to be done.
         value: any number.
+        check_value: called with the largest value, before ranks compare their progress. It may raise.
 
     Raises:
         CommunicationError: two ranks differ; names both, what it is and both numbers. Or a peer is gone.
     """
     largest_value, difference = find_difference(communicator, progress, purpose, value)
+    check_value(largest_value)
     if difference is not None:
         name, (first, second), (first_number, second_number) = difference
         raise CommunicationError(

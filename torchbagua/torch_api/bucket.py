@@ -8,7 +8,7 @@ import torch
 
 from torchbagua import bucket as core
 from torchbagua.collectives import BaguaProcessGroup as CoreGroup
-from torchbagua.memory_order import flat_length, shape_like
+from torchbagua.memory_order import flat_length
 from torchbagua.torch_api.node_mean import is_single_node
 from torchbagua.torch_api.process_groups import BaguaProcessGroup
 from torchbagua.torch_api.tensor import effective, proxy_of, replace_effective
@@ -273,6 +273,6 @@ class BaguaBucket:
     def _views(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         parts = flat.split([flat_length(one.parameter) for one in self._likes])
         return [
-            (tensor, shape_like(like.parameter, part))
+            (tensor, like.order.shape(part))
             for tensor, like, part in zip(self.tensors, self._likes, parts, strict=False)  # padding has no tensor
         ]

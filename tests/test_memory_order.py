@@ -1,0 +1,397 @@
+"""Memory formats: converted before attach all is right; converted after it, all ranks refuse by name."""
+
+import copy
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import run_ranks
+from torchbagua.memory_order import MemoryOrder
+from training import build
+
+# By name: the algorithm of an optimizer. Rounds of async come as fast as they can.
+AVERAGED_WEIGHTS: dict[str, Callable[[Any], tb.Algorithm]] = {
+    "decentralized": lambda _: tb.DecentralizedAlgorithm(),
+    "low precision": lambda _: tb.LowPrecisionDecentralizedAlgorithm(),
+    "diloco": lambda _: tb.DiLoCoAlgorithm(2),
+    "local sgd": lambda _: tb.LocalSGDAlgorithm(2),
+    "streaming": lambda _: tb.DiLoCoAlgorithm(4, fragments=2, delay=1),
+    "async": lambda _: tb.AsyncModelAverageAlgorithm(sync_interval_ms=0),
+    "async warm-up": lambda _: tb.AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=100),
+}
+AVERAGED_GRADIENTS: dict[str, Callable[[Any], tb.Algorithm]] = {
+    "gradients": lambda _: tb.GradientAllReduceAlgorithm(),
+    "bytegrad": lambda _: tb.ByteGradAlgorithm(),
+    "error feedback": lambda _: tb.ByteGradAlgorithm(error_feedback=True),
+    "topk": lambda _: tb.TopKAlgorithm(),
+    "powersgd": lambda _: tb.PowerSGDAlgorithm(start_step=1),
+    "qadam": lambda optimizer: tb.QAdamAlgorithm(optimizer),
+    "qadam, one bit": lambda optimizer: tb.QAdamAlgorithm(optimizer, compression="sign1bit", error_feedback=True),
+}
+ALGORITHMS = {**AVERAGED_WEIGHTS, **AVERAGED_GRADIENTS}
+EVERY = pytest.mark.parametrize("name", ALGORITHMS)
+
+
+class Pictures(nn.Sequential):
+    """Convolutions: of them, `0.weight` is the first parameter whose layout depends on the memory format."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.Tanh(),
+            nn.Conv2d(8, 4, 3, padding=1),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(4 * 36, 1),
+        )
+
+
+def convert(module: nn.Module) -> None:
+    """What users do; parameters stay the same objects."""
+    module.to(memory_format=torch.channels_last)
+
+
+class Loop:
+    """A copy of a model on one rank, with batches of its own."""
+
+    def __init__(self, group: dist.ProcessGroup, model: nn.Module, name: str, **ddp_options: Any) -> None:
+        self.rank = group.rank()
+        self.module = copy.deepcopy(model)
+        self.ddp = DistributedDataParallel(self.module, process_group=group, **ddp_options)
+        parameters = self.module.parameters()
+        self.optimizer: torch.optim.Optimizer = (
+            tb.QAdamOptimizer(parameters, lr=0.01, warmup_steps=2)
+            if name.startswith("qadam")
+            else torch.optim.SGD(parameters, lr=0.1)
+        )
+        self.algorithm = ALGORITHMS[name](self.optimizer)
+        self.data = torch.Generator().manual_seed(self.rank)
+
+    def attach(self, **options: Any) -> tb.Attachment:
+        return tb.attach(self.ddp, self.optimizer, self.algorithm, **options)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.ddp(torch.randn(4, 3, 6, 6, generator=self.data)).square().mean().backward()
+        self.optimizer.step()
+
+    def steps_until_error(self, most: int = 2000) -> tuple[int, str]:
+        """How many steps end before one raises, and what it says. Of async another thread decides on that."""
+        for step in range(most):
+            try:
+                self.step()
+            except RuntimeError as error:
+                return step, str(error)
+            if isinstance(self.algorithm, tb.AsyncModelAverageAlgorithm):
+                time.sleep(0.001)
+        raise AssertionError(f"{most} steps without an error")
+
+
+class Constant(nn.Module):
+    """A convolution without use: its gradient is zero, so the only changes of its weights are made by averaging."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = Pictures()
+        self.unused = nn.Conv2d(5, 7, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x) + 0 * self.unused.weight.sum()
+
+
+@pytest.mark.parametrize("name", AVERAGED_WEIGHTS)
+@pytest.mark.parametrize("wraps_first", [False, True])
+def test_weights_averaged_after_a_conversion(name: str, wraps_first: bool) -> None:
+    """Weights that all ranks share, and that have no gradient, stay as they are."""
+    model = build(Constant)
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        loop = Loop(group, model, name)
+        if not wraps_first:
+            convert(loop.module)
+            loop.ddp = DistributedDataParallel(loop.module, process_group=group)
+        else:
+            convert(loop.module)
+        with loop.attach():
+            for _ in range(6):
+                loop.step()
+        assert not loop.module.unused.weight.is_contiguous()
+        return loop.module.unused.weight.detach().contiguous()
+
+    expected = model.unused.weight.detach()
+    for weight in run_ranks(2, body):
+        if name in ("low precision", "diloco", "local sgd", "streaming"):
+            # Codecs leave something out, but never an element in the place of another: these are 0.1 apart.
+            torch.testing.assert_close(weight, expected, rtol=0, atol=2e-3)
+        else:
+            assert torch.equal(weight, expected)
+
+
+# Not powersgd: the columns of its matrix are permuted.
+@pytest.mark.parametrize("name", [name for name in AVERAGED_GRADIENTS if name != "powersgd"])
+def test_gradients_averaged_after_a_conversion(name: str) -> None:
+    """The weights are those of a contiguous run: all that comes between is computed element by element."""
+    model = build(Pictures)
+
+    def run(converts: bool) -> list[torch.Tensor]:
+        def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+            loop = Loop(group, model, name)
+            if converts:
+                convert(loop.module)
+                loop.ddp = DistributedDataParallel(loop.module, process_group=group)
+            with loop.attach():
+                for _ in range(4):
+                    loop.step()
+            return [parameter.detach().contiguous() for parameter in loop.module.parameters()]
+
+        return run_ranks(2, body)[0]
+
+    # Convolutions of another format sum in another order. An element in another's place is 0.01 off.
+    for converted, contiguous in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(converted, contiguous, rtol=0, atol=1e-6)
+
+
+@EVERY
+@pytest.mark.parametrize("num_steps_before", [0, 3])
+def test_converted_after_attach_on_all_ranks(name: str, num_steps_before: int) -> None:
+    model = build(Pictures)
+
+    def body(group: dist.ProcessGroup) -> tuple[int, str]:
+        loop = Loop(group, model, name)
+        loop.attach()
+        for _ in range(num_steps_before):
+            loop.step()
+        convert(loop.module)
+        return loop.steps_until_error()
+
+    for num_steps, message in run_ranks(2, body):
+        assert num_steps == 0 or name == "async"
+        assert "the memory layout of parameter 0.weight has changed on rank" in message
+        if name != "async":  # an error of another rank, which was first
+            assert "its strides were (27, 9, 3, 1) and are (27, 1, 9, 3)" in message
+        assert "attach" in message.split(". ")[-1]
+
+
+@EVERY
+def test_converted_after_attach_on_one_rank(name: str) -> None:
+    """Every rank raises within a step or two; where ranks compare anything, all name the parameter and the rank."""
+    model = build(Pictures)
+
+    def body(group: dist.ProcessGroup) -> tuple[int, str]:
+        loop = Loop(group, model, name)
+        loop.attach()
+        for _ in range(3):
+            loop.step()
+        if loop.rank == 1:
+            convert(loop.module)
+        return loop.steps_until_error()
+
+    (num_steps, other), _, (_, yet_another) = messages = run_ranks(3, body)
+    assert "parameter 0.weight has changed on rank 1 since attach" in messages[1][1]
+    assert name == "async" or num_steps <= 3
+    for message in (other, yet_another):
+        if name in AVERAGED_WEIGHTS or name.startswith("qadam"):
+            assert "parameter 0.weight has changed on rank 1 since attach" in message
+        else:
+            assert "a rank has failed" in message or "closed" in message
+
+
+def test_a_rank_that_nobody_meets_still_says_why() -> None:
+    """The others are at their hundredth step: the timeout bounds the wait, and the error is the named one."""
+    model = build(Pictures)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model, "decentralized")
+        loop.algorithm = tb.DecentralizedAlgorithm(communication_interval=100)
+        attachment = loop.attach(timeout=timedelta(seconds=1))
+        loop.step()
+        if loop.rank == 1:
+            convert(loop.module)
+            start_s = time.monotonic()
+            with pytest.raises(RuntimeError, match=r"0\.weight has changed on rank 1") as caught:
+                loop.step()
+            assert isinstance(caught.value.__cause__, tb.CommunicationError)
+            assert time.monotonic() - start_s < 5
+        dist.barrier(group=group)
+        attachment._end(failed=True)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", ["decentralized", "diloco", "streaming", "low precision"])
+def test_all_ends_well_where_no_step_follows(name: str) -> None:
+    """What is in flight, the last mean and a saved state are of the right elements."""
+    model = build(Constant)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model, name)
+        with loop.attach() as attachment:
+            for _ in range(3):
+                loop.step()
+            before = attachment.impl.state_dict()
+            convert(loop.module)
+            after = attachment.impl.state_dict()
+            kinds = before.keys() & {"differences", "theta", "weight", "left"}
+            assert kinds
+            for kind in kinds:
+                for weight, tensor in before[kind].items():
+                    assert torch.equal(tensor, after[kind][weight]), (kind, weight)
+        torch.testing.assert_close(loop.module.unused.weight, model.unused.weight, rtol=0, atol=2e-3)
+
+    run_ranks(2, body)
+
+
+def test_residuals_are_saved_in_the_shape_of_their_parameters() -> None:
+    model = build(Pictures)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model, "error feedback")
+        with loop.attach() as attachment:
+            for _ in range(3):
+                loop.step()
+            before = attachment.impl.state_dict()
+            convert(loop.module)
+            after = attachment.impl.state_dict()
+            residuals = {kind: kept for kind, kept in before.items() if isinstance(kept, dict) and "0.weight" in kept}
+            assert any(kept["0.weight"].any() for kept in residuals.values())
+            for kind, kept in residuals.items():
+                for name, residual in kept.items():
+                    assert torch.equal(residual, after[kind][name]), (kind, name)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", ["gradients", "error feedback", "qadam"])
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("num_steps_before", [0, 3])
+def test_ddp_made_before_the_conversion(name: str, as_view: bool, num_steps_before: int) -> None:
+    """DDP's buckets keep the layout that they were made with, whoever detaches: it takes a new one."""
+    model = build(Pictures)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model, name, gradient_as_bucket_view=as_view)
+        for _ in range(min(num_steps_before, 1)):
+            with loop.attach():
+                for _ in range(num_steps_before):
+                    loop.step()
+        convert(loop.module)
+        message = r"[02]\.weight has changed after DistributedDataParallel was made"
+        with pytest.raises(RuntimeError, match=message), loop.attach():
+            loop.step()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", ["gradients", "qadam"])
+def test_steps_after_a_conversion_and_a_new_ddp(name: str) -> None:
+    """They are those of a run that stays contiguous: QAdam's moments are of the same elements."""
+    model = build(Pictures)
+
+    def run(converts: bool) -> list[torch.Tensor]:
+        def body(group: dist.ProcessGroup) -> list[torch.Tensor]:
+            loop = Loop(group, model, name)
+            with loop.attach():
+                for _ in range(4):
+                    loop.step()
+            if converts:
+                convert(loop.module)
+            loop.ddp = DistributedDataParallel(loop.module, process_group=group)
+            with loop.attach():
+                for _ in range(4):
+                    loop.step()
+            return [parameter.detach().contiguous() for parameter in loop.module.parameters()]
+
+        return run_ranks(2, body)[0]
+
+    # Convolutions over another format sum in another order; QAdam divides by moments that may be small.
+    for converted, contiguous in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(converted, contiguous, rtol=0, atol=1e-4)
+
+
+def test_behind_the_plain_hook() -> None:
+    model = build(Pictures)
+
+    def body(group: dist.ProcessGroup) -> None:
+        loop = Loop(group, model, "bytegrad")
+        loop.ddp.register_comm_hook(loop.algorithm.reify(group), tb.comm_hook)
+        for _ in range(3):
+            loop.step()
+        convert(loop.module)
+        with pytest.raises(RuntimeError, match=r"the memory layout of parameter .* has changed on rank"):
+            loop.step()
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_attach_different_layouts() -> None:
+    """Without DDP, which compares strides itself."""
+    model = build(Pictures)
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = copy.deepcopy(model)
+        if group.rank() == 1:
+            convert(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        message = r"the memory layout of parameters: rank 0 has 'all contiguous', rank 1 has '2 of .*0\.weight with"
+        with pytest.raises(ValueError, match=message):
+            tb.attach(module, optimizer, "decentralized", process_group=tb.BaguaProcessGroup(group))
+
+    run_ranks(2, body)
+
+
+def test_layouts_that_are_the_same_order() -> None:
+    """Kernels of one element, and depthwise ones, lie in memory the same in both formats: nothing has changed."""
+
+    class Thin(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(
+                nn.Conv2d(3, 6, 1), nn.Tanh(), nn.Conv2d(6, 6, 3, groups=6, padding=1), nn.Flatten(), nn.Linear(216, 1)
+            )
+
+    model = build(Thin)
+
+    def body(group: dist.ProcessGroup) -> None:
+        for name in ("diloco", "error feedback"):
+            loop = Loop(group, model, name)
+            with loop.attach():
+                for _ in range(3):
+                    loop.step()
+                strides = loop.module[0].weight.stride()
+                convert(loop.module)
+                assert loop.module[0].weight.stride() != strides
+                for _ in range(3):
+                    loop.step()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("is_complex", [False, True])
+def test_order_of_any_layout(is_complex: bool) -> None:
+    """What is flattened in an order comes back from there, whatever the tensor's own layout; `is_that_of` agrees."""
+    dtype = torch.complex64 if is_complex else torch.float32
+    values = torch.randn(2, 3, 4, 1, dtype=dtype)
+    layouts = [
+        values.contiguous(),
+        values.contiguous(memory_format=torch.channels_last),
+        values.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0),
+        torch.randn(2, 3, 4, 2, dtype=dtype)[..., :1].copy_(values),  # with gaps, and so in the order of its dimensions
+    ]
+    flats = []
+    for parameter in layouts:
+        order = MemoryOrder(parameter)
+        for tensor in layouts:
+            flat = order.flatten(tensor)
+            real = torch.view_as_real(flat).reshape(-1) if is_complex else flat
+            assert torch.equal(order.shape(real), values)
+        flats.append(flat)
+    for parameter, flat in zip(layouts, flats, strict=True):
+        for other, other_flat in zip(layouts, flats, strict=True):
+            assert MemoryOrder(parameter).is_that_of(other) == torch.equal(flat, other_flat)
