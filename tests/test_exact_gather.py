@@ -38,9 +38,10 @@ def filled(rank: int, ranks: Sequence[int], length: int, dtype: torch.dtype) -> 
 def test_rows_of_all(nodes: list[int], ranks: list[int]) -> None:
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group, nodes=nodes)
+        twin = own.world.silent_twin()
         if own.rank not in ranks:
             return
-        gather = ExactGather(own.world.silent_twin(), ranks, own.nodes, "rows")
+        gather = ExactGather(twin, ranks, own.nodes, "rows")
         for length, dtype in ((3, torch.float32), (0, torch.float32), (5, torch.bfloat16), (200_000, torch.uint8)):
             out = filled(own.rank, ranks, length, dtype)
             gather(out)
@@ -100,8 +101,9 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
     def body(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group, timeout=timedelta(seconds=1))
+        twin = own.world.silent_twin()
         if own.rank != 1:
-            gather = ExactGather(own.world.silent_twin(), range(3), own.nodes, "the rows")
+            gather = ExactGather(twin, range(3), own.nodes, "the rows")
             match = rf"all_gather of the rows over the world group failed on rank {own.rank} .* rank 1: "
             with pytest.raises(tb.CommunicationError, match=match):
                 gather(filled(own.rank, range(3), 3, torch.float32))

@@ -113,8 +113,13 @@ class Communicator:
         """Return a communicator over the same connections of gloo, for one more thread; it is closed with this one.
 
         It tells no observer, since messages of two threads have no common order. It needs tags that this one does not
-        use at the same time: other pieces, see `Exchange`.
+        use at the same time: other pieces, see `Exchange`. Collective: it connects all ranks, if they are not connected
+        yet, since two threads cannot agree with those of another rank on who connects to whom first.
+
+        Raises:
+            CommunicationError: the ranks could not be connected within the timeout.
         """
+        self._open_mesh("opening the group for one more thread")
         twin = copy.copy(self)
         twin.tracer, twin.nccl, twin.private_nccl = Tracer(()), None, None
         twin._staging, twin._pending, twin._scratch, twin._twins = Staging(self._timeout_s), {}, {}, []
