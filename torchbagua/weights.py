@@ -145,7 +145,7 @@ class WeightBuckets:
         self._averaged: dict[str, torch.Tensor] = {}  # parameters, by name
         self._sharded_parts: list[Any] = []
         self._shapes: dict[str, torch.Size] = {}
-        # By name, of the first of each: what lies in the flat tensors of all ranks, and in saved states' way there.
+        # By name: that of the first tensor of this name. Flat tensors of all ranks have it, also after a reset.
         self._orders: dict[str, MemoryOrder] = {}
         self._buckets: dict[BaguaBucket, WeightBucket] = {}
         self._own: dict[WeightBucket, torch.Tensor] = {}  # this rank's weights, while the module has the mean
