@@ -310,7 +310,7 @@ def _sharded(
         if algorithm is not None:
             entry.attach(algorithm, setup, quantize_weights="MinMaxUInt8" if in_8_bits else None)
             if not in_8_bits:
-                entry.recorder = None  # it hears nothing of the weights, which torch gathers
+                entry.recorder = None  # it hears nothing of weights in full precision
         return entry
 
     def wire_bytes(numel: int) -> int:

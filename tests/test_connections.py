@@ -153,7 +153,7 @@ def test_a_peer_that_closed_before_it_connected(gone: int) -> None:
         expected = f"agreement of a test .* rank {1 - gone} connecting to rank {gone}: timed out after 1 s"
         with pytest.raises(tb.CommunicationError, match=expected):
             all_reduce_max(own.world, [0], "a test")
-        with pytest.raises(tb.CommunicationError, match="the group is closed"):
+        with pytest.raises(tb.CommunicationError, match=expected):
             all_reduce_max(own.world, [0], "a test")
         assert time.monotonic() - start < 2.5
 

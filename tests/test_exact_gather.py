@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.collectives import ExactGather
+from torchbagua.collectives.exchange import Exchange
 
 SIZE = 4
 
@@ -110,3 +111,21 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         failed.wait()
 
     run_ranks(3, body)
+
+
+def test_a_group_that_a_failure_has_closed_says_which_on_all_threads() -> None:
+    """The thread that has failed may not have raised yet."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group)
+        twin = own.world.silent_twin()
+        if own.rank == 0:
+            own.close()
+            return
+        match = r"all_to_all of gradients over the world group failed on rank 1 receiving from rank 0: "
+        with pytest.raises(tb.CommunicationError, match=match):
+            Exchange(own.world, "all_to_all", [torch.ones(1)] * 2, "gradients").run(lambda target: torch.ones(1))
+        with pytest.raises(tb.CommunicationError, match=match):
+            ExactGather(twin, range(2), own.nodes, "weights")(torch.ones(2))
+
+    run_ranks(2, body)

@@ -72,6 +72,7 @@ class Communicator:
         self.ranks = tuple(ranks)
         self._global_ranks = self.ranks if global_ranks is None else tuple(global_ranks)
         self._twins: list[Communicator] = []
+        self._closed_by = ""
         self.scope = scope
         self.link_bytes_per_s = [0.0] * len(ranks)
         self.tracer = tracer
@@ -287,16 +288,20 @@ class Communicator:
         details = details._replace(peers=(self.ranks[peer],), message=message)
         return self.span(phase, details, on_host=not on_nccl)
 
-    def close(self) -> None:
+    def close(self, failure: CommunicationError | None = None) -> None:
         """Close the connections; peers that still wait for this rank get an error at once.
+
+        If `failure` is why, all that is tried over them afterwards says so, on other threads too.
 
         A wait that is under way on another thread keeps them open until it ends. What NCCL has under way over a private
         group is broken off, for which its `join` waits.
         """
+        if failure is not None:
+            self._closed_by = str(failure)  # first: another thread may look as soon as it is closed
         self._connections.close()
         self._pending.clear()
         for twin in self._twins:
-            twin.close()
+            twin.close(failure)
         if self.private_nccl is not None:
             self.nccl = None
             self.private_nccl.abort()
@@ -313,6 +318,8 @@ class Communicator:
 
     def _check_open(self, purpose: str) -> None:
         if self._connections.is_closed:
+            if self._closed_by:
+                raise CommunicationError(self._closed_by)
             raise self.failure(purpose, "the group is closed")
 
     def _open_mesh(self, purpose: str) -> dist.ProcessGroup:
@@ -333,7 +340,8 @@ class Communicator:
     def _fail(self, direction: Direction, peer: int, purpose: str, cause: str) -> NoReturn:
         # Closing the connections is what tells the other ranks. The frames that the error's traceback keeps must not
         # hold them open, so none has the group or a work in a variable by now.
-        self.close()
         if "by peer" in cause:
             cause += "; a rank has failed, or has ended after fewer backward passes or steps than this one"
-        raise self.failure(purpose, cause, f" {direction} {self.name_of(peer)}")
+        failure = self.failure(purpose, cause, f" {direction} {self.name_of(peer)}")
+        self.close(failure)
+        raise failure
