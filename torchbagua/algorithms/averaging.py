@@ -257,7 +257,7 @@ class SynchronousAveragingImpl(AveragingImpl):
         raise NotImplementedError
 
     def begin_next_step(self) -> None:
-        """Have observers told of what is submitted to the lane from now on, in `after_step`, as part of the next step.
+        """Have observers notified of submissions to the lane from now on, in `after_step`, as part of the next step.
 
         For a round that runs beside that step. The lane may be at it before `after_step` has come to its end.
         """

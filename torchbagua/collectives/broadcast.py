@@ -29,7 +29,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor
 def _broadcast(communicator: Communicator, values: torch.Tensor, operation: str) -> None:
     """Replace `values` by rank 0's in log2(n) turns: in each, all ranks that have them send them to as many others.
 
-    gloo's own broadcast connects ranks which `Communicator.connect` was not told of, and its errors name no peer.
+    gloo's own broadcast connects ranks which `Communicator.connect` does not know of, and its errors name no peer.
     """
     rank, distance = communicator.rank, 1
     while distance < communicator.size:

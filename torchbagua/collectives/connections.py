@@ -33,7 +33,7 @@ class Connections:
 
     A link takes a socket and a thread. gloo could connect the ranks of one group at their first message, with no more
     sockets (`lazy_init`). But then closing the group freezes the process, if bytes arrive that nobody receives any
-    more; of two ranks, one waits for the other for five timeouts, and does not hear of its end; and if the other one
+    more; of two ranks, one waits for the other for five timeouts, and is not notified of its end; and if the other one
     comes after that, gloo ends the process (torch 2.13).
 
     Two ranks send over their link, if they have one, and else over the mesh: both know the same of it, since exchanges

@@ -92,7 +92,7 @@ class GatherRunner:
 
     Args:
         group: over whose connections weights are gathered.
-        failure: is told of errors.
+        failure: is notified of errors.
 
     Attributes:
         group: the same.
@@ -204,7 +204,7 @@ class BoundedReduceScatter:
 
     Args:
         group: whose connections they are.
-        failure: is told of errors.
+        failure: is notified of errors.
         part: whose gradients are reduced.
     """
 

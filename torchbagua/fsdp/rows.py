@@ -144,7 +144,7 @@ class RowRunner:
 
     Attributes:
         impl, replicas: the same.
-        failure: is told of errors.
+        failure: is notified of errors.
     """
 
     def __init__(self, impl: AlgorithmImpl, replicas: BaguaProcessGroup | None = None) -> None:
