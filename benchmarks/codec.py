@@ -28,8 +28,8 @@ from environment import make_parser, write_record
 from table import table
 from timing import alternated, elapsed_ms, host_us
 from torchbagua import native
-from torchbagua.compressors import MinMaxUInt8
-from torchbagua.compressors.sparse import SparseCodec
+from torchbagua.codecs import MinMaxUInt8
+from torchbagua.codecs.sparse import SparseCodec
 from torchbagua.native.ops import NATIVE_OPS
 
 COPY = "copy"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchbagua.compressors import BlockK, MinMaxUInt4, MinMaxUInt8, RandomK, Sign1Bit, TensorSpec, TopK
+from torchbagua.codecs import BlockK, MinMaxUInt4, MinMaxUInt8, RandomK, Sign1Bit, TensorSpec, TopK
 
 OPS = torch.ops.torchbagua
 BLOCK = 2048

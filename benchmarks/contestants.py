@@ -91,7 +91,7 @@ class Entry:
     """
 
     module: nn.Module
-    recorder: tb.traces.Recorder | None = None
+    recorder: tb.observe.Recorder | None = None
     close: Callable[[], None] = lambda: None
     finish_round: Callable[[], None] = lambda: None
     resume: Callable[[], None] = lambda: None
@@ -107,7 +107,7 @@ class Entry:
 
     def attach(self, algorithm: tb.Algorithm, setup: Setup, **options: Any) -> tb.Attachment:
         """Attach to module and optimizer; record what is sent, and end it at `close`."""
-        self.recorder = tb.traces.Recorder()
+        self.recorder = tb.observe.Recorder()
         if "replicate_group" not in options:  # whose process group is that of a copy, on one node
             options["process_group"] = setup.group()
         attachment = tb.attach(self.module, self.optimizer, algorithm, observers=[self.recorder], **options)
@@ -210,7 +210,7 @@ def _hooked(algorithm: tb.Algorithm) -> Wrap:
     """A gradient algorithm behind the plain hook."""
 
     def wrap(setup: Setup) -> Entry:
-        recorder = tb.traces.Recorder()
+        recorder = tb.observe.Recorder()
         impl = algorithm.reify(setup.group(), observers=[recorder])
         module = setup.ddp()
         module.register_comm_hook(impl, tb.comm_hook)

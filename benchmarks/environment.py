@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchbagua.environment import environment, usable_cores
+from torchbagua._environment import environment, usable_cores
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"

@@ -15,7 +15,8 @@ from environment import make_parser, write_record
 from table import table
 from timing import alternated, elapsed_ms
 from torchbagua import native
-from torchbagua.collectives import MatrixShape, product_table
+from torchbagua.collectives.low_rank_mean import product_table
+from torchbagua.collectives.low_rank_state import MatrixShape
 from torchbagua.collectives.orthogonalise import FactorPlace, Orthogonaliser
 
 CPU = torch.device("cpu")

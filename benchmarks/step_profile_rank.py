@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from contestants import CONTESTANTS, Setup, build_batch, build_model
 from processes import begin_rank, leave_process_group, report_progress
-from torchbagua.traces.timeline import draw
+from torchbagua.observe.timeline import draw
 
 WARM_UP_STEPS = 6  # the first means find out whether chunks travel in pieces
 TASKS = Path("/proc/self/task")

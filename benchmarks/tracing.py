@@ -41,12 +41,12 @@ WIDTH, NUM_LAYERS, BUCKET_CAP_MB = 512, 24, 8  # 6.3 M parameters
 
 def contestants(folder: Path) -> dict[str, list[tb.Observer]]:
     """What listens to each copy of the model."""
-    traces = [tb.traces.TensorBoardTrace(folder, STEPS_PER_POINT), tb.traces.PerfettoTrace(folder)]
+    traces = [tb.observe.TensorBoardTrace(folder, STEPS_PER_POINT), tb.observe.PerfettoTrace(folder)]
     return {
         "no observer": [],
         "no observer, again": [],  # what this differs by is noise
-        "Summary": [tb.traces.Summary()],
-        "all traces": [tb.traces.Summary(), *traces],
+        "Summary": [tb.observe.Summary()],
+        "all traces": [tb.observe.Summary(), *traces],
     }
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 import torchbagua as tb
-from torchbagua.collectives import BaguaProcessGroup
+from torchbagua.codecs import Compressor, MinMaxUInt8
+from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
-from torchbagua.compressors import Compressor, MinMaxUInt8
 
 
 def make_mean(group: BaguaProcessGroup, compressor: Compressor, bucket: tb.BaguaBucket) -> TwoPhaseMean:

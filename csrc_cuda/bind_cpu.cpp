@@ -10,7 +10,7 @@
 #include "cpu/minmax_uint8.h"
 #include "cpu/qadam.h"
 #include "cpu/randomk.h"
-#include "cpu/sign_1bit.h"
+#include "cpu/sign1bit.h"
 #include "cpu/topk.h"
 
 namespace {

@@ -15,18 +15,24 @@ from urllib.parse import unquote, urldefrag
 import griffe
 
 ROOT = Path(__file__).parent.parent
-MODULES = ("torchbagua", "torchbagua.aggregation", "torchbagua.compressors", "torchbagua.topology", "torchbagua.traces")
+MODULES = (
+    "torchbagua",
+    "torchbagua.compat.mlbench",
+    "torchbagua.codecs",
+    "torchbagua.collectives.topology",
+    "torchbagua.observe",
+)
 # Public too: their objects are handed to users, or an algorithm of one's own is written with them.
 FURTHER = (
     "torchbagua.algorithms.AsyncModelAverageAlgorithmImpl",
-    "torchbagua.events.Run",
-    "torchbagua.lane.Job",
-    "torchbagua.lane.Lane",
-    "torchbagua.state.BucketState",
-    "torchbagua.state.ParameterState",
-    "torchbagua.state.residual_state",
-    "torchbagua.traces.figures.Figures",
-    "torchbagua.weights.WeightBucket",
+    "torchbagua.observe.events.Run",
+    "torchbagua.runtime.lane.Job",
+    "torchbagua.runtime.lane.Lane",
+    "torchbagua.runtime.parameter_state.BucketState",
+    "torchbagua.runtime.parameter_state.ParameterState",
+    "torchbagua.runtime.parameter_state.residual_state",
+    "torchbagua.observe.figures.Figures",
+    "torchbagua.runtime.weight_buckets.WeightBucket",
 )
 LOADED_RELATIONS = {"stylesheet", "icon", "preload", "modulepreload", "preconnect", "dns-prefetch", "manifest"}
 ELSEWHERE = re.compile(r"(?:[a-z]+:)?//")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from devices import CPU
-from torchbagua.aggregation import Aggregation
+from torchbagua.compat.mlbench import Aggregation
 
 
 class Mixed(nn.Module):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from torchbagua.collectives import communicator
+from torchbagua.transport import communicator
 
 TIMEOUT = timedelta(seconds=4)
 ALGORITHMS = {

@@ -17,8 +17,8 @@ from aggregation_checks import (
     check_reference_values,
     constant_model,
 )
-from torchbagua.aggregation import AllReduceAggregationHVD
-from torchbagua.aggregation.horovod import init_from_torch
+from torchbagua.compat.mlbench import AllReduceAggregationHVD
+from torchbagua.compat.mlbench.horovod import init_from_torch
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     rank, size = hvd.rank(), hvd.size()
     assert size == 2
     check_reference_values(rank, lambda **options: AllReduceAggregationHVD(size, **options))
-    recorder, summary = tb.traces.Recorder(), tb.traces.Summary()
+    recorder, summary = tb.observe.Recorder(), tb.observe.Summary()
     with AllReduceAggregationHVD(size, observers=[recorder, summary]) as aggregation:
         for by_layer in (False, True):
             check_every_kind_of_parameter(rank, size, aggregation, by_layer=by_layer)

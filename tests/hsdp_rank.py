@@ -28,12 +28,12 @@ from torch.distributed.tensor import DeviceMesh, init_device_mesh
 import torchbagua as tb
 from oracle import ordered_sum, quantise, quantise_block, quantise_block_4_bits
 from sharded_rank import BLOCK, BYTEGRAD, EIGHT, F32, FOUR_BITS, Net, decoded, divide_by_three, row_of, sum_alone
-from torchbagua.compressors import Compressor
+from torchbagua.codecs import Compressor
 
 GROUPS = [["first", "middle.0"], ["middle.1"], ["last"]]
 BFLOAT16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
 FLAT = tb.ByteGradAlgorithm(hierarchical=False, block=BLOCK)
-CAST_WITHIN = tb.CompressedAllReduceAlgorithm(tb.compressors.MinMaxUInt8(BLOCK), intra_compression="bfloat16")
+CAST_WITHIN = tb.CompressedAllReduceAlgorithm(tb.codecs.MinMaxUInt8(BLOCK), intra_compression="bfloat16")
 
 
 def in_bfloat16(x: Any) -> Any:
@@ -180,7 +180,7 @@ def train(way: str, name: str) -> None:
         tb.fsdp.align_blocks(module)
     replicas = mesh.get_group("replicas")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    recorder = tb.traces.Recorder()
+    recorder = tb.observe.Recorder()
     if way == "hook":
         attachment = tb.attach(
             module,
@@ -279,14 +279,14 @@ def refuse_and_attach_to_one() -> None:
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("replicas", "shards"))
     module = fully_shard(nn.Linear(512, 512), mesh=mesh["shards"])
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    recorder = tb.traces.Recorder()
+    recorder = tb.observe.Recorder()
     with tb.attach(module, optimizer, "bytegrad", replicate_group=mesh.get_group("replicas"), observers=[recorder]):
         module(torch.ones(1, 512)).sum().backward()
     sent = [event for event in recorder.events if event.phase == "send"]
     assert 3.9 * sum(one.wire_bytes for one in sent) < sum(one.raw_bytes for one in sent)
 
 
-def check_trace(name: str, recorder: tb.traces.Recorder) -> None:
+def check_trace(name: str, recorder: tb.observe.Recorder) -> None:
     sent = [event for event in recorder.events if event.phase == "send"]
     scopes = {event.scope for event in sent}
     assert scopes == ({"world of replicas"} if name in BOTH_WAYS else {"world", "world of replicas"})

@@ -88,7 +88,7 @@ class Codec:
 
 MINMAX_UINT8 = Codec("minmax_uint8", header_bytes=8, elements_per_byte=1, has_cuda_kernels=True)
 MINMAX_UINT4 = Codec("minmax_uint4", header_bytes=4, elements_per_byte=2, has_cuda_kernels=True)
-SIGN_1BIT = Codec("sign_1bit", header_bytes=4, elements_per_byte=8, has_cuda_kernels=False)
+SIGN_1BIT = Codec("sign1bit", header_bytes=4, elements_per_byte=8, has_cuda_kernels=False)
 TOPK = Codec("topk", header_bytes=4, elements_per_byte=0, has_cuda_kernels=True, kept_of_64=8, longest=4096)
 RANDOMK = replace(TOPK, name="randomk", index_bytes=0, draws=True)
 BLOCKK = replace(TOPK, name="blockk", index_bytes=2)

@@ -27,9 +27,9 @@ from torch.distributed.tensor import init_device_mesh
 
 import torchbagua as tb
 from oracle import ordered_sum, quantise, quantise_block, quantise_block_4_bits
-from torchbagua.compressors import Compressor, MinMaxUInt4, MinMaxUInt8
-from torchbagua.fsdp.bounded import BoundedGather
-from torchbagua.torch_private import fsdp_all_gather, fsdp_param_groups, fsdp_reduce_scatter
+from torchbagua._torch import fsdp_all_gather, fsdp_param_groups, fsdp_reduce_scatter
+from torchbagua.codecs import Compressor, MinMaxUInt4, MinMaxUInt8
+from torchbagua.training.sharded.bounded import BoundedGather
 
 BLOCK = 16
 F32 = np.float32
@@ -222,7 +222,7 @@ def train(case: Case) -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     nodes = [other * 2 // size for other in range(size)]
     group = tb.BaguaProcessGroup(dist.group.WORLD, nodes=nodes) if case.nodes else None
-    recorder = tb.traces.Recorder()
+    recorder = tb.observe.Recorder()
     before = comms(module)
     attachment = tb.attach(
         module,
@@ -348,7 +348,7 @@ def gather_weights() -> None:
         tb.attach(module, optimizer, BYTEGRAD, quantize_weights=["MinMaxUInt8", "MinMaxUInt4"][rank % 2])
 
     long = fully_shard(nn.Sequential(nn.Linear(512, 512)))
-    recorder = tb.traces.Recorder()
+    recorder = tb.observe.Recorder()
     optimizer = torch.optim.SGD(long.parameters(), lr=0.1)
     with tb.attach(long, optimizer, "bytegrad", quantize_weights="MinMaxUInt8", observers=[recorder]):
         long.unshard()
@@ -479,7 +479,7 @@ def refuse_uneven_nodes() -> None:
         module(torch.ones(1, 10)).sum().backward()
 
 
-def check_trace(case: Case, recorder: tb.traces.Recorder, attachment: tb.Attachment) -> None:
+def check_trace(case: Case, recorder: tb.observe.Recorder, attachment: tb.Attachment) -> None:
     sent = sum(event.bytes_sent for event in recorder.events)
     raw = sum(event.raw_bytes for event in recorder.events if event.phase == "send")
     # And "wait", unless the lane is always done before this thread looks.

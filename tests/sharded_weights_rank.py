@@ -73,13 +73,13 @@ def diloco(compression: Any = None, inner_steps: int = 2, **options: Any) -> tb.
     )
 
 
-FOUR_BITS = tb.compressors.MinMaxUInt4(BLOCK)
+FOUR_BITS = tb.codecs.MinMaxUInt4(BLOCK)
 CASES = {
     "decentralized": Case(tb.DecentralizedAlgorithm()),
     "decentralized, uneven": Case(tb.DecentralizedAlgorithm(bucket_cap_mb=0.001), is_even=False),
     "shift one": Case(tb.DecentralizedAlgorithm(peer_selection_mode="shift_one", communication_interval=2)),
     "low precision": Case(
-        tb.LowPrecisionDecentralizedAlgorithm(compression=tb.compressors.MinMaxUInt8(BLOCK), communication_interval=2)
+        tb.LowPrecisionDecentralizedAlgorithm(compression=tb.codecs.MinMaxUInt8(BLOCK), communication_interval=2)
     ),
     "low precision, uneven": Case(tb.LowPrecisionDecentralizedAlgorithm(), is_even=False, is_exact=False),
     "diloco": Case(diloco()),

@@ -1,4 +1,4 @@
-"""torchbagua.aggregation: mlbench's aggregations, on ranks that are threads."""
+"""torchbagua.compat.mlbench: mlbench's aggregations, on ranks that are threads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from aggregation_checks import (
     constant_model,
 )
 from ranks import run_ranks, without_default_group
-from torchbagua.aggregation import (
+from torchbagua.compat.mlbench import (
     Aggregation,
     AllReduceAggregation,
     DecentralizedAggregation,
@@ -170,7 +170,7 @@ def test_a_world_of_one_needs_no_process_group() -> None:
 
 def test_all_ranks_hear_of_a_bad_denominator() -> None:
     def body(group: dist.ProcessGroup) -> None:
-        recorder = tb.traces.Recorder()
+        recorder = tb.observe.Recorder()
         with all_reduce(group, observers=[recorder]) as aggregation:
             check_bad_denominators(group.rank(), aggregation)
         sent = [event for event in recorder.events if event.phase == "send" and event.operation != "agreement"]
@@ -268,8 +268,8 @@ def test_a_rank_that_fails_is_heard_of(make: Make) -> None:
 def test_traces_and_the_summary(by_layer: bool) -> None:
     """A step is a call; its buckets, bytes and times are told."""
 
-    def body(group: dist.ProcessGroup) -> tuple[list[tb.CommEvent], tb.traces.Summary]:
-        recorder, summary = tb.traces.Recorder(), tb.traces.Summary()
+    def body(group: dist.ProcessGroup) -> tuple[list[tb.CommEvent], tb.observe.Summary]:
+        recorder, summary = tb.observe.Recorder(), tb.observe.Summary()
         with all_reduce(group, observers=[recorder, summary]) as aggregation:
             for _ in range(3):
                 aggregation.agg_model(by_layer)(nn.Linear(200, 50), "avg_world")

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.aggregation import PowerAggregation, SparsifiedAggregation
-from torchbagua.aggregation.compressed import AlgorithmAggregation
+from torchbagua.compat.mlbench import PowerAggregation, SparsifiedAggregation
+from torchbagua.compat.mlbench.compressed import AlgorithmAggregation
 from training import build
 
 Make = Callable[[nn.Module, dist.ProcessGroup], AlgorithmAggregation]
@@ -250,7 +250,7 @@ def test_nodes_of_a_group(make: Make) -> None:
         own = tb.BaguaProcessGroup(group, nodes=[0, 0, 1, 1])
         for one in model.parameters():
             one.grad = torch.full_like(one, group.rank() + 1.0)
-        recorder = tb.traces.Recorder()
+        recorder = tb.observe.Recorder()
         with make(model, own, observers=[recorder]) as aggregation:
             aggregation.agg_grad()(model, op_of(aggregation))
         assert {"intra_node", "inter_node"} <= {event.scope for event in recorder.events}
@@ -268,7 +268,7 @@ def test_bytes_are_told() -> None:
     def body(group: dist.ProcessGroup) -> tuple[int, int]:
         sent = []
         for make in (sparsified, power):
-            recorder, model = tb.traces.Recorder(), nn.Linear(512, 256)
+            recorder, model = tb.observe.Recorder(), nn.Linear(512, 256)
             for one in model.parameters():
                 one.grad = torch.ones_like(one)
             with make(model, group, observers=[recorder]) as aggregation:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ranks import run_ranks
-from torchbagua.aggregation import (
+from torchbagua.compat.mlbench import (
     AllReduceAggregation,
     CentralizedAdam,
     CentralizedSGD,

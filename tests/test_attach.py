@@ -127,11 +127,11 @@ def attach_with_group_of_other_ranks(group: dist.ProcessGroup) -> None:
 
 
 def attach_with_a_class_as_observer(group: dist.ProcessGroup) -> None:
-    tb.attach(*wrapped(group), "bytegrad", observers=[tb.traces.Recorder])
+    tb.attach(*wrapped(group), "bytegrad", observers=[tb.observe.Recorder])
 
 
 def attach_with_one_observer(group: dist.ProcessGroup) -> None:
-    tb.attach(*wrapped(group), "bytegrad", observers=tb.traces.Recorder())
+    tb.attach(*wrapped(group), "bytegrad", observers=tb.observe.Recorder())
 
 
 def hook_with_wrong_state(group: dist.ProcessGroup) -> None:
@@ -174,7 +174,7 @@ def hook_with_python_reducer(group: dist.ProcessGroup) -> None:
         (attach_delayed_all_reduce, ValueError, "attach: the module was made with delay_all_reduce_named_params"),
         (attach_sparse, ValueError, "attach: 0 has sparse=True; sparse gradients are not supported"),
         (attach_with_a_class_as_observer, TypeError, "an observer must be an object with .* on_comm.*got <class"),
-        (attach_with_one_observer, TypeError, "observers must be a list of objects .* got <torchbagua.traces"),
+        (attach_with_one_observer, TypeError, "observers must be a list of objects .* got <torchbagua.observe"),
         (hook_with_wrong_state, TypeError, "comm_hook: state must be what .* reify returned, got Byte"),
         (hook_with_python_reducer, TypeError, "got a tuple .* = \"python_reducer\", under which"),
         (hook_with_sparse_gradients, ValueError, "gradients must be dense, got a torch.sparse_coo tensor"),
@@ -267,7 +267,7 @@ def test_a_library_that_fails_on_one_rank_fails_before_groups_are_open(monkeypat
 def test_observers_of_a_group_hear_of_what_is_attached_over_it() -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp, optimizer = wrapped(group)
-        of_group, of_attachment = tb.traces.Recorder(), tb.traces.Recorder()
+        of_group, of_attachment = tb.observe.Recorder(), tb.observe.Recorder()
         bagua_group = tb.BaguaProcessGroup(group, observers=[of_group])
         with tb.attach(ddp, optimizer, "bytegrad", process_group=bagua_group, observers=[of_attachment]):
             ddp(torch.ones(1, 4)).sum().backward()

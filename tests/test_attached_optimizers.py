@@ -136,7 +136,7 @@ def test_optimizers_in_a_wrapper(wrapper: type[Any], name: str) -> None:
     def body(group: dist.ProcessGroup, wrap: Callable[[Any], Any]) -> Weights:
         ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
         optimizer = wrap(tb.QAdamOptimizer(ddp.parameters(), warmup_steps=2))
-        recorder = tb.traces.Recorder()
+        recorder = tb.observe.Recorder()
         algorithm = tb.QAdamAlgorithm(optimizer) if name == "qadam" else tb.Algorithm.init(name)
         data = batches(group.rank())
         with tb.attach(ddp, optimizer, algorithm, observers=[recorder]):

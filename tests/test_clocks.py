@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from torchbagua import clocks
-from torchbagua.clocks import HostClock, TimedPhase, TimedStep
-from torchbagua.events import CommEvent, Details
-from torchbagua.tracer import Tracer
-from torchbagua.traces import Recorder
+from torchbagua.observe import Recorder, clocks
+from torchbagua.observe.clocks import HostClock, TimedPhase, TimedStep
+from torchbagua.observe.events import CommEvent, Details
+from torchbagua.observe.tracer import Tracer
 
 START_NS = 5_000_000_000
 

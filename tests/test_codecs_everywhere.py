@@ -15,9 +15,9 @@ from averaging import train as train_averaging
 from q_adam_life import NUM_STEPS, Average, Life, Trainer, check_lives, initial_of
 from ranks import run_ranks
 from test_decentralized import check_low_precision
-from torchbagua.bucket import BaguaBucket, BaguaTensor
-from torchbagua.compressors import BlockK, Compressor, Identity, MinMaxUInt8, RandomK, Sign1Bit, TopK, WireLayout
-from torchbagua.compressors.blocks import pad_bytes
+from torchbagua.codecs import BlockK, Compressor, Identity, MinMaxUInt8, RandomK, Sign1Bit, TopK, WireLayout
+from torchbagua.codecs.blocks import pad_bytes
+from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from training import Tower, build
 
 

@@ -13,13 +13,14 @@ import torch.distributed as dist
 import torchbagua as tb
 from oracle import Coded, LowPrecisionRing, bytegrad, quantise, quantise_block, quantise_block_4_bits, sign_block
 from ranks import gloo_group, init_default_group, run_ranks
-from torchbagua.collectives import TwoPhaseMean, broadcast_tensors
+from torchbagua.codecs import Identity, MinMaxUInt8, TensorSpec
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
-from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.broadcast import broadcast_tensors
 from torchbagua.collectives.exchange import Exchange
 from torchbagua.collectives.store_agreement import Introduction, Verdict, agree_over_store
-from torchbagua.compressors import Identity, MinMaxUInt8, TensorSpec
-from torchbagua.lane import Lane
+from torchbagua.collectives.two_phase_mean import TwoPhaseMean
+from torchbagua.runtime.lane import Lane
+from torchbagua.transport.communicator import Communicator
 
 SHORT = timedelta(seconds=2)
 
@@ -233,7 +234,7 @@ def test_events_count_the_payload() -> None:
     num_elements, size = 3 * 2048 * 4, 3
 
     def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
-        recorder = tb.traces.Recorder()
+        recorder = tb.observe.Recorder()
         bagua_group = tb.BaguaProcessGroup(group, observers=[recorder])
         spec = TensorSpec((num_elements,), torch.float32, torch.device("cpu"), "gradients")
         mean = TwoPhaseMean(bagua_group.world, MinMaxUInt8(), spec, 3.0)

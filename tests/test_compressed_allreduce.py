@@ -10,7 +10,7 @@ import torch
 import oracle
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.compressors import MinMaxUInt4, MinMaxUInt8, Sign1Bit
+from torchbagua.codecs import MinMaxUInt4, MinMaxUInt8, Sign1Bit
 from training import Run, Tower, build, flat, train
 
 

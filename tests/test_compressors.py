@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import oracle
 import torchbagua as tb
-from torchbagua.compressors import (
+from torchbagua.codecs import (
     BlockK,
     Cast,
     Compressor,
@@ -26,7 +26,7 @@ from torchbagua.compressors import (
     TopK,
     by_name,
 )
-from torchbagua.compressors.sparse import SparseCodec
+from torchbagua.codecs.sparse import SparseCodec
 
 STEP = torch.tensor([5])
 
@@ -225,7 +225,7 @@ def test_what_a_wire_decodes_to_does_not_depend_on_how_blocks_are_dealt(
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(1, 7))
-def test_sign_1bit_takes_a_bit_an_element_and_four_bytes_a_block(segments: list[int], num_chunks: int) -> None:
+def test_sign1bit_takes_a_bit_an_element_and_four_bytes_a_block(segments: list[int], num_chunks: int) -> None:
     compressor = Sign1Bit(16)
     layout = layout_of(compressor, segments, num_chunks)
     needed = 4 * len(layout.table) + int((-(-layout.table[:, 1] // 8)).sum())

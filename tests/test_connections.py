@@ -14,9 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.collectives import all_reduce_max, broadcast_tensors, communicator, connections
-from torchbagua.collectives.private_groups import gloo_group
-from torchbagua.topology import Ring
+from torchbagua.collectives.agreement import all_reduce_max
+from torchbagua.collectives.broadcast import broadcast_tensors
+from torchbagua.collectives.topology import Ring
+from torchbagua.transport import communicator, connections
+from torchbagua.transport.private_groups import gloo_group
 
 SHORT = timedelta(seconds=1)
 

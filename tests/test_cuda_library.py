@@ -28,7 +28,7 @@ from torchbagua import native
 native.load()
 here = ("low_rank", "minmax", "qadam")
 print({row.path for row in native.status() if row.device == "cuda" and row.operation.startswith(here)})
-print({row.path for row in native.status() if row.device == "cuda" and row.operation.startswith("sign_1bit")})
+print({row.path for row in native.status() if row.device == "cuda" and row.operation.startswith("sign1bit")})
 print(native.loader.loaded_library(native.loader.CUDA))
 
 def call(operation, *arguments, codec="minmax_uint8_", **numbers):

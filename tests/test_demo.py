@@ -19,7 +19,7 @@ from torchbagua.cli.demo.model import GPT
 from torchbagua.cli.demo.report import Comparison, describe
 from torchbagua.cli.demo.text import LIMIT_BYTES, read_standard_library
 from torchbagua.cli.demo.train import summarise
-from torchbagua.traces.files import find_files
+from torchbagua.observe.files import find_files
 
 STEPS = 12
 COMMAND = [sys.executable, "-m", "torchbagua.cli", "demo"]

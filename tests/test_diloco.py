@@ -18,9 +18,9 @@ from averaging import Normed, Trace, Trainer, assert_same_weights, train, weight
 from diloco_oracle import check_rounds
 from pairwise import pairwise
 from ranks import run_ranks
-from torchbagua.algorithms.shadow_weights import fragments_of
-from torchbagua.bucket import BaguaTensor
-from torchbagua.traces import Recorder
+from torchbagua.algorithms.weights.shadow_weights import fragments_of
+from torchbagua.observe import Recorder
+from torchbagua.runtime.bucket import BaguaTensor
 from training import build
 
 DiLoCo = tb.DiLoCoAlgorithm

@@ -15,7 +15,7 @@ import torchbagua as tb
 from averaging import Normed, Trace, Trainer, assert_same_weights, is_buffer, weights_of
 from diloco_oracle import check_rounds
 from ranks import TIMEOUT, gloo_group, run_ranks
-from torchbagua.traces import Recorder
+from torchbagua.observe import Recorder
 from training import build
 
 H = 4

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import torchbagua
+from torchbagua._text_table import table
 from torchbagua.cli.__main__ import main
-from torchbagua.native import status
-from torchbagua.text_table import table
+from torchbagua.native.status import status
 
 
 def test_doctor_reports_every_operation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,12 +71,12 @@ def test_status_tells_native_from_reference() -> None:
         "randomk_decode_mean_encode_feedback",
         "randomk_encode",
         "randomk_encode_feedback",
-        "sign_1bit_decode",
-        "sign_1bit_decode_mean",
-        "sign_1bit_decode_mean_encode",
-        "sign_1bit_decode_mean_encode_feedback",
-        "sign_1bit_encode",
-        "sign_1bit_encode_feedback",
+        "sign1bit_decode",
+        "sign1bit_decode_mean",
+        "sign1bit_decode_mean_encode",
+        "sign1bit_decode_mean_encode_feedback",
+        "sign1bit_encode",
+        "sign1bit_encode_feedback",
         "topk_decode",
         "topk_decode_mean",
         "topk_decode_mean_encode",

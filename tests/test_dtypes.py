@@ -19,8 +19,8 @@ from ranks import run_ranks
 from test_ddp import check_runs
 from test_decentralized import check_decentralized, check_low_precision
 from test_resume import checkpoint, resume
+from torchbagua.codecs import TensorSpec
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
-from torchbagua.compressors import TensorSpec
 from training import Tower, Wide, build
 from training import train as train_hooked
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.collectives import cause_of
+from torchbagua.transport.errors import cause_of
 from training import build
 
 SHORT = timedelta(seconds=2)

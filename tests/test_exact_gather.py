@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.collectives import ExactGather
+from torchbagua.collectives.exact_gather import ExactGather
 from torchbagua.collectives.exchange import Exchange
 
 SIZE = 4

@@ -3,9 +3,9 @@
 import pytest
 
 import torchbagua as tb
-from torchbagua.events import CommEvent, Run
-from torchbagua.traces.figures import Figures, busy_ns
-from torchbagua.traces.summary import Summary, table_of
+from torchbagua.observe.events import CommEvent, Run
+from torchbagua.observe.figures import Figures, busy_ns
+from torchbagua.observe.summary import Summary, table_of
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_figures_of_nothing() -> None:
 def test_the_table_has_a_row_for_each_rank() -> None:
     summaries = []
     for rank in range(2):
-        summary = tb.traces.Summary()
+        summary = tb.observe.Summary()
         run = Run(
             id="1",
             algorithm="ByteGradAlgorithm",

@@ -12,14 +12,16 @@ import torch.distributed as dist
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua import side_stream
-from torchbagua.collectives import TwoPhaseResiduals, centralized_mean, staging
+from torchbagua.codecs import Cast, Identity, MinMaxUInt8, Sign1Bit, TensorSpec
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
-from torchbagua.collectives.communicator import Communicator
+from torchbagua.collectives.centralized_mean import centralized_mean
+from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.rank_chunks import RankChunks
-from torchbagua.compressors import Cast, Identity, MinMaxUInt8, Sign1Bit, TensorSpec
-from torchbagua.lane import Lane
-from torchbagua.side_stream import StreamHandoff
+from torchbagua.runtime.lane import Lane
+from torchbagua.transport import staging
+from torchbagua.transport import streams as side_stream
+from torchbagua.transport.communicator import Communicator
+from torchbagua.transport.streams import StreamHandoff
 
 LENGTHS = (3000, 17, 1, 5000)
 
@@ -319,7 +321,7 @@ def test_mean_in_full_precision_is_one_all_reduce(dtype: torch.dtype, average: b
     size = 4
     whole = torch.randint(-40, 41, (size, 1000), generator=torch.Generator().manual_seed(0)).to(dtype) / 8
     expected = whole.float().sum(0) / (size if average else 1)
-    recorder = tb.traces.Recorder()
+    recorder = tb.observe.Recorder()
 
     def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
         own = tb.BaguaProcessGroup(group, observers=[recorder] if group.rank() == 0 else [])

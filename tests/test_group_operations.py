@@ -84,7 +84,7 @@ def test_numbers_that_are_no_floats_are_gathered(device: torch.device) -> None:
 
 
 def test_what_is_exchanged_may_be_of_any_dtype(device: torch.device) -> None:
-    recorder = tb.traces.Recorder()
+    recorder = tb.observe.Recorder()
     dtypes = [*DTYPES, torch.int16, torch.bool]
 
     def with_group(group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -127,7 +127,7 @@ def test_exchange_on_any_graph(device: torch.device, num_elements: int) -> None:
 
 
 def test_observers_hear_of_every_message(device: torch.device) -> None:
-    recorder = tb.traces.Recorder()
+    recorder = tb.observe.Recorder()
 
     def body(group: tb.BaguaProcessGroup) -> None:
         x = torch.ones(6, device=device)

@@ -11,8 +11,8 @@ import pytest
 
 import programs
 from aggregation_checks import constant_model
-from torchbagua.aggregation import AllReduceAggregationHVD
-from torchbagua.aggregation.horovod import init_from_torch
+from torchbagua.compat.mlbench import AllReduceAggregationHVD
+from torchbagua.compat.mlbench.horovod import init_from_torch
 
 TESTS = Path(__file__).parent
 

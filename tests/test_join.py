@@ -55,7 +55,7 @@ class Trainer:
         if algorithm == "qadam":
             self.optimizer = tb.QAdamOptimizer(self.ddp.parameters(), lr=0.01, warmup_steps=2)
             algorithm = tb.QAdamAlgorithm(self.optimizer, error_feedback=True)
-        self.recorder = tb.traces.Recorder()
+        self.recorder = tb.observe.Recorder()
         own = group if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes)
         observers = [self.recorder] if is_observed else []
         self.attachment: Any = nullcontext()

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from torchbagua.lane import Lane
+from torchbagua.runtime.lane import Lane
 
 
 def threads_named(name: str) -> list[threading.Thread]:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.collectives import all_reduce_max, broadcast_state, broadcast_tensors, require_same_progress
+from torchbagua.collectives.agreement import all_reduce_max, require_same_progress
+from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8])
@@ -17,7 +18,7 @@ def test_maximum_over_any_number_of_ranks(size: int) -> None:
     values = [[random.Random(f"{rank}/{index}").randint(-(2**50), 2**50) for index in range(5)] for rank in range(size)]
 
     def body(group: dist.ProcessGroup) -> tuple[list[int], int]:
-        recorder = tb.traces.Recorder()
+        recorder = tb.observe.Recorder()
         own = tb.BaguaProcessGroup(group, observers=[recorder])
         result = all_reduce_max(own.world, values[group.rank()], "a test")
         return result, sum(event.phase == "send" for event in recorder.events)

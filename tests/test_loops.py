@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from averaging import RARELY, Normed, alone, batches
 from ranks import run_ranks
-from torchbagua.outer_ddps import search_ddps_around
+from torchbagua.training.outer_ddps import search_ddps_around
 from training import build
 
 NUM_MICRO_STEPS = 2

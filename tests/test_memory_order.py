@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.memory_order import MemoryOrder
+from torchbagua.runtime.memory_order import MemoryOrder
 from training import build
 
 # By name: the algorithm of an optimizer. Rounds of async come as fast as they can.

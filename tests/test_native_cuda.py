@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from native_codecs import MINMAX_UINT8, Codec, assert_same_values, hostile_values
-from torchbagua.compressors import TensorSpec
+from torchbagua.codecs import TensorSpec
 from torchbagua.native.ops import NATIVE_OPS
 
 pytestmark = pytest.mark.gpu

@@ -20,9 +20,9 @@ from test_ddp import ALGORITHMS, check_runs
 from training import Tower, build, train
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from torchbagua.codecs import TensorSpec
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.exchange import Exchange
-from torchbagua.compressors import TensorSpec
 from whole_mean import WholeByteGradAlgorithm
 
 pytestmark = pytest.mark.gpu
@@ -79,7 +79,7 @@ def test_one_rank_that_is_its_own_peer_has_its_gradients_coded_twice(
     """What runs in the tests below: it does encode and decode, and has the bits of gloo and the CPU."""
     over_nccl = train(group, build(Tower).to(gpu), WholeByteGradAlgorithm(), bucket_cap_mb=0.01, num_steps=1)
     local, averaged = over_nccl.local[0], over_nccl.averaged[0]
-    codec = tb.compressors.MinMaxUInt8()
+    codec = tb.codecs.MinMaxUInt8()
     for name, gradient in local.items():
         expected = gradient.flatten()
         spec = TensorSpec((expected.numel(),), expected.dtype, expected.device, name)

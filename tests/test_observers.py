@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import programs
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.events import Details, Trace
+from torchbagua.observe.events import Details, Trace
 from tracing import train_traced
 from training import Tower, build
 
@@ -33,7 +33,7 @@ class Failing:
 
 
 def test_an_observer_that_raises_is_dropped_and_training_goes_on() -> None:
-    failing, recorders = [Failing(), Failing()], [tb.traces.Recorder(), tb.traces.Recorder()]
+    failing, recorders = [Failing(), Failing()], [tb.observe.Recorder(), tb.observe.Recorder()]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         attachments = train_traced(
@@ -56,7 +56,7 @@ def test_a_trace_that_raises_elsewhere_is_dropped_too(method: str) -> None:
     def fail(self: object, *args: object) -> None:
         raise OSError("no disk")
 
-    broken = type("Broken", (tb.traces.Recorder, Trace), {method: fail})
+    broken = type("Broken", (tb.observe.Recorder, Trace), {method: fail})
     with pytest.warns(RuntimeWarning, match="(?s)Broken failed in step .*no disk"):
         attachments = train_traced(2, "bytegrad", lambda group: [broken()], num_steps=2)
     for attachment in attachments:
@@ -67,7 +67,7 @@ def test_a_trace_that_raises_elsewhere_is_dropped_too(method: str) -> None:
 def test_observers_change_no_bit() -> None:
     """Neither do those that have values measured."""
 
-    class Sampler(tb.traces.Recorder, Trace):
+    class Sampler(tb.observe.Recorder, Trace):
         def samples(self, step: int) -> bool:
             return True
 
@@ -109,7 +109,7 @@ def test_observers_are_told_one_at_a_time() -> None:
 
 
 def test_an_observer_given_twice_hears_once() -> None:
-    recorder = tb.traces.Recorder()
+    recorder = tb.observe.Recorder()
 
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
@@ -171,8 +171,8 @@ def test_mypy_refuses_a_misspelt_detail(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     snippet = tmp_path / "snippet.py"
     snippet.write_text(
-        "from torchbagua.collectives.communicator import Communicator\n"
-        "from torchbagua.events import Details\n"
+        "from torchbagua.transport.communicator import Communicator\n"
+        "from torchbagua.observe.events import Details\n"
         "def trace(communicator: Communicator) -> Details:\n"
         "    communicator.span('encode', 'bucket', opration='all_to_all')\n"
         "    communicator.span('encode', 'bucket', operation='all_to_all')\n"

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from averaging import RARELY, Normed, alone, batches
 from ranks import run_ranks
-from torchbagua import outer_ddps
+from torchbagua.training import outer_ddps
 from training import build
 
 

@@ -52,7 +52,7 @@ def attached_steps(
 
 def test_observers_hear_of_every_byte_of_it(device: torch.device) -> None:
     model = build(Tower).to(device)
-    recorders = [tb.traces.Recorder() for _ in range(3)]
+    recorders = [tb.observe.Recorder() for _ in range(3)]
 
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)

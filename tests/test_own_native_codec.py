@@ -82,7 +82,7 @@ except ValueError as error:
 
 # The compressor lays such payloads out.
 from dataclasses import dataclass
-from torchbagua.compressors import NativeBlockCodec, TensorSpec
+from torchbagua.codecs import NativeBlockCodec, TensorSpec
 
 @dataclass(frozen=True)
 class Largest(NativeBlockCodec):

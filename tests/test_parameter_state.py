@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from q_adam_life import ChannelsLast
 from ranks import run_ranks
-from torchbagua.state import ParameterState
+from torchbagua.runtime.parameter_state import ParameterState
 from training import Branches, Tower, build
 
 

@@ -21,8 +21,8 @@ import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.cli import trace
 from torchbagua.collectives import clock, process_group
-from torchbagua.events import ClockOffset, Trace
-from torchbagua.traces.files import RankFile, RankFileWriter, find_files
+from torchbagua.observe.events import ClockOffset, Trace
+from torchbagua.observe.files import RankFile, RankFileWriter, find_files
 from tracing import NUM_STEPS, check_nested, merge_files, train_traced, write_trace
 
 Row = dict[str, Any]
@@ -94,8 +94,8 @@ def test_a_file_for_each_rank(tmp_path: Path, name: str) -> None:
 
 
 def test_files_hold_what_observers_hear(tmp_path: Path) -> None:
-    recorders = [tb.traces.Recorder() for _ in range(2)]
-    traces = [tb.traces.PerfettoTrace(tmp_path) for _ in range(2)]
+    recorders = [tb.observe.Recorder() for _ in range(2)]
+    traces = [tb.observe.PerfettoTrace(tmp_path) for _ in range(2)]
     attachments = train_traced(
         2, "qadam_1bit", lambda group: [recorders[group.rank()], traces[group.rank()]], nodes=[0, 1]
     )
@@ -113,8 +113,8 @@ def test_files_hold_what_observers_hear(tmp_path: Path) -> None:
 
 def test_a_file_can_be_read_without_torchbagua(tmp_path: Path) -> None:
     """Lines of JSON: the run, which says what an event's fields are called, the events of each step, and the run."""
-    recorder = tb.traces.Recorder()
-    train_traced(1, "bytegrad", lambda group: [recorder, tb.traces.PerfettoTrace(tmp_path)])
+    recorder = tb.observe.Recorder()
+    train_traced(1, "bytegrad", lambda group: [recorder, tb.observe.PerfettoTrace(tmp_path)])
     with gzip.open(tmp_path / "rank0.jsonl.gz", "rt") as file:
         first, *steps, rest, last = map(json.loads, file)
     assert first["run"]["algorithm"] == last["run"]["algorithm"] == "ByteGradAlgorithm"
@@ -128,8 +128,10 @@ def test_a_file_can_be_read_without_torchbagua(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nodes", [None, [0, 0, 1, 1]], ids=["flat", "2x2"])
 def test_merged_ranks_have_an_arrow_for_every_message(tmp_path: Path, nodes: list[int] | None) -> None:
-    recorders = [tb.traces.Recorder() for _ in range(4)]
-    train_traced(4, "bytegrad", lambda group: [recorders[group.rank()], tb.traces.PerfettoTrace(tmp_path)], nodes=nodes)
+    recorders = [tb.observe.Recorder() for _ in range(4)]
+    train_traced(
+        4, "bytegrad", lambda group: [recorders[group.rank()], tb.observe.PerfettoTrace(tmp_path)], nodes=nodes
+    )
     merged = merge_files(tmp_path, tmp_path / "all.json.gz")
     num_messages = sum(event.phase == "send" for recorder in recorders for event in recorder.events)
     assert (merged.num_ranks, merged.num_messages, merged.num_backwards) == (4, num_messages, 0)
@@ -185,7 +187,7 @@ def test_clocks_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(process_group, "clock_of_machine", lambda: threading.current_thread().name)
 
     def body(group: dist.ProcessGroup) -> tuple[int, list[ClockOffset]]:
-        own = tb.BaguaProcessGroup(group, observers=[tb.traces.PerfettoTrace(tmp_path)])
+        own = tb.BaguaProcessGroup(group, observers=[tb.observe.PerfettoTrace(tmp_path)])
         for _ in range(2):
             own.compare_clocks()
             time.sleep(0.2)
@@ -243,7 +245,7 @@ def test_only_some_steps(tmp_path: Path) -> None:
 
 
 def test_one_rank_alone_may_trace(tmp_path: Path) -> None:
-    train_traced(2, "bytegrad", lambda group: [tb.traces.PerfettoTrace(tmp_path)] if group.rank() == 1 else [])
+    train_traced(2, "bytegrad", lambda group: [tb.observe.PerfettoTrace(tmp_path)] if group.rank() == 1 else [])
     assert [path.name for path in tmp_path.iterdir()] == ["rank1.jsonl.gz"]
     files, problems = find_files(tmp_path)
     assert [file.run.rank for file in files] == [1]
@@ -260,26 +262,26 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, as_text: bool) -> No
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(ValueError, match=r"PerfettoTrace: path must be a folder to write to, got '.*file/trace'"):
-        tb.traces.PerfettoTrace(str(file / "trace") if as_text else file / "trace")
+        tb.observe.PerfettoTrace(str(file / "trace") if as_text else file / "trace")
     with pytest.raises(ValueError, match="PerfettoTrace: path must be a folder"):
-        tb.traces.PerfettoTrace("/proc/self")
+        tb.observe.PerfettoTrace("/proc/self")
 
 
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="PerfettoTrace: path must be a path, got None"):
-        tb.traces.PerfettoTrace(None)
+        tb.observe.PerfettoTrace(None)
     with pytest.raises(TypeError, match="PerfettoTrace: steps must be a range or None, got 10"):
-        tb.traces.PerfettoTrace(tmp_path, steps=10)
-    used = tb.traces.PerfettoTrace(tmp_path)
+        tb.observe.PerfettoTrace(tmp_path, steps=10)
+    used = tb.observe.PerfettoTrace(tmp_path)
     train_traced(1, "bytegrad", lambda group: [used], num_steps=1)
     with pytest.raises(ValueError, match="PerfettoTrace: a trace serves one attachment; make another one"):
         train_traced(1, "bytegrad", lambda group: [used], num_steps=1)
     for steps in range(0), range(-3, 0):
         with pytest.raises(ValueError, match="PerfettoTrace: steps must be some steps, which count from 0, got range"):
-            tb.traces.PerfettoTrace(tmp_path, steps=steps)
+            tb.observe.PerfettoTrace(tmp_path, steps=steps)
     for path in "", "a\0b":
         with pytest.raises(ValueError, match="PerfettoTrace: path must be a folder to write to, got"):
-            tb.traces.PerfettoTrace(path)
+            tb.observe.PerfettoTrace(path)
 
 
 def test_files_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
@@ -297,7 +299,7 @@ def test_a_step_that_overflows_is_valid_json(tmp_path: Path) -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(64, 64), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        observers = [tb.traces.PerfettoTrace(tmp_path), Sampler()]
+        observers = [tb.observe.PerfettoTrace(tmp_path), Sampler()]
         with tb.attach(ddp, optimizer, "bytegrad", observers=observers):
             ddp(torch.full((2, 64), torch.nan)).sum().backward()
             optimizer.step()

@@ -8,8 +8,11 @@ import torch.distributed as dist
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.collectives import TwoPhaseMean, TwoPhaseResiduals, centralized_mean, first_runs
-from torchbagua.compressors import Cast, Compressor, Identity, MinMaxUInt8, TensorSpec
+from torchbagua.codecs import Cast, Compressor, Identity, MinMaxUInt8, TensorSpec
+from torchbagua.collectives import first_runs
+from torchbagua.collectives.centralized_mean import centralized_mean
+from torchbagua.collectives.error_feedback import TwoPhaseResiduals
+from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 
 SEGMENTS = (300 * 2048, 7, 500 * 2048, 200 * 2048 + 5)
 
@@ -34,7 +37,7 @@ def test_means_in_pieces_are_those_of_short_buckets(
     values = torch.randn(size, sum(lengths), generator=torch.Generator().manual_seed(0))
 
     def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, int]:
-        recorder = tb.traces.Recorder()
+        recorder = tb.observe.Recorder()
         own = tb.BaguaProcessGroup(group, observers=[recorder])
         own.world.link_bytes_per_s = [1e12 if is_fast else -1e12] * size
 
@@ -88,7 +91,7 @@ def test_means_over_nodes_in_pieces_are_those_of_short_buckets(
     values = torch.randn(len(nodes), sum(SEGMENTS), generator=torch.Generator().manual_seed(0))
 
     def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, int]:
-        recorder = tb.traces.Recorder()
+        recorder = tb.observe.Recorder()
         own = tb.BaguaProcessGroup(group, nodes=nodes, observers=[recorder])
 
         def fifth_mean(x_N: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:

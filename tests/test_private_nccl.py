@@ -17,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import TIMEOUT, run_ranks
-from torchbagua.collectives import private_nccl, process_group
-from torchbagua.collectives.communicator import Communicator
-from torchbagua.lane import Lane
-from torchbagua.tracer import Tracer
+from torchbagua.collectives import process_group
+from torchbagua.observe.tracer import Tracer
+from torchbagua.runtime.lane import Lane
+from torchbagua.transport import nccl as private_nccl
+from torchbagua.transport.communicator import Communicator
 
 GPU = torch.device("cuda", 0)
 SHORT = timedelta(seconds=1)

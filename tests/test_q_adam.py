@@ -347,7 +347,7 @@ def test_the_loss_scale_changes_nothing() -> None:
 
 def test_a_group_of_one_sends_nothing_and_goes_on_past_the_warm_up() -> None:
     model = build(Tower)
-    recorder = tb.traces.Recorder()
+    recorder = tb.observe.Recorder()
 
     def body(group: dist.ProcessGroup) -> None:
         hooked, attached = Trainer(group, model), Trainer(group, model)

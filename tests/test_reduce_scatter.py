@@ -8,8 +8,11 @@ import torch.distributed as dist
 import torchbagua as tb
 from oracle import ordered_sum, quantise
 from ranks import run_ranks
-from torchbagua.collectives import AllGather, RankChunks, ReduceScatter, RowMean
-from torchbagua.compressors import Compressor, Identity, MinMaxUInt8, TensorSpec
+from torchbagua.codecs import Compressor, Identity, MinMaxUInt8, TensorSpec
+from torchbagua.collectives.all_gather import AllGather
+from torchbagua.collectives.rank_chunks import RankChunks
+from torchbagua.collectives.reduce_scatter import ReduceScatter
+from torchbagua.collectives.row_mean import RowMean
 
 BLOCK = 16
 ROW = (100, 1, 37)  # what each rank owns of three parameters

@@ -213,7 +213,7 @@ def test_residuals_are_sent_only_where_there_are_some() -> None:
 
     def body(group: dist.ProcessGroup) -> list[int]:
         trainer = Trainer(group, model)
-        recorder = tb.traces.Recorder()
+        recorder = tb.observe.Recorder()
         algorithm = tb.QAdamAlgorithm(trainer.optimizer, **ONE_BIT)
         sent = []
         with tb.attach(trainer.ddp, trainer.optimizer, algorithm, observers=[recorder]) as attachment:

@@ -19,7 +19,7 @@ import torchbagua as tb
 from ranks import init_default_group
 from sharded_module import assert_trains_as_without, optimizer_of, sharded
 from sharded_rank import CASES, OF_FOUR_RANKS
-from torchbagua.torch_private import fsdp_all_gather, fsdp_all_reduce_hook, fsdp_param_groups, fsdp_reduce_scatter
+from torchbagua._torch import fsdp_all_gather, fsdp_all_reduce_hook, fsdp_param_groups, fsdp_reduce_scatter
 
 
 def run(ranks: int, names: list[str], program: str = "sharded_rank.py", arguments: Sequence[str] = ()) -> None:
@@ -292,8 +292,8 @@ def of_an_own_class() -> nn.Module:
     [
         (sharded, "MinMaxUInt3", "must be None, a Compressor or one of .*, got 'MinMaxUInt3'"),
         (sharded, "sign1bit", "must not be a codec that needs error feedback, .* got 'sign1bit'"),
-        (sharded, tb.compressors.TopK(), "must not be a codec that needs error feedback, .* got TopK"),
-        (sharded, tb.compressors.RandomK(), "must not be RandomK"),
+        (sharded, tb.codecs.TopK(), "must not be a codec that needs error feedback, .* got TopK"),
+        (sharded, tb.codecs.RandomK(), "must not be RandomK"),
         (lambda: nn.Linear(2, 2), "MinMaxUInt8", "must be None for Linear, on no part of which fully_shard was called"),
         (with_own_all_gather, "MinMaxUInt8", "must be None where the module has the all-gather OwnAllGather already"),
         (with_memory_of_the_group, "MinMaxUInt8", "must be None where .* all-gather ProcessGroupAllocAllGather"),

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from ranks import run_ranks
 from test_bytegrad_feedback import RANDOMK, TOPK, Loop, equal, tensors, train_told
-from torchbagua.compressors import TopK
+from torchbagua.codecs import TopK
 from training import Branches, Tower, build
 
 
@@ -106,7 +106,7 @@ def test_a_hundredth_of_a_gradient_is_sent_in_far_less_of_its_bytes(algorithm: t
 
     def body(group: dist.ProcessGroup) -> int:
         ddp = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model), process_group=group)
-        recorder = tb.traces.Recorder()
+        recorder = tb.observe.Recorder()
         with tb.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), algorithm, observers=[recorder]):
             ddp(torch.randn(3, 256, generator=torch.Generator().manual_seed(group.rank()))).sum().backward()
         return recorder.bytes_sent

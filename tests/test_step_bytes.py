@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.events import Trace
+from torchbagua.observe.events import Trace
 
 NUM_STEPS = 7
 WIDTH = 96
@@ -33,7 +33,7 @@ class Run(SimpleNamespace):
         self.optimizer.zero_grad()
 
 
-class Sampler(tb.traces.Recorder, Trace):
+class Sampler(tb.observe.Recorder, Trace):
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[int] = []
@@ -50,7 +50,7 @@ def run_attached(algorithm: tb.Algorithm, body: Callable[[Run], object], *, size
     def train(group: dist.ProcessGroup) -> Run:
         ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        recorder, summary = Sampler(), tb.traces.Summary()
+        recorder, summary = Sampler(), tb.observe.Summary()
         with tb.attach(ddp, optimizer, algorithm, observers=[recorder, summary]) as attachment:
             run = Run(ddp=ddp, optimizer=optimizer, recorder=recorder, summary=summary, attachment=attachment)
             run.told = body(run)

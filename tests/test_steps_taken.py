@@ -234,13 +234,15 @@ def test_a_weight_algorithm_hears_of_steps_too() -> None:
 def test_an_optimizer_is_asked_once_whether_it_skips(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a fused one on a GPU each time waits for the GPU."""
     asked: list[str] = []
-    monkeypatch.setattr("torchbagua.optimizers.is_told_to_skip", lambda one: bool(asked.append(type(one).__name__)))
+    monkeypatch.setattr(
+        "torchbagua.runtime.optimizer_steps.is_told_to_skip", lambda one: bool(asked.append(type(one).__name__))
+    )
 
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         # It commits state, and an observer hears where a step ends.
-        with tb.attach(ddp, optimizer, CountingAlgorithm(), observers=[tb.traces.Summary()]) as attachment:
+        with tb.attach(ddp, optimizer, CountingAlgorithm(), observers=[tb.observe.Summary()]) as attachment:
             for _ in range(3):
                 backward(ddp)
                 optimizer.step()

@@ -11,10 +11,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 import programs
 import torchbagua as tb
-from torchbagua.events import Run
-from torchbagua.traces.charts import scalars as shown
-from torchbagua.traces.figures import Figures
-from torchbagua.traces.over_ranks import OverRanks
+from torchbagua.observe.charts import scalars as shown
+from torchbagua.observe.events import Run
+from torchbagua.observe.figures import Figures
+from torchbagua.observe.over_ranks import OverRanks
 from tracing import NAMES, train_traced
 
 EVERY = 5  # DiLoCo's rounds are in even steps, and the fifth step is number 4
@@ -40,11 +40,11 @@ def steps_of(events: list[tb.CommEvent]) -> list[list[tb.CommEvent]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_charts_show_what_observers_hear(tmp_path: Path, name: str) -> None:
-    recorders = [tb.traces.Recorder() for _ in range(2)]
+    recorders = [tb.observe.Recorder() for _ in range(2)]
     train_traced(
         2,
         name,
-        lambda group: [recorders[group.rank()], tb.traces.TensorBoardTrace(tmp_path, EVERY)],
+        lambda group: [recorders[group.rank()], tb.observe.TensorBoardTrace(tmp_path, EVERY)],
         num_steps=3 * EVERY + 1,
     )
     written = scalars(tmp_path)
@@ -90,11 +90,11 @@ def test_charts_show_what_observers_hear(tmp_path: Path, name: str) -> None:
 
 
 def test_the_peer_of_shift_one_changes(tmp_path: Path) -> None:
-    recorder = tb.traces.Recorder()
+    recorder = tb.observe.Recorder()
     train_traced(
         4,
         "shift_one",
-        lambda group: [tb.traces.TensorBoardTrace(tmp_path, 1), *([recorder] if group.rank() == 0 else [])],
+        lambda group: [tb.observe.TensorBoardTrace(tmp_path, 1), *([recorder] if group.rank() == 0 else [])],
         num_steps=8,
     )
     means = [event for event in recorder.events if event.phase == "reduce" and event.peers]
@@ -108,7 +108,7 @@ def test_the_peer_of_shift_one_changes(tmp_path: Path) -> None:
 
 
 def test_asynchronous_rounds_and_their_age(tmp_path: Path) -> None:
-    train_traced(2, "async", lambda group: [tb.traces.TensorBoardTrace(tmp_path, 10)], num_steps=100)
+    train_traced(2, "async", lambda group: [tb.observe.TensorBoardTrace(tmp_path, 10)], num_steps=100)
     written = scalars(tmp_path)
     rounds = list(written["communication_detail/rounds"].values())
     assert rounds == sorted(rounds)
@@ -117,7 +117,7 @@ def test_asynchronous_rounds_and_their_age(tmp_path: Path) -> None:
 
 
 def test_run_layout_and_pictures(tmp_path: Path) -> None:
-    train_traced(2, "bytegrad", lambda group: [tb.traces.TensorBoardTrace(tmp_path, 2)], num_steps=6)
+    train_traced(2, "bytegrad", lambda group: [tb.observe.TensorBoardTrace(tmp_path, 2)], num_steps=6)
     events = read(tmp_path)
     (text,) = events.Tensors("communication/run/text_summary")
     table = text.tensor_proto.string_val[0].decode()
@@ -137,7 +137,7 @@ def test_run_layout_and_pictures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 def test_runs_shorter_than_every_n_steps(tmp_path: Path, num_steps: int) -> None:
-    train_traced(2, "bytegrad", lambda group: [tb.traces.TensorBoardTrace(tmp_path)], num_steps=num_steps)
+    train_traced(2, "bytegrad", lambda group: [tb.observe.TensorBoardTrace(tmp_path)], num_steps=num_steps)
     written = scalars(tmp_path)
     if num_steps == 0:
         assert written == {}
@@ -148,7 +148,7 @@ def test_runs_shorter_than_every_n_steps(tmp_path: Path, num_steps: int) -> None
 
 
 def test_ranks_that_write(tmp_path: Path) -> None:
-    train_traced(3, "bytegrad", lambda group: [tb.traces.TensorBoardTrace(tmp_path, 2, ranks=(1, 2))], num_steps=4)
+    train_traced(3, "bytegrad", lambda group: [tb.observe.TensorBoardTrace(tmp_path, 2, ranks=(1, 2))], num_steps=4)
     written, beside = scalars(tmp_path), scalars(tmp_path / "rank2")
     assert not (tmp_path / "rank0").exists()
     assert list(written["communication_of_all_ranks/step_ms_mean"]) == [2, 4]
@@ -160,7 +160,7 @@ def test_a_writer_of_the_users(tmp_path: Path) -> None:
     with SummaryWriter(tmp_path) as writer:
         writer.add_scalar("loss", 3.0, 1)
         train_traced(
-            2, "bytegrad", lambda group: [tb.traces.TensorBoardTrace(writer if group.rank() == 0 else tmp_path, 2)]
+            2, "bytegrad", lambda group: [tb.observe.TensorBoardTrace(writer if group.rank() == 0 else tmp_path, 2)]
         )
         writer.add_scalar("loss", 2.0, 2)
     written = scalars(tmp_path)
@@ -171,7 +171,7 @@ def test_a_writer_of_the_users(tmp_path: Path) -> None:
 
 def test_one_rank_alone_may_trace(tmp_path: Path) -> None:
     start_s = time.monotonic()
-    train_traced(2, "bytegrad", lambda group: [tb.traces.TensorBoardTrace(tmp_path, 2)] if group.rank() == 0 else [])
+    train_traced(2, "bytegrad", lambda group: [tb.observe.TensorBoardTrace(tmp_path, 2)] if group.rank() == 0 else [])
     assert time.monotonic() - start_s < 20, "it does not wait for what the other never puts up"
     written = scalars(tmp_path)
     assert list(written["communication/step_ms"]) == [2, 4, 6]
@@ -226,20 +226,20 @@ def test_slots_are_used_again() -> None:
 )
 def test_refusals(tmp_path: Path, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"TensorBoardTrace: {message}"):
-        tb.traces.TensorBoardTrace(tmp_path, **arguments)
+        tb.observe.TensorBoardTrace(tmp_path, **arguments)
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="TensorBoardTrace: log_dir must be a path or a SummaryWriter, got 3"):
-        tb.traces.TensorBoardTrace(3)
+        tb.observe.TensorBoardTrace(3)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"TensorBoardTrace: log_dir must be a folder to write to, got '.*file'"):
-        tb.traces.TensorBoardTrace(tmp_path / "file")
+        tb.observe.TensorBoardTrace(tmp_path / "file")
 
 
 def test_ranks_that_there_are_not(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match=r"ranks \[5\] are to write, and there are 2 ranks"):
-        train_traced(2, "bytegrad", lambda group: [tb.traces.TensorBoardTrace(tmp_path, ranks=[5])], num_steps=1)
+        train_traced(2, "bytegrad", lambda group: [tb.observe.TensorBoardTrace(tmp_path, ranks=[5])], num_steps=1)
 
 
 def test_what_is_not_installed_is_named(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ import torchbagua
 for missing in "tensorboard", "matplotlib":
     sys.modules[missing] = None
     try:
-        torchbagua.traces.TensorBoardTrace({str(tmp_path)!r})
+        torchbagua.observe.TensorBoardTrace({str(tmp_path)!r})
     except ImportError as error:
         print(missing, repr(str(error)))
     del sys.modules[missing]

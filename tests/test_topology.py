@@ -17,8 +17,8 @@ import oracle
 import torchbagua as tb
 from averaging import Normed, Trace, assert_same_weights, is_buffer, stacked, train
 from ranks import run_ranks
-from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES
-from torchbagua.topology import AllRanks, Graph, Ring, ShiftOne, Topology, peers_in_order
+from torchbagua.collectives.topology import AllRanks, Graph, Ring, ShiftOne, Topology, peers_in_order
+from torchbagua.transport.communicator import SMALL_MESSAGE_BYTES
 from training import Wide, build
 
 F32 = np.float32
@@ -266,7 +266,7 @@ class Scheduled(tb.Algorithm):
 def test_functions_are_written_down_by_name() -> None:
     recorded = []
 
-    class Listener(tb.traces.Trace):
+    class Listener(tb.observe.Trace):
         def on_start(self, run: Any) -> None:
             recorded.append(run.description)
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import parallel
 
 import torchbagua as tb
-import torchbagua.torch_api as bagua
+import torchbagua.compat.bagua as bagua
 from ranks import run_ranks, without_default_group
-from torchbagua.torch_api.algorithms import (
+from torchbagua.compat.bagua.algorithms import (
     Algorithm,
     GlobalAlgorithmRegistry,
     async_model_average,
@@ -24,9 +24,9 @@ from torchbagua.torch_api.algorithms import (
     gradient_allreduce,
     q_adam,
 )
-from torchbagua.torch_api.data_parallel import DistributedDataParallel
-from torchbagua.torch_api.data_parallel.bagua_distributed import buffers_option
-from torchbagua.torch_api.node_mean import with_node_mean
+from torchbagua.compat.bagua.data_parallel import DistributedDataParallel
+from torchbagua.compat.bagua.data_parallel.bagua_distributed import buffers_option
+from torchbagua.compat.bagua.node_mean import with_node_mean
 from training import build
 
 NUM_STEPS = 6

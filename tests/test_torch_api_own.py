@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import parallel
 
-import torchbagua.torch_api as bagua
+import torchbagua.compat.bagua as bagua
 from ranks import gloo_group, run_ranks
-from torchbagua.torch_api.algorithms import Algorithm, AlgorithmImpl
-from torchbagua.torch_api.bucket import BaguaBucket
-from torchbagua.torch_api.data_parallel import DistributedDataParallel
-from torchbagua.torch_api.data_parallel.bagua_distributed import BaguaDistributedDataParallel
+from torchbagua.compat.bagua.algorithms import Algorithm, AlgorithmImpl
+from torchbagua.compat.bagua.bucket import BaguaBucket
+from torchbagua.compat.bagua.data_parallel import DistributedDataParallel
+from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel
 from training import Branches, build
 
 NUM_STEPS = 5

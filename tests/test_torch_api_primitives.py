@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import torchbagua.torch_api as bagua
+import torchbagua.compat.bagua as bagua
 from ranks import run_ranks
-from torchbagua.torch_api.communication import (
+from torchbagua.compat.bagua.communication import (
     BaguaProcessGroup,
     CommMember,
     allreduce_coalesced_inplace,

@@ -18,7 +18,7 @@ torch.distributed.destroy_process_group()
 TRAIN = """
 import logging, sys
 import torch, torch.nn as nn, torch.nn.functional as F, torch.optim as optim
-import torchbagua.torch_api as bagua
+import torchbagua.compat.bagua as bagua
 
 def train(model, loader, optimizer, scaler):
     model.train()
@@ -59,23 +59,23 @@ def run(name):
     )
     optimizer = optim.Adadelta(model.parameters(), lr=1.0)
     if name == "gradient_allreduce":
-        from torchbagua.torch_api.algorithms import gradient_allreduce
+        from torchbagua.compat.bagua.algorithms import gradient_allreduce
         algorithm = gradient_allreduce.GradientAllReduceAlgorithm()
     elif name == "decentralized":
-        from torchbagua.torch_api.algorithms import decentralized
+        from torchbagua.compat.bagua.algorithms import decentralized
         algorithm = decentralized.DecentralizedAlgorithm()
     elif name == "low_precision_decentralized":
-        from torchbagua.torch_api.algorithms import decentralized
+        from torchbagua.compat.bagua.algorithms import decentralized
         algorithm = decentralized.LowPrecisionDecentralizedAlgorithm()
     elif name == "bytegrad":
-        from torchbagua.torch_api.algorithms import bytegrad
+        from torchbagua.compat.bagua.algorithms import bytegrad
         algorithm = bytegrad.ByteGradAlgorithm()
     elif name == "qadam":
-        from torchbagua.torch_api.algorithms import q_adam
+        from torchbagua.compat.bagua.algorithms import q_adam
         optimizer = q_adam.QAdamOptimizer(model.parameters(), lr=0.001, warmup_steps=10)
         algorithm = q_adam.QAdamAlgorithm(optimizer)
     elif name == "async":
-        from torchbagua.torch_api.algorithms import async_model_average
+        from torchbagua.compat.bagua.algorithms import async_model_average
         algorithm = async_model_average.AsyncModelAverageAlgorithm(sync_interval_ms=5, warmup_steps=3)
     model = model.with_bagua([optimizer], algorithm, do_flatten=True)
     scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
@@ -160,7 +160,7 @@ if rank == 1:
     assert of_pair.nranks() == 1
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    from torchbagua.torch_api.algorithms import bytegrad
+    from torchbagua.compat.bagua.algorithms import bytegrad
     model.with_bagua([optimizer], bytegrad.ByteGradAlgorithm(), process_group=pair)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
@@ -170,8 +170,8 @@ print("all equal", flush=True)
 ELASTIC = """
 import os, sys
 import torch
-import torchbagua.torch_api as bagua
-from torchbagua.torch_api.algorithms import Algorithm
+import torchbagua.compat.bagua as bagua
+from torchbagua.compat.bagua.algorithms import Algorithm
 
 path, num_epochs = sys.argv[1], int(sys.argv[2])
 torch.manual_seed(1)

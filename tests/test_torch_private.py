@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import torchbagua.native
 from ranks import init_default_group
-from torchbagua import torch_private
+from torchbagua import _torch
 
 
 @pytest.fixture
@@ -25,27 +25,27 @@ def group() -> dist.ProcessGroup:
     """A group of one, that torch's registry does not know."""
     store, timeout = dist.HashStore(), timedelta(seconds=7)
     backend = dist.ProcessGroupGloo(store, 0, 1, timeout)
-    return torch_private.unregistered_group(store, 0, 1, "cpu", dist.ProcessGroup.BackendType.GLOO, backend)
+    return _torch.unregistered_group(store, 0, 1, "cpu", dist.ProcessGroup.BackendType.GLOO, backend)
 
 
 def test_groups(group: dist.ProcessGroup) -> None:
     group.allreduce([torch.ones(1)]).wait()
     gathered = torch.zeros(2)
-    work = torch_private.all_gather_base(group, gathered, torch.ones(2))
+    work = _torch.all_gather_base(group, gathered, torch.ones(2))
     assert work is not None
     work.wait()
     assert gathered.tolist() == [1.0, 1.0]
-    torch_private.reduce_scatter_base(group, gathered, torch.full((2,), 3.0), dist.ReduceOp.AVG).wait()
+    _torch.reduce_scatter_base(group, gathered, torch.full((2,), 3.0), dist.ReduceOp.AVG).wait()
     assert gathered.tolist() == [3.0, 3.0]
-    assert torch_private.timeout_of(group) == timedelta(seconds=7)
-    assert isinstance(torch_private.backend_of(group), dist.ProcessGroupGloo)
-    assert isinstance(torch_private.backend_of(group, "cpu"), dist.ProcessGroupGloo)
-    assert torch_private.backend_of(group, "cuda") is None
+    assert _torch.timeout_of(group) == timedelta(seconds=7)
+    assert isinstance(_torch.backend_of(group), dist.ProcessGroupGloo)
+    assert isinstance(_torch.backend_of(group, "cpu"), dist.ProcessGroupGloo)
+    assert _torch.backend_of(group, "cuda") is None
 
 
 def test_work_of_a_future() -> None:
     future: torch.futures.Future[int] = torch.futures.Future()
-    work = torch_private.work_of(future)
+    work = _torch.work_of(future)
     assert not work.is_completed()
     future.set_result(1)
     assert work.wait()
@@ -54,49 +54,49 @@ def test_work_of_a_future() -> None:
 
 def test_gradient_hooks() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    assert not torch_private.has_gradient_hooks(parameter)
+    assert not _torch.has_gradient_hooks(parameter)
     handle = parameter.register_post_accumulate_grad_hook(lambda _: None)
-    assert torch_private.has_gradient_hooks(parameter)
+    assert _torch.has_gradient_hooks(parameter)
     handle.remove()
-    assert not torch_private.has_gradient_hooks(parameter)
+    assert not _torch.has_gradient_hooks(parameter)
 
 
 def test_fsdp() -> None:
     init_default_group()
     module = fully_shard(torch.nn.Linear(3, 5))
-    (param_group,) = torch_private.fsdp_param_groups(module)
-    assert torch_private.fsdp_shard_group(param_group) is module.weight.device_mesh.get_group()
-    shards = torch_private.fsdp_shards(param_group)
+    (param_group,) = _torch.fsdp_param_groups(module)
+    assert _torch.fsdp_shard_group(param_group) is module.weight.device_mesh.get_group()
+    shards = _torch.fsdp_shards(param_group)
     assert [(id(parameter), length) for parameter, length in shards] == [(id(module.weight), 15), (id(module.bias), 5)]
-    assert not torch_private.fsdp_is_offloaded(param_group)
-    comm, is_torchs = torch_private.fsdp_reduce_scatter(param_group)
+    assert not _torch.fsdp_is_offloaded(param_group)
+    comm, is_torchs = _torch.fsdp_reduce_scatter(param_group)
     assert is_torchs
     module.set_custom_reduce_scatter(own := object())
-    assert torch_private.fsdp_reduce_scatter(param_group) == (own, False)
+    assert _torch.fsdp_reduce_scatter(param_group) == (own, False)
     module.set_custom_reduce_scatter(comm)
-    assert torch_private.fsdp_all_reduce_hook(param_group) is None
+    assert _torch.fsdp_all_reduce_hook(param_group) is None
     module.set_all_reduce_hook(own)
-    assert torch_private.fsdp_all_reduce_hook(param_group) is own
-    assert torch_private.fsdp_all_reduces(param_group)
+    assert _torch.fsdp_all_reduce_hook(param_group) is own
+    assert _torch.fsdp_all_reduces(param_group)
     module.set_requires_all_reduce(False)
-    assert not torch_private.fsdp_all_reduces(param_group)
-    assert torch_private.fsdp_divide_factor(param_group) is None
+    assert not _torch.fsdp_all_reduces(param_group)
+    assert _torch.fsdp_divide_factor(param_group) is None
     module.set_gradient_divide_factor(3.0)
-    assert torch_private.fsdp_divide_factor(param_group) == 3.0
-    gather, is_torchs = torch_private.fsdp_all_gather(param_group)
+    assert _torch.fsdp_divide_factor(param_group) == 3.0
+    gather, is_torchs = _torch.fsdp_all_gather(param_group)
     assert is_torchs
     module.set_custom_all_gather(own)
-    assert torch_private.fsdp_all_gather(param_group) == (own, False)
+    assert _torch.fsdp_all_gather(param_group) == (own, False)
     module.set_custom_all_gather(gather)
     offloaded = fully_shard(torch.nn.Linear(3, 5), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    assert torch_private.fsdp_is_offloaded(torch_private.fsdp_param_groups(offloaded)[0])
-    assert torch_private.fsdp_param_groups(fully_shard(torch.nn.ReLU())) == []
+    assert _torch.fsdp_is_offloaded(_torch.fsdp_param_groups(offloaded)[0])
+    assert _torch.fsdp_param_groups(fully_shard(torch.nn.ReLU())) == []
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))
     of_two = fully_shard(torch.nn.Linear(3, 5), mesh=mesh)
-    (of_replicas,) = torch_private.fsdp_param_groups(of_two)
-    assert torch_private.fsdp_shard_group(of_replicas) is None
-    assert torch_private.fsdp_replicate_group(of_replicas) is mesh.get_group("replicas")
-    assert torch_private.fsdp_replicate_group(param_group) is None
+    (of_replicas,) = _torch.fsdp_param_groups(of_two)
+    assert _torch.fsdp_shard_group(of_replicas) is None
+    assert _torch.fsdp_replicate_group(of_replicas) is mesh.get_group("replicas")
+    assert _torch.fsdp_replicate_group(param_group) is None
 
 
 class GathersItself(torch.Tensor):
@@ -124,32 +124,32 @@ def test_what_fsdp_gathers(has_integers: bool) -> None:
         (MixedPrecisionPolicy(), {torch.float32, torch.bfloat16} | integers),
         (MixedPrecisionPolicy(param_dtype=torch.float16), {torch.float16} | integers),
     ):
-        (param_group,) = torch_private.fsdp_param_groups(fully_shard(copy.deepcopy(module), mp_policy=policy))
-        assert torch_private.fsdp_gathered_dtypes(param_group) == dtypes
-        assert torch_private.fsdp_own_gathers(param_group) == []
+        (param_group,) = _torch.fsdp_param_groups(fully_shard(copy.deepcopy(module), mp_policy=policy))
+        assert _torch.fsdp_gathered_dtypes(param_group) == dtypes
+        assert _torch.fsdp_own_gathers(param_group) == []
     for one in param_group.fsdp_params[:1]:  # as fully_shard of such a parameter leaves it
         one.sharded_param._local_tensor = one.sharded_param._local_tensor.detach().as_subclass(GathersItself)
-    assert torch_private.fsdp_own_gathers(param_group) == [(param_group.fsdp_params[0].sharded_param, GathersItself)]
+    assert _torch.fsdp_own_gathers(param_group) == [(param_group.fsdp_params[0].sharded_param, GathersItself)]
 
 
 def test_reduce_operations() -> None:
-    assert torch_private.premultiplier(dist._make_nccl_premul_sum(0.25)) == 0.25
-    assert torch_private.premultiplier(dist.ReduceOp.AVG) is None
-    assert torch_private.premultiplier(dist.ReduceOp.SUM) is None
+    assert _torch.premultiplier(dist._make_nccl_premul_sum(0.25)) == 0.25
+    assert _torch.premultiplier(dist.ReduceOp.AVG) is None
+    assert _torch.premultiplier(dist.ReduceOp.SUM) is None
 
 
 def test_ddp(group: dist.ProcessGroup) -> None:
     module = torch.nn.Linear(2, 2)
     ddp = DistributedDataParallel(module, process_group=group, static_graph=True)
-    assert not torch_private.comm_hooks_of(ddp)
-    assert not torch_private.has_delayed_all_reduce(ddp)
-    assert not torch_private.is_joining(ddp)
+    assert not _torch.comm_hooks_of(ddp)
+    assert not _torch.has_delayed_all_reduce(ddp)
+    assert not _torch.is_joining(ddp)
     ddp._join_config = _JoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=True)
-    assert torch_private.is_joining(ddp)
+    assert _torch.is_joining(ddp)
     ddp._join_config = _JoinConfig.construct_disabled_join_config()
-    assert not torch_private.has_learnt_graph(ddp)
+    assert not _torch.has_learnt_graph(ddp)
     ddp(torch.ones(1, 2)).sum().backward()
-    assert torch_private.has_learnt_graph(ddp)
+    assert _torch.has_learnt_graph(ddp)
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -158,44 +158,44 @@ def test_ddp(group: dist.ProcessGroup) -> None:
 
     hooked = DistributedDataParallel(module, process_group=group)
     hooked.register_comm_hook("state", hook)
-    assert torch_private.comm_hooks_of(hooked) == [(hook, "state")]
+    assert _torch.comm_hooks_of(hooked) == [(hook, "state")]
     delayed = DistributedDataParallel(
         module,
         process_group=group,
         delay_all_reduce_named_params=[("weight", module.weight)],
         param_to_hook_all_reduce=module.bias,
     )
-    assert torch_private.has_delayed_all_reduce(delayed)
+    assert _torch.has_delayed_all_reduce(delayed)
     x = torch.ones(1, 2, requires_grad=True)
-    assert torch_private.pre_forward(ddp, (x,), {"key": 7}) == ((x,), {"key": 7})
-    assert torch_private.post_forward(ddp, x) is x
-    assert not torch_private.uses_python_reducer(delayed)
+    assert _torch.pre_forward(ddp, (x,), {"key": 7}) == ((x,), {"key": 7})
+    assert _torch.post_forward(ddp, x) is x
+    assert not _torch.uses_python_reducer(delayed)
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        assert torch_private.uses_python_reducer(DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group))
-    assert not torch_private.is_stepped_in_backward(module.weight)
+        assert _torch.uses_python_reducer(DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group))
+    assert not _torch.is_stepped_in_backward(module.weight)
     _apply_optimizer_in_backward(torch.optim.SGD, [module.weight], {"lr": 0.1})
-    assert torch_private.is_stepped_in_backward(module.weight)
+    assert _torch.is_stepped_in_backward(module.weight)
 
 
 def test_autograd() -> None:
     called: list[str] = []
     x = torch.ones(2, requires_grad=True)
     within: list[bool] = []
-    x.register_hook(lambda gradient: torch_private.queue_callback(lambda: called.append("end")))
-    x.register_hook(lambda gradient: within.append(torch_private.is_in_backward()))
+    x.register_hook(lambda gradient: _torch.queue_callback(lambda: called.append("end")))
+    x.register_hook(lambda gradient: within.append(_torch.is_in_backward()))
     x.register_post_accumulate_grad_hook(lambda x: called.append("gradient"))
     x.sum().backward()
     assert called == ["gradient", "end"]
     assert within == [True]
-    assert not torch_private.is_in_backward()
+    assert not _torch.is_in_backward()
     with pytest.raises(RuntimeError, match="during backward"):
-        torch_private.queue_callback(lambda: None)
+        _torch.queue_callback(lambda: None)
 
     assert x.grad is not None
-    before = torch_private.num_writes(x.grad)
+    before = _torch.num_writes(x.grad)
     x.grad.zero_()
-    assert torch_private.num_writes(x.grad) > before
-    assert list(torch_private.leaves({"a": [1, (2,)], "b": None})) == [1, 2, None]
+    assert _torch.num_writes(x.grad) > before
+    assert list(_torch.leaves({"a": [1, (2,)], "b": None})) == [1, 2, None]
 
 
 def test_a_future_that_raises(group: dist.ProcessGroup) -> None:
@@ -206,7 +206,7 @@ def test_a_future_that_raises(group: dist.ProcessGroup) -> None:
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         done: torch.futures.Future[None] = torch.futures.Future()
-        futures.append(torch_private.future_of(done, fail))
+        futures.append(_torch.future_of(done, fail))
         done.set_result(None)
         return futures[-1]
 
@@ -222,21 +222,21 @@ def test_a_future_that_raises(group: dist.ProcessGroup) -> None:
     with pytest.raises(RuntimeError, match="ConnectionError: a peer is gone"):
         futures[0].then(lambda done: done.value() / 2).wait()
     # Torch looks for tensors in what a future of a GPU holds.
-    assert _extract_tensors(torch_private._Failure(ConnectionError())) == []
+    assert _extract_tensors(_torch._Failure(ConnectionError())) == []
 
 
 def test_profiler() -> None:
-    assert not torch_private.is_profiling()
+    assert not _torch.is_profiling()
     with torch.profiler.profile():
-        assert torch_private.is_profiling()
-    assert not torch_private.is_profiling()
+        assert _torch.is_profiling()
+    assert not _torch.is_profiling()
 
 
 def test_summary_writer(tmp_path: Path) -> None:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     with SummaryWriter(str(tmp_path)) as writer:
-        torch_private.write_summary(writer, Summary(value=[Summary.Value(tag="tag", simple_value=1.0)]), 3)
+        _torch.write_summary(writer, Summary(value=[Summary.Value(tag="tag", simple_value=1.0)]), 3)
     (file,) = tmp_path.iterdir()
     assert b"tag" in file.read_bytes()
 
@@ -244,26 +244,26 @@ def test_summary_writer(tmp_path: Path) -> None:
 def test_optimizers() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     plain, fused = torch.optim.Adam([parameter]), torch.optim.Adam([parameter], fused=True)
-    assert torch_private.has_step_hooks(plain)
-    assert not torch_private.has_step_hooks(torch.optim.Adam.__new__(torch.optim.Adam))
+    assert _torch.has_step_hooks(plain)
+    assert not _torch.has_step_hooks(torch.optim.Adam.__new__(torch.optim.Adam))
     skips: list[bool] = []
-    fused.register_step_post_hook(lambda optimizer, *_: skips.append(torch_private.is_told_to_skip(optimizer)))
+    fused.register_step_post_hook(lambda optimizer, *_: skips.append(_torch.is_told_to_skip(optimizer)))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for factor in (1.0, float("inf")):
         fused.zero_grad()
         scaler.scale(parameter.sum() * factor).backward()
         scaler.step(fused)
-        assert torch_private.has_overflown(scaler, fused) == skips[-1]
+        assert _torch.has_overflown(scaler, fused) == skips[-1]
         scaler.update()
     assert skips == [False, True]
-    assert not torch_private.is_told_to_skip(fused)
+    assert not _torch.is_told_to_skip(fused)
 
     called: list[str] = []
     plain.register_step_post_hook(lambda *_: called.append("hook"))
     parameter.grad = torch.ones(2)
-    torch_private.unhooked_step(torch.optim.Adam.step)(plain)
+    _torch.unhooked_step(torch.optim.Adam.step)(plain)
     assert not called
-    assert torch_private.unhooked_step(torch_private.unhooked_step) is torch_private.unhooked_step
+    assert _torch.unhooked_step(_torch.unhooked_step) is _torch.unhooked_step
     plain.step()
     assert called == ["hook"]
 
@@ -272,7 +272,7 @@ def test_optimizers() -> None:
 def test_a_scheduler_of_an_optimizer_that_another_steps() -> None:
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    torch_private.mark_as_stepped(optimizer)
+    _torch.mark_as_stepped(optimizer)
     scheduler.step()
 
 
@@ -285,8 +285,8 @@ def test_grad_scaler(options: dict[str, bool]) -> None:
     original = scaler._unscale_grads_
     seen: list[float] = []
 
-    def replace(find_inf: torch_private.FindInf) -> torch_private.FindInf:
-        def find(*args: object, **kwargs: object) -> torch_private.FoundInf:
+    def replace(find_inf: _torch.FindInf) -> _torch.FindInf:
+        def find(*args: object, **kwargs: object) -> _torch.FoundInf:
             found = find_inf(*args, **kwargs)
             seen.extend(float(one) for one in found.values())
             for one in found.values():
@@ -295,7 +295,7 @@ def test_grad_scaler(options: dict[str, bool]) -> None:
 
         return find
 
-    undo = torch_private.replace_find_inf(scaler, replace)
+    undo = _torch.replace_find_inf(scaler, replace)
     scaler.scale(parameter.sum()).backward()
     if unscales:
         scaler.unscale_(optimizer)
@@ -312,7 +312,7 @@ def test_a_grad_scaler_of_another_kind_is_refused() -> None:
         _unscale_grads_ = None
 
     with pytest.raises(RuntimeError, match=r"Another of torch 2\..* has no _unscale_grads_"):
-        torch_private.replace_find_inf(Another("cpu"), lambda find_inf: find_inf)
+        _torch.replace_find_inf(Another("cpu"), lambda find_inf: find_inf)
 
 
 def test_the_step_of_a_grad_scaler() -> None:
@@ -322,7 +322,7 @@ def test_the_step_of_a_grad_scaler() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), torch.amp.GradScaler("cpu")
     callers: list[bool] = []
-    code = torch_private.scaled_step_code()
+    code = _torch.scaled_step_code()
     optimizer.register_step_post_hook(
         lambda *_: callers.append(any(frame.frame.f_code is code for frame in inspect.stack(0)))
     )
@@ -335,14 +335,14 @@ def test_the_step_of_a_grad_scaler() -> None:
 
 def test_dispatcher() -> None:
     torchbagua.native.load()
-    assert torch_private.has_kernel("aten::add.Tensor", "CPU")
-    assert not torch_private.has_kernel("torchbagua::minmax_uint8_encode", "MPS")
-    assert torch_private.is_forked_from_cuda() is False
+    assert _torch.has_kernel("aten::add.Tensor", "CPU")
+    assert not _torch.has_kernel("torchbagua::minmax_uint8_encode", "MPS")
+    assert _torch.is_forked_from_cuda() is False
 
 
 def test_names_to_ignore(group: dist.ProcessGroup) -> None:
     module = torch.nn.Linear(2, 2)
-    assert torch_private.names_to_ignore(module) == []
-    torch_private.ignore_names(module, ["bias"])
-    assert torch_private.names_to_ignore(module) == ["bias"]
+    assert _torch.names_to_ignore(module) == []
+    _torch.ignore_names(module, ["bias"])
+    assert _torch.names_to_ignore(module) == ["bias"]
     assert DistributedDataParallel(module, process_group=group).parameters_to_ignore == {"bias"}

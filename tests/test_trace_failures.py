@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 import programs
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.events import CommEvent, Run
-from torchbagua.traces import background_trace
-from torchbagua.traces.files import RankFile, find_files
+from torchbagua.observe import background_trace
+from torchbagua.observe.events import CommEvent, Run
+from torchbagua.observe.files import RankFile, find_files
 from tracing import merge_files, train_traced, write_trace
 
 
@@ -42,7 +42,7 @@ import torchbagua as tb
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=0, world_size=1)
 ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-tb.attach(ddp, optimizer, "bytegrad", observers=[tb.traces.PerfettoTrace(sys.argv[1])])
+tb.attach(ddp, optimizer, "bytegrad", observers=[tb.observe.PerfettoTrace(sys.argv[1])])
 for step in range(51):
     ddp(torch.ones(2, 4)).sum().backward()
     optimizer.step()
@@ -72,7 +72,7 @@ def test_two_traces_at_once_need_two_paths(tmp_path: Path) -> None:
         for _ in range(2):
             ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
             optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-            attached.append(tb.attach(ddp, optimizer, "bytegrad", observers=[tb.traces.PerfettoTrace(tmp_path)]))
+            attached.append(tb.attach(ddp, optimizer, "bytegrad", observers=[tb.observe.PerfettoTrace(tmp_path)]))
             ddp(torch.ones(2, 4)).sum().backward()
             optimizer.step()
         for attachment in attached:
@@ -91,7 +91,7 @@ def test_two_traces_at_once_need_two_paths(tmp_path: Path) -> None:
 def test_behind_the_plain_hook_no_thread_outlives_the_trace(tmp_path: Path) -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
-        traces = [tb.traces.PerfettoTrace(tmp_path), tb.traces.TensorBoardTrace(tmp_path)]
+        traces = [tb.observe.PerfettoTrace(tmp_path), tb.observe.TensorBoardTrace(tmp_path)]
         impl = tb.ByteGradAlgorithm().reify(group, observers=traces)
         ddp.register_comm_hook(impl, tb.comm_hook)
         for _ in range(3):
@@ -141,7 +141,7 @@ import resource, sys, warnings
 sys.path.insert(0, sys.argv[2])
 import torchbagua as tb
 from tracing import train_traced
-kinds = {"perfetto": tb.traces.PerfettoTrace, "tensorboard": lambda path: tb.traces.TensorBoardTrace(path, 1)}
+kinds = {"perfetto": tb.observe.PerfettoTrace, "tensorboard": lambda path: tb.observe.TensorBoardTrace(path, 1)}
 observers = {}
 
 def observe(group):

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.compressors.blocks import WireLayout
-from torchbagua.events import Trace
+from torchbagua.codecs.blocks import WireLayout
+from torchbagua.observe.events import Trace
 from tracing import NAMES, NUM_STEPS, ON_LANE, TRAINING, check_nested, record, train_traced
 from training import Tower, build
 
@@ -92,11 +92,11 @@ def test_samples_are_laid_out_when_an_observer_wants_some(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(WireLayout, "beginning", counted)
 
-    class Sampler(tb.traces.Recorder, Trace):
+    class Sampler(tb.observe.Recorder, Trace):
         def samples(self, step: int) -> bool:
             return step > 0
 
-    for observer in (None, tb.traces.Recorder()):
+    for observer in (None, tb.observe.Recorder()):
         train_traced(2, "bytegrad", lambda group, one=observer: [one] if one and group.rank() == 0 else [])
     assert not asked_for
     sampler = Sampler()
@@ -108,7 +108,7 @@ def test_samples_are_laid_out_when_an_observer_wants_some(monkeypatch: pytest.Mo
 def test_sampled_values_are_right() -> None:
     """Relative error of own chunk, residuals, staleness: beside what they are computed from."""
 
-    class Sampler(tb.traces.Recorder, Trace):
+    class Sampler(tb.observe.Recorder, Trace):
         def samples(self, step: int) -> bool:
             return step == 4
 
@@ -152,7 +152,7 @@ def test_behind_the_plain_hook_averaged_backward_passes_are_the_clock() -> None:
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
-        recorder = tb.traces.Recorder()
+        recorder = tb.observe.Recorder()
         ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
         impl = tb.ByteGradAlgorithm().reify(group, observers=[recorder])
         ddp.register_comm_hook(impl, tb.comm_hook)
@@ -193,7 +193,7 @@ class Checkpointed(nn.Module):
 )
 def test_step_and_wait_in_every_kind_of_ddp(model: nn.Module, options: dict[str, bool]) -> None:
     def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
-        recorder = tb.traces.Recorder()
+        recorder = tb.observe.Recorder()
         ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **options)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         with tb.attach(ddp, optimizer, "bytegrad", observers=[recorder]):
@@ -274,7 +274,7 @@ def test_what_detaching_waits_for_is_no_steps() -> None:
     def body(group: dist.ProcessGroup) -> tb.Attachment:
         ddp = DistributedDataParallel(nn.Linear(64, 64), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        with tb.attach(ddp, optimizer, "decentralized", observers=[tb.traces.Recorder()]) as attachment:
+        with tb.attach(ddp, optimizer, "decentralized", observers=[tb.observe.Recorder()]) as attachment:
             for _ in range(5):
                 ddp(torch.ones(6, 64)).sum().backward()
                 optimizer.step()
@@ -292,7 +292,7 @@ def test_what_detaching_waits_for_is_no_steps() -> None:
 
 
 def test_residuals_are_those_after_the_last_of_several_backward_passes() -> None:
-    class Sampler(tb.traces.Recorder, Trace):
+    class Sampler(tb.observe.Recorder, Trace):
         def samples(self, step: int) -> bool:
             return True
 
@@ -300,7 +300,7 @@ def test_residuals_are_those_after_the_last_of_several_backward_passes() -> None
         ddp = DistributedDataParallel(build(Tower), process_group=group)
         adam = tb.QAdamOptimizer(ddp.parameters(), warmup_steps=1)
         algorithm = tb.QAdamAlgorithm(adam, compression="sign1bit", error_feedback=True)
-        summary = tb.traces.Summary()
+        summary = tb.observe.Summary()
         with tb.attach(ddp, adam, algorithm, observers=[Sampler(), summary]) as attachment:
             for step in range(4):
                 for _ in range(3):
@@ -335,7 +335,7 @@ class WithDataclass(nn.Module):
 
 def test_backward_from_a_dataclass() -> None:
     def body(group: dist.ProcessGroup) -> list[tb.CommEvent]:
-        recorder = tb.traces.Recorder()
+        recorder = tb.observe.Recorder()
         ddp = DistributedDataParallel(WithDataclass(), process_group=group)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         with tb.attach(ddp, optimizer, "bytegrad", observers=[recorder]):

@@ -10,8 +10,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import programs
-from torchbagua.traces.files import find_files
-from torchbagua.traces.perfetto import merge
+from torchbagua.observe.files import find_files
+from torchbagua.observe.perfetto import merge
 
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS.parent / "benchmarks"))

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
+from torchbagua._warnings import warn_user
 from torchbagua.native import loader
-from torchbagua.user_warning import warn_user
 from training import Tower, build
 
 

@@ -5,8 +5,8 @@ import torch.distributed as dist
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.algorithms.votes import Outcome, Vote, count_votes
-from torchbagua.changed_layout import LayoutWatch
+from torchbagua.algorithms.weights.votes import Outcome, Vote, count_votes
+from torchbagua.runtime.changed_layout import LayoutWatch
 
 STOPS = Vote(stops=True, reason="detach")
 

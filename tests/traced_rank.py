@@ -37,7 +37,7 @@ def main(rank: int, num_ranks: int, address: str, name: str, folder: Path) -> No
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
     ddp = DistributedDataParallel(model, bucket_cap_mb=1)
     algorithm, optimizer = algorithm_of(name, ddp.parameters())
-    traces = [tb.traces.TensorBoardTrace(folder, EVERY, ranks=range(num_ranks)), tb.traces.PerfettoTrace(folder)]
+    traces = [tb.observe.TensorBoardTrace(folder, EVERY, ranks=range(num_ranks)), tb.observe.PerfettoTrace(folder)]
     with tb.attach(ddp, optimizer, algorithm, observers=traces) as attachment:
         before = sent_bytes()
         for _ in range(NUM_STEPS):

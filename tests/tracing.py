@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.events import TRAINING_PHASES
-from torchbagua.traces.files import find_files
-from torchbagua.traces.perfetto import Merged, merge
+from torchbagua.observe.events import TRAINING_PHASES
+from torchbagua.observe.files import find_files
+from torchbagua.observe.perfetto import Merged, merge
 from training import Tower, build
 
 NUM_STEPS = 6
@@ -80,7 +80,7 @@ def train_traced(
 
 def record(size: int, name: str, **options: Any) -> list[list[tb.CommEvent]]:
     """Train, and return each rank's events."""
-    recorders = [tb.traces.Recorder() for _ in range(size)]
+    recorders = [tb.observe.Recorder() for _ in range(size)]
     train_traced(size, name, lambda group: [recorders[group.rank()]], **options)
     return [recorder.events for recorder in recorders]
 
@@ -88,7 +88,7 @@ def record(size: int, name: str, **options: Any) -> list[list[tb.CommEvent]]:
 def write_trace(
     folder: Path, size: int = 2, name: str = "bytegrad", *, num_steps: int = NUM_STEPS, **options: Any
 ) -> list[tb.Attachment]:
-    return train_traced(size, name, lambda group: [tb.traces.PerfettoTrace(folder, **options)], num_steps=num_steps)
+    return train_traced(size, name, lambda group: [tb.observe.PerfettoTrace(folder, **options)], num_steps=num_steps)
 
 
 def merge_files(folder: Path, output: Path) -> Merged:

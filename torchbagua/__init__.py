@@ -1,34 +1,30 @@
 """torchbagua: data-parallel training in plain PyTorch that sends less, or waits less."""
 
-from torchbagua import topology, traces
-from torchbagua.algorithms import (
-    Algorithm,
-    AlgorithmImpl,
-    AsyncModelAverageAlgorithm,
-    ByteGradAlgorithm,
-    CompressedAllReduceAlgorithm,
-    DecentralizedAlgorithm,
-    DiLoCoAlgorithm,
-    GradientAllReduceAlgorithm,
-    LocalSGDAlgorithm,
-    LowPrecisionDecentralizedAlgorithm,
-    PowerSGDAlgorithm,
-    QAdamAlgorithm,
-    QAdamOptimizer,
-    RandomKAlgorithm,
-    TopKAlgorithm,
-    available_algorithms,
-    register,
-)
-from torchbagua.attach import attach
-from torchbagua.attachment import Attachment
-from torchbagua.bucket import BaguaBucket, BaguaTensor
-from torchbagua.collectives import BaguaProcessGroup, CommunicationError
-from torchbagua.comm_hook import comm_hook
-from torchbagua.events import CommEvent, Observer
-from torchbagua.topology import Topology
+from torchbagua import observe
+from torchbagua.algorithms.base import Algorithm, available_algorithms, register
+from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm
+from torchbagua.algorithms.gradient.bytegrad import ByteGradAlgorithm
+from torchbagua.algorithms.gradient.compressed_all_reduce import CompressedAllReduceAlgorithm
+from torchbagua.algorithms.gradient.powersgd import PowerSGDAlgorithm
+from torchbagua.algorithms.gradient.randomk import RandomKAlgorithm
+from torchbagua.algorithms.gradient.topk import TopKAlgorithm
+from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.qadam.algorithm import QAdamAlgorithm
+from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
+from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithm
+from torchbagua.algorithms.weights.decentralized import DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
+from torchbagua.algorithms.weights.diloco import DiLoCoAlgorithm, LocalSGDAlgorithm
+from torchbagua.collectives import topology
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.collectives.topology import Topology
+from torchbagua.observe.events import CommEvent, Observer
+from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
+from torchbagua.runtime.weight_buckets import WeightBuckets
+from torchbagua.training.attach import attach
+from torchbagua.training.attachment import Attachment
+from torchbagua.training.comm_hook import comm_hook
+from torchbagua.transport.errors import CommunicationError
 from torchbagua.version import __version__
-from torchbagua.weights import WeightBuckets
 
 __all__ = [
     "Algorithm",
@@ -59,7 +55,7 @@ __all__ = [
     "attach",
     "available_algorithms",
     "comm_hook",
+    "observe",
     "register",
     "topology",
-    "traces",
 ]

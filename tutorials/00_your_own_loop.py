@@ -135,7 +135,7 @@ def main() -> None:
 
     say("8-bit gradients")
     ddp, optimizer, scaler = build()
-    summary = tb.traces.Summary()  # notes what is sent and when; leave it out if you do not want to know
+    summary = tb.observe.Summary()  # notes what is sent and when; leave it out if you do not want to know
     attachment = tb.attach(ddp, optimizer, "bytegrad", grad_scaler=scaler, observers=[summary])  # <-- the one line
     bytegrad_ms = train(ddp, optimizer, scaler)
     bytegrad_loss, _ = evaluate(ddp.module)

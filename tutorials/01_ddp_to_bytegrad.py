@@ -71,7 +71,7 @@ def main() -> None:
 
     say("ByteGrad")
     ddp, optimizer = build()
-    recorder = tb.traces.Recorder()  # (2) counts the bytes; leave it out if you do not want to know
+    recorder = tb.observe.Recorder()  # (2) counts the bytes; leave it out if you do not want to know
     with tb.attach(ddp, optimizer, tb.ByteGradAlgorithm(), observers=[recorder]):  # (3)
         bytegrad_loss = train(ddp, optimizer)
 

@@ -114,7 +114,7 @@ def main(checkpoints: Path) -> None:
     finished = {}
     for name, algorithm in ALGORITHMS.items():
         ddp, optimizer, batches = build()
-        recorder = tb.traces.Recorder()
+        recorder = tb.observe.Recorder()
         with tb.attach(ddp, optimizer, algorithm, observers=[recorder]) as attachment:
             apart = train(ddp, optimizer, batches, STEPS // 2)
             # Every rank has weights, momentum and a state of the algorithm of its own, so every rank keeps a file.

@@ -84,7 +84,7 @@ def main() -> None:
     }.items():
         ddp, batches = build()
         optimizer = tb.QAdamOptimizer(ddp.parameters(), lr=LR, warmup_steps=WARMUP_STEPS)
-        recorder = tb.traces.Recorder()
+        recorder = tb.observe.Recorder()
         with tb.attach(ddp, optimizer, tb.QAdamAlgorithm(optimizer, **arguments), observers=[recorder]):
             train(ddp, optimizer, batches, WARMUP_STEPS)
             warmup_bytes = recorder.bytes_sent

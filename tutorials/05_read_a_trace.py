@@ -39,7 +39,7 @@ import torchbagua as tb
 WIDTH, NUM_LAYERS, BATCH, STEPS = 512, 10, 512, 40
 
 
-def train(bucket_cap_mb: float, folder: Path) -> tb.traces.Summary:
+def train(bucket_cap_mb: float, folder: Path) -> tb.observe.Summary:
     """Train some steps with a trace in `folder`; return what communication has cost this rank."""
     torch.manual_seed(0)
     layers = [layer for _ in range(NUM_LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
@@ -47,8 +47,8 @@ def train(bucket_cap_mb: float, folder: Path) -> tb.traces.Summary:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
 
     # Observers: these two lines, and `observers=` below, are all that tracing takes.
-    charts = tb.traces.TensorBoardTrace(folder, every_n_steps=10)
-    timeline = tb.traces.PerfettoTrace(folder)
+    charts = tb.observe.TensorBoardTrace(folder, every_n_steps=10)
+    timeline = tb.observe.PerfettoTrace(folder)
     with tb.attach(ddp, optimizer, "bytegrad", observers=[charts, timeline]) as attachment:
         for _ in range(STEPS):
             x = torch.randn(BATCH, WIDTH)

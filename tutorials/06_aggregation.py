@@ -26,14 +26,14 @@ from sklearn import datasets
 from torch import nn
 from torch.nn import functional as F
 
-from torchbagua.aggregation import (
+from torchbagua.compat.mlbench import (
     Aggregation,
     AllReduceAggregation,
     DecentralizedAggregation,
     PowerAggregation,
     SparsifiedAggregation,
 )
-from torchbagua.traces import Summary
+from torchbagua.observe import Summary
 
 BATCH, STEPS, SEEDS, LR = 32, 400, (0, 1, 2), 0.3
 

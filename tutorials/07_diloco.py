@@ -72,7 +72,7 @@ def train(algorithm: tb.Algorithm | None, lr: float) -> tuple[list[float], list[
     ddp = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=lr)
     batches = torch.Generator().manual_seed(dist.get_rank())
-    recorder = tb.traces.Recorder()  # notes what is sent
+    recorder = tb.observe.Recorder()  # notes what is sent
 
     losses, seconds = [], [0.0]
     with tb.attach(ddp, optimizer, algorithm, observers=[recorder]) if algorithm else contextlib.nullcontext():

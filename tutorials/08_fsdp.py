@@ -108,7 +108,7 @@ def train(arguments: dict[str, Any]) -> tuple[list[float], list[float], float]:
     fully_shard(model, mesh=mesh, reshard_after_forward=True)  # what is in no block
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     batches = torch.Generator().manual_seed(dist.get_rank())
-    recorder = tb.traces.Recorder()  # notes what is sent
+    recorder = tb.observe.Recorder()  # notes what is sent
 
     losses, seconds = [], [0.0]
     with tb.attach(model, optimizer, **arguments, observers=[recorder]) if arguments else contextlib.nullcontext():

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from torchbagua.accelerate import attach
+from torchbagua.integrations.accelerate import attach
 
 STEPS, STOP = 6, 3
 FOLDER = Path(sys.argv[1])
@@ -94,7 +94,7 @@ def runs() -> dict[str, Any]:
         found[name] = {"plain": plain_loop(name)}
         for accumulation in (1, 2):
             accelerator, model, optimizer, raw = accelerated(name, gradient_accumulation_steps=accumulation)
-            recorder, threads = tb.traces.Recorder(), set(threading.enumerate())
+            recorder, threads = tb.observe.Recorder(), set(threading.enumerate())
             with attach(accelerator, model, optimizer, ALGORITHMS[name](raw), observers=[recorder]):
                 train(accelerator, model, optimizer, range(STEPS))
                 during = weights_of(model)

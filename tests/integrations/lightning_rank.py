@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import torchbagua as tb
-from torchbagua.lightning import BaguaStrategy
+from torchbagua.integrations.lightning import BaguaStrategy
 
 FOLDER = Path(sys.argv[1])
 STEPS_AN_EPOCH, BATCH = 10, 16
@@ -148,7 +148,7 @@ def each_algorithm(scenario: Callable[[str], Any]) -> dict[str, Any]:
 
 def counts() -> Any:
     def count(algorithm: str, accumulation: int) -> Any:
-        recorder, watch = tb.traces.Recorder(), Watch()
+        recorder, watch = tb.observe.Recorder(), Watch()
         model = Net(algorithm)
         strategy = strategy_of(algorithm, observers=[recorder])
         trainer = trainer_of(strategy, max_epochs=1, accumulate_grad_batches=accumulation, callbacks=[watch])
@@ -328,7 +328,7 @@ def saved_by_an_exception() -> Any:
 
 def learning_rate_finder() -> Any:
     """Lightning ends its loop of 5 steps as it ends a fit, and then trains on."""
-    recorder = tb.traces.Recorder()
+    recorder = tb.observe.Recorder()
     model = Net("bytegrad")
     model.lr = 0.01
     finder = LearningRateFinder(num_training_steps=5, early_stop_threshold=None, update_attr=False)
@@ -433,7 +433,7 @@ class Manual(lightning.LightningModule):
 
 def manual() -> Any:
     def run(algorithm: str | None) -> Any:
-        recorder, watch = tb.traces.Recorder(), Watch()
+        recorder, watch = tb.observe.Recorder(), Watch()
         model = Manual(algorithm or "")
         own = {"find_unused_parameters": True}
         strategy: Any = lightning.pytorch.strategies.DDPStrategy(**own)

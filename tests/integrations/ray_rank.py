@@ -66,7 +66,7 @@ def runs(rank: int, wrap: Wrap) -> dict[str, Any]:
     found = {}
     for name in ALGORITHMS:
         model, optimizer, algorithm = start(name, wrap)
-        recorder = tb.traces.Recorder()
+        recorder = tb.observe.Recorder()
         with tb.attach(model, optimizer, algorithm, observers=[recorder]):
             train(model, optimizer, rank, range(STEPS))
             during = weights_of(model)

@@ -1,4 +1,4 @@
-"""torchbagua.accelerate, in two processes: what trains, what comes back from a checkpoint, and what is refused."""
+"""The adapter of accelerate, in two processes: what trains, what comes back from a checkpoint, and what is refused."""
 
 import importlib
 import importlib.metadata
@@ -137,7 +137,7 @@ def test_no_thread_is_left_where_training_is_interrupted(found: Found) -> None:
 
 
 def test_one_process_is_refused() -> None:
-    from torchbagua.accelerate import attach
+    from torchbagua.integrations.accelerate import attach
 
     accelerator = accelerate.Accelerator(cpu=True)
     raw = torch.nn.Linear(2, 1)
@@ -161,7 +161,7 @@ def test_an_earlier_accelerate_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_private_names_that_are_read_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter = importlib.import_module("torchbagua.accelerate")
+    adapter = importlib.import_module("torchbagua.integrations.accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     assert accelerator._models == accelerator._optimizers == accelerator._custom_objects == []
     monkeypatch.setattr(adapter, "check_uses_ddp", lambda accelerator: None)

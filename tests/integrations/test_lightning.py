@@ -15,12 +15,12 @@ from rank_programs import GRADIENTS, WEIGHTS
 import torchbagua as tb
 from documentation import ROOT, blocks_of
 from programs import run, torchrun
-from torchbagua import frameworks
+from torchbagua.integrations import common as frameworks
 
 pytestmark = pytest.mark.integrations
 lightning = pytest.importorskip("lightning")  # the other tests run where no framework is
 pytorch_lightning = import_module("pytorch_lightning")
-adapter = import_module("torchbagua.lightning")
+adapter = import_module("torchbagua.integrations.lightning")
 BaguaStrategy = adapter.BaguaStrategy
 
 RANK = Path(__file__).parent / "lightning_rank.py"
@@ -292,14 +292,16 @@ def test_what_is_overridden_is_there() -> None:
 
 def without(package: str) -> "subprocess.CompletedProcess[str]":
     hidden = "; ".join(f"sys.modules[{name!r}] = None" for name in package.split())
-    program = f"import sys; {hidden}; import torchbagua.lightning as l; print(l.BaguaStrategy.__mro__[2].__module__)"
+    adapter = "from torchbagua.integrations.lightning import BaguaStrategy"
+    program = f"import sys; {hidden}; {adapter}; print(BaguaStrategy.__mro__[2].__module__)"
     return run([sys.executable, "-c", program], check=False, env=ENVIRONMENT)
 
 
 def test_without_lightning() -> None:
     done = without("lightning pytorch_lightning")
     assert re.search(
-        r"ImportError: torchbagua.lightning needs lightning, .*pip install 'torchbagua\[lightning\]'", done.stderr
+        r"ImportError: torchbagua.integrations.lightning needs lightning, .*pip install 'torchbagua\[lightning\]'",
+        done.stderr,
     )
     assert without("lightning").stdout.startswith("pytorch_lightning.")
 

@@ -1,4 +1,4 @@
-"""torchbagua.transformers, in two processes: what trains, what checkpoints and logs hold, and what is refused."""
+"""The adapter of transformers, in two processes: what trains, what checkpoints and logs hold, and what is refused."""
 
 import importlib.metadata
 import inspect
@@ -147,7 +147,7 @@ def test_refusals(found: Found, case: str, message: str) -> None:
 
 
 def test_one_process_is_refused(tmp_path: Path) -> None:
-    from torchbagua.transformers import attach
+    from torchbagua.integrations.transformers import attach
 
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(ValueError, match=r"of several processes, got DistributedType\.NO; start with torchrun"):
@@ -166,7 +166,7 @@ def test_without_accelerate_the_extra_is_that_of_transformers(
 ) -> None:
     for name in missing:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "torchbagua.accelerate", raising=False)
+    monkeypatch.delitem(sys.modules, "torchbagua.integrations.accelerate", raising=False)
     with pytest.raises(ImportError, match=r"transformers needs .*; pip install 'torchbagua\[transformers\]'"):
         runpy.run_path(str(ADAPTER))
 
@@ -180,7 +180,7 @@ def test_an_earlier_transformers_is_warned_of(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_trainer_without_a_private_method_is_refused() -> None:
-    from torchbagua.transformers import TrainerAttachment
+    from torchbagua.integrations.transformers import TrainerAttachment
 
     class EarlierTrainer:
         _inner_training_loop = None

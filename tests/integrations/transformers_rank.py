@@ -17,7 +17,7 @@ from torch import nn
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 
 import torchbagua as tb
-from torchbagua.transformers import TrainerAttachment, attach
+from torchbagua.integrations.transformers import TrainerAttachment, attach
 
 STEPS, STOP = 6, 3
 BATCH = 4
@@ -116,7 +116,7 @@ def runs() -> dict[str, Any]:
     for name, algorithm in ALGORITHMS.items():
         found[name] = {}
         for accumulation in (1, 2):
-            recorder, threads, spy = tb.traces.Recorder(), set(threading.enumerate()), Spy()
+            recorder, threads, spy = tb.observe.Recorder(), set(threading.enumerate()), Spy()
             trainer = make(name, accumulation, callbacks=[spy])
             attach(trainer, algorithm, observers=[recorder])
             trainer.train()

@@ -1,22 +1,30 @@
-"""The algorithms, one module each under Bagua's names, and the registry of names."""
+"""The algorithms, and the registry of their names.
 
-from torchbagua.algorithms.async_model_average import AsyncModelAverageAlgorithm, AsyncModelAverageAlgorithmImpl
+May import runtime and what is below it: they know no DDP, no FSDP2 and no GradScaler.
+Begin with base.py, which describes an algorithm, and impl.py, which runs one; then gradient/bytegrad.py.
+"""
+
 from torchbagua.algorithms.base import Algorithm, available_algorithms, get, register
-from torchbagua.algorithms.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
-from torchbagua.algorithms.compressed_allreduce import CompressedAllReduceAlgorithm, CompressedAllReduceAlgorithmImpl
-from torchbagua.algorithms.decentralized import (
+from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
+from torchbagua.algorithms.gradient.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
+from torchbagua.algorithms.gradient.compressed_all_reduce import (
+    CompressedAllReduceAlgorithm,
+    CompressedAllReduceAlgorithmImpl,
+)
+from torchbagua.algorithms.gradient.powersgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
+from torchbagua.algorithms.gradient.randomk import RandomKAlgorithm, RandomKAlgorithmImpl
+from torchbagua.algorithms.gradient.topk import TopKAlgorithm, TopKAlgorithmImpl
+from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.qadam.algorithm import QAdamAlgorithm, QAdamAlgorithmImpl
+from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
+from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithm, AsyncModelAverageAlgorithmImpl
+from torchbagua.algorithms.weights.decentralized import (
     DecentralizedAlgorithm,
     DecentralizedAlgorithmImpl,
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
 )
-from torchbagua.algorithms.diloco import DiLoCoAlgorithm, DiLoCoAlgorithmImpl, LocalSGDAlgorithm
-from torchbagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
-from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
-from torchbagua.algorithms.q_adam import QAdamAlgorithm, QAdamAlgorithmImpl, QAdamOptimizer
-from torchbagua.algorithms.randomk import RandomKAlgorithm, RandomKAlgorithmImpl
-from torchbagua.algorithms.topk import TopKAlgorithm, TopKAlgorithmImpl
+from torchbagua.algorithms.weights.diloco import DiLoCoAlgorithm, DiLoCoAlgorithmImpl, LocalSGDAlgorithm
 
 __all__ = [
     "Algorithm",

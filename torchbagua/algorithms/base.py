@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from torchbagua import native
+from torchbagua._description import describe
+from torchbagua._environment import environment
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.collectives import BaguaProcessGroup
-from torchbagua.description import describe
-from torchbagua.environment import environment
-from torchbagua.events import Observer, Run, check_observers
-from torchbagua.optimizers import check_optimizer, unwrap
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.observe.events import Observer, Run, check_observers
+from torchbagua.runtime.optimizer_steps import check_optimizer, unwrap
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 

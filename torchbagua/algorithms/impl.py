@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from torchbagua.algorithms.gradient_buckets import GradientBuckets
+from torchbagua._warnings import warn_user
 from torchbagua.algorithms.rank_state import check_rank_state, owner_of
-from torchbagua.bucket import BaguaBucket, BaguaTensor
-from torchbagua.changed_layout import check_gradient_layouts
-from torchbagua.collectives import BaguaProcessGroup, fingerprint, require_same_progress
-from torchbagua.compressors import Compressor, Identity
-from torchbagua.lane import Lane
-from torchbagua.optimizers import StepsTaken, StepWatch, parameters_of
-from torchbagua.state import ParameterState
-from torchbagua.user_warning import warn_user
+from torchbagua.codecs.base import Compressor
+from torchbagua.codecs.cast import Identity
+from torchbagua.collectives.agreement import fingerprint, require_same_progress
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
+from torchbagua.runtime.changed_layout import check_gradient_layouts
+from torchbagua.runtime.gradient_buckets import GradientBuckets
+from torchbagua.runtime.lane import Lane
+from torchbagua.runtime.optimizer_steps import StepsTaken, StepWatch, parameters_of
+from torchbagua.runtime.parameter_state import ParameterState
 
 if TYPE_CHECKING:
     from torchbagua.algorithms.base import Algorithm

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchbagua.collectives import BaguaProcessGroup
+from torchbagua.collectives.process_group import BaguaProcessGroup
 
 
 def owner_of(group: BaguaProcessGroup) -> dict[str, int]:

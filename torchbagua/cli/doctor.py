@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 import torchbagua
-from torchbagua.native import OperationStatus, build, cuda_toolkit, loader, nvrtc, status
+from torchbagua._text_table import table
+from torchbagua.native import build, cuda_toolkit, loader, nvrtc
 from torchbagua.native.cuda_toolkit import Unavailable
-from torchbagua.text_table import table
+from torchbagua.native.status import OperationStatus, status
 
 
 def main(arguments: Sequence[str] = ()) -> int:

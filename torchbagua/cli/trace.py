@@ -5,9 +5,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from torchbagua.traces.files import RankFile, events_of_step, find_files
-from torchbagua.traces.perfetto import merge
-from torchbagua.traces.summary import table_of
+from torchbagua.observe.files import RankFile, events_of_step, find_files
+from torchbagua.observe.perfetto import merge
+from torchbagua.observe.summary import table_of
 
 _VIEWER = "https://ui.perfetto.dev"
 
@@ -58,7 +58,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _draw(options: argparse.Namespace) -> int:
-    from torchbagua.traces.timeline import draw
+    from torchbagua.observe.timeline import draw
 
     ranks = events_of_step(_files(options), options.step)
     output = options.output or options.folder / "timeline.png"

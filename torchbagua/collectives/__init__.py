@@ -1,4 +1,8 @@
-"""Collectives over explicit groups: the only place that exchanges tensors between ranks."""
+"""Means, exchanges and agreements among the ranks of a group, coded or not.
+
+May import transport, codecs and what is below them. With transport the only callers of torch.distributed's collectives.
+Begin with process_group.py, then centralized_mean.py and two_phase_mean.py.
+"""
 
 from torchbagua.collectives.agreement import (
     all_reduce_max,
@@ -11,9 +15,7 @@ from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 from torchbagua.collectives.centralized_mean import Mean, centralized_mean, mean_of_nodes
 from torchbagua.collectives.clamp import clamp_to_mean
-from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
-from torchbagua.collectives.errors import CommunicationError, cause_of
 from torchbagua.collectives.exact_gather import ExactGather
 from torchbagua.collectives.gloo_reduce_scatter import gloo_reduce_scatter
 from torchbagua.collectives.low_precision_ring import Replicas, check_ring_compression, low_precision_ring
@@ -27,6 +29,8 @@ from torchbagua.collectives.residuals import Momentum
 from torchbagua.collectives.row_gather import RowGather
 from torchbagua.collectives.row_mean import RowMean
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
+from torchbagua.transport.communicator import Communicator
+from torchbagua.transport.errors import CommunicationError, cause_of
 
 __all__ = [
     "AllGather",

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.errors import CommunicationError
 from torchbagua.collectives.exchange import Exchange
+from torchbagua.transport.communicator import Communicator
+from torchbagua.transport.errors import CommunicationError
 
 
 def all_reduce_max(communicator: Communicator, values: Sequence[int], purpose: str) -> list[int]:

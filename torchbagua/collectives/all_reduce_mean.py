@@ -2,11 +2,11 @@
 
 import torch
 
-from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.private_groups import all_reduce
-from torchbagua.compressors import TensorSpec
-from torchbagua.events import Details
-from torchbagua.tracer import Span
+from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.observe.events import Details
+from torchbagua.observe.tracer import Span
+from torchbagua.transport.communicator import Communicator
+from torchbagua.transport.private_groups import all_reduce
 
 
 class AllReduceMean:

@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 
 class StoreBoard:
-    """See `torchbagua.events.Board`. A slot takes one key of the store for each rank, however often it is replaced."""
+    """See `torchbagua.observe.events.Board`. A slot takes one key of the store a rank, however often it changes."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = dist.PrefixStore("board", store)

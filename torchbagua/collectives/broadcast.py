@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchbagua.collectives.communicator import Communicator, Direction
+from torchbagua.transport.communicator import Communicator, Direction
 
 _TAG = 5  # no exchange's
 

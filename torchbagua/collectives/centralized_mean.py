@@ -5,14 +5,16 @@ from typing import Protocol
 
 import torch
 
+from torchbagua.codecs.base import Compressor
+from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.codecs.cast import Identity
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
-from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.hierarchical import BetweenNodes, Hierarchical
 from torchbagua.collectives.hierarchical_mean import HierarchicalMean
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
-from torchbagua.compressors import Compressor, Identity, TensorSpec
+from torchbagua.transport.communicator import Communicator
 
 
 class Mean(Protocol):

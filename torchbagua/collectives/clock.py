@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from torchbagua.collectives.communicator import Communicator
-from torchbagua.events import ClockOffset
+from torchbagua.observe.events import ClockOffset
+from torchbagua.transport.communicator import Communicator
 
 # The quickest of several questions is the one that met the least of other people's traffic.
 _NUM_QUESTIONS = 64

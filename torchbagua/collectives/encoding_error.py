@@ -4,8 +4,9 @@ from functools import cached_property
 
 import torch
 
-from torchbagua.compressors import Compressor, WireLayout
-from torchbagua.tracer import Tracer
+from torchbagua.codecs.base import Compressor
+from torchbagua.codecs.blocks import WireLayout
+from torchbagua.observe.tracer import Tracer
 
 # Of each bucket about so many are decoded once more in a sampled step, which takes some 0.1 ms.
 SAMPLED_ELEMENTS = 1 << 16

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from torchbagua.collectives.residuals import Momentum, Residual, StagedSlice, VelocityResidual
-from torchbagua.tracer import Tracer
+from torchbagua.observe.tracer import Tracer
 
 
 class TwoPhaseResiduals:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.exchange import Exchange, Stage, run_stages
+from torchbagua.transport.communicator import Communicator
 
 # `AllGather` has the first piece of the same connections.
 _CROSSING_PIECE = 1

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, Communicator
-from torchbagua.collectives.private_groups import all_to_all
-from torchbagua.events import Details
-from torchbagua.tracer import NO_SPAN, Span
+from torchbagua.observe.events import Details
+from torchbagua.observe.tracer import NO_SPAN, Span
+from torchbagua.transport.communicator import SMALL_MESSAGE_BYTES, Communicator
+from torchbagua.transport.private_groups import all_to_all
 
 # Exchanges of different operations, and of different pieces, may be under way at the same time.
 _TAGS = {"all_to_all": 0, "all_gather": 1, "peer_exchange": 2, "agreement": 3}

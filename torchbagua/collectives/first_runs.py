@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from torchbagua.collectives.agreement import all_reduce_max
-from torchbagua.collectives.communicator import Communicator
+from torchbagua.transport.communicator import Communicator
 
 _NUM_RUNS = 3
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.errors import CommunicationError, cause_of
-from torchbagua.torch_private import reduce_scatter_base
+from torchbagua._torch import reduce_scatter_base
+from torchbagua.transport.communicator import Communicator
+from torchbagua.transport.errors import CommunicationError, cause_of
 
 
 def gloo_reduce_scatter(communicator: Communicator, x_N: torch.Tensor, out_L: torch.Tensor, op: Any, name: str) -> None:

@@ -6,13 +6,16 @@ from typing import TypeVar
 
 import torch
 
+from torchbagua.codecs import by_name
+from torchbagua.codecs.base import Compressor, sum_dtype
+from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.codecs.cast import Identity
 from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.exchange import ElementCounts, Exchange
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
-from torchbagua.compressors import Compressor, Identity, TensorSpec, by_name, sum_dtype
 
 T = TypeVar("T")
 

@@ -9,13 +9,14 @@ from typing import Protocol
 
 import torch
 
+from torchbagua.codecs.base import Compressor, sum_dtype
+from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.codecs.cast import Identity, typed
 from torchbagua.collectives.all_gather import AllGather
-from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
-from torchbagua.compressors import Compressor, Identity, TensorSpec, sum_dtype
-from torchbagua.compressors.cast import typed
+from torchbagua.transport.communicator import Communicator
 
 
 class BetweenNodes(Protocol):

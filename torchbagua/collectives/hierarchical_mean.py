@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from torchbagua.codecs.base import Compressor, sum_dtype
+from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.exchange import Stage, run_stages
 from torchbagua.collectives.first_runs import FirstRuns
@@ -18,7 +20,6 @@ from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.rank_chunks import Piece, RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter, Rows
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean, is_long
-from torchbagua.compressors import Compressor, TensorSpec, sum_dtype
 
 _NUM_PIECES = 2
 

@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torchbagua.codecs import check_compression, needs_feedback
+from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor, divide
+from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.collectives.clamp import clamp_to_mean
-from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.encoding_error import EncodingErrorProbe
 from torchbagua.collectives.exchange import ElementCounts, Exchange
 from torchbagua.collectives.hierarchical import BetweenNodes, Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.compressors import DEFAULT_BLOCK, Compressor, TensorSpec, check_compression, needs_feedback
-from torchbagua.compressors.base import divide
-from torchbagua.events import Details, Phase
-from torchbagua.tracer import Span
+from torchbagua.observe.events import Details, Phase
+from torchbagua.observe.tracer import Span
+from torchbagua.transport.communicator import Communicator
 
 # What the arithmetic of one piece touches stays in a core's cache. On a GPU there is one piece, and few launches.
 _PIECE_ELEMENTS = 1 << 16

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from torchbagua.codecs.base import Compressor
+from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.collectives.centralized_mean import Mean, centralized_mean
 from torchbagua.collectives.low_rank_state import LowRankState, MatrixShape, MatrixState
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.orthogonalise import FactorPlace, Orthogonaliser
-from torchbagua.compressors import Compressor, TensorSpec
-from torchbagua.events import Details
+from torchbagua.observe.events import Details
 
 _PRODUCT_ELEMENTS = 8192  # of a part of a product, about
 

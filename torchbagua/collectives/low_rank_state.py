@@ -61,7 +61,7 @@ class MatrixState:
 
 
 class LowRankState:
-    """What is kept of the parameters of one bucket: errors and right factors, see `torchbagua.state.BucketState`.
+    """What is kept of the parameters of one bucket: errors and right factors; see `BucketState`.
 
     Memory: 8 bytes an element of a matrix.
 

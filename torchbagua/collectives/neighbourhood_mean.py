@@ -7,15 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from torchbagua.codecs.base import divide, sum_dtype
+from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.codecs.cast import Identity
 from torchbagua.collectives.centralized_mean import centralized_mean
-from torchbagua.collectives.communicator import Communicator
 from torchbagua.collectives.exchange import Exchange
 from torchbagua.collectives.hierarchical import BetweenNodes, Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.compressors import Identity, TensorSpec, sum_dtype
-from torchbagua.compressors.base import divide
-from torchbagua.events import Details
-from torchbagua.topology import AllRanks, Topology, peers_in_order
+from torchbagua.collectives.topology import AllRanks, Topology, peers_in_order
+from torchbagua.observe.events import Details
+from torchbagua.transport.communicator import Communicator
 
 # With a longer period a rank meets so many others that a connection to all takes no more sockets, and fewer threads.
 _MOST_LINKED_ROUNDS = 16

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from torchbagua.collectives.communicator import Communicator
+from torchbagua.transport.communicator import Communicator
 
 
 class NodeGroups:

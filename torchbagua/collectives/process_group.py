@@ -10,22 +10,22 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from torchbagua._torch import timeout_of
+from torchbagua._warnings import warn_user
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.board import StoreBoard
 from torchbagua.collectives.clock import clock_of_machine, clock_offset
-from torchbagua.collectives.communicator import Communicator
-from torchbagua.collectives.errors import CommunicationError, cause_of
 from torchbagua.collectives.group_operations import GroupOperations
 from torchbagua.collectives.nodes import number_given_nodes
-from torchbagua.collectives.private_groups import has_nccl
-from torchbagua.collectives.private_nccl import PrivateNccl, warn_of_launch_order
 from torchbagua.collectives.store_agreement import Introduction, Settings, Verdict, agree_over_store
-from torchbagua.events import ClockOffset, Observer, check_observers
-from torchbagua.side_stream import wait_on_host
-from torchbagua.topology import Topology
-from torchbagua.torch_private import timeout_of
-from torchbagua.tracer import Tracer
-from torchbagua.user_warning import warn_user
+from torchbagua.collectives.topology import Topology
+from torchbagua.observe.events import ClockOffset, Observer, check_observers
+from torchbagua.observe.tracer import Tracer
+from torchbagua.transport.communicator import Communicator
+from torchbagua.transport.errors import CommunicationError, cause_of
+from torchbagua.transport.nccl import PrivateNccl, warn_of_launch_order
+from torchbagua.transport.private_groups import has_nccl
+from torchbagua.transport.streams import wait_on_host
 from torchbagua.version import __version__
 
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from torchbagua.collectives.communicator import Communicator
+from torchbagua.codecs.base import Compressor
+from torchbagua.codecs.blocks import TensorSpec, WireLayout
 from torchbagua.collectives.exchange import ElementCounts
-from torchbagua.collectives.private_groups import all_gather_equal, all_to_all_equal
-from torchbagua.compressors import Compressor, TensorSpec, WireLayout
-from torchbagua.events import Details, Phase
-from torchbagua.tracer import NO_SPAN, Span
+from torchbagua.observe.events import Details, Phase
+from torchbagua.observe.tracer import NO_SPAN, Span
+from torchbagua.transport.communicator import Communicator
+from torchbagua.transport.private_groups import all_gather_equal, all_to_all_equal
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from torchbagua.codecs.blocks import WireLayout
 from torchbagua.collectives.encoding_error import EncodingErrorProbe
 from torchbagua.collectives.exchange import Exchange, Stage, run_stages
 from torchbagua.collectives.rank_chunks import Piece, RankChunks
 from torchbagua.collectives.residuals import Residual
-from torchbagua.compressors import WireLayout
 
 # Wires by the rank that they come from, [R, W]. Where the wire is the tensor, a list: own row stays where it is.
 Rows = Any

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchbagua.compressors import Compressor, WireLayout
+from torchbagua.codecs.base import Compressor
+from torchbagua.codecs.blocks import WireLayout
 
 _PIECE_ELEMENTS = 1 << 16
 

@@ -8,10 +8,11 @@ from itertools import chain
 
 import torch
 
+from torchbagua.codecs.base import Compressor, sum_dtype
+from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
-from torchbagua.compressors import Compressor, TensorSpec, sum_dtype
 
 
 def ranks_by_place(group: BaguaProcessGroup, device: torch.device) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 
 from torchbagua.collectives.nodes import number_by_first_appearance
-from torchbagua.collectives.store_requests import read_texts
+from torchbagua.transport.store_requests import read_texts
 
 Settings = Mapping[str, bool | int | float | str | list[int] | None]
 Runs = list[list[Any]]

@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torchbagua.codecs.base import Compressor
+from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.collectives.all_gather import AllGather, Gathering
-from torchbagua.collectives.communicator import SMALL_MESSAGE_BYTES, Communicator
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals, tell_residuals
 from torchbagua.collectives.exchange import Stage, run_stages
 from torchbagua.collectives.first_runs import FirstRuns
 from torchbagua.collectives.rank_chunks import Piece, RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter, Rows, Scattering
-from torchbagua.compressors import Compressor, TensorSpec
+from torchbagua.transport.communicator import SMALL_MESSAGE_BYTES, Communicator
 
 
 class TwoPhaseMean:

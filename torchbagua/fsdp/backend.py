@@ -6,10 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchbagua._torch import add_backends, fsdp_all_reduces, nccl_options, work_of
+from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import Algorithm
-from torchbagua.fsdp.rows import CommunicatingPart, Row, RowAllReduce, RowRunner
-from torchbagua.torch_private import add_backends, fsdp_all_reduces, nccl_options, work_of
-from torchbagua.user_warning import warn_user
+from torchbagua.training.sharded.rows import CommunicatingPart, Row, RowAllReduce, RowRunner
 
 
 class ReplicaGroup(dist.ProcessGroup):

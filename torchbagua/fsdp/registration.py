@@ -5,12 +5,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from torchbagua._torch import fsdp_reduce_scatter, fsdp_replicate_group
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.fsdp.backend import Announcer, ReplicaGroup
-from torchbagua.fsdp.parts import check_sharded
-from torchbagua.fsdp.rows import check_parameters_inside, communicating_parts
-from torchbagua.shards import reshard, sharded_parts
-from torchbagua.torch_private import fsdp_reduce_scatter, fsdp_replicate_group
+from torchbagua.runtime.shards import reshard, sharded_parts
+from torchbagua.training.sharded.parts import check_sharded
+from torchbagua.training.sharded.rows import check_parameters_inside, communicating_parts
 
 
 def register_backend(algorithm: Algorithm, *, name: str = "torchbagua") -> None:

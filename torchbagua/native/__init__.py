@@ -1,10 +1,11 @@
-"""The native operations: each in plain torch, and the loader of the compiled kernels.
+"""The compiled kernels: each operation in plain torch too, and what builds, loads and launches them.
 
-Importing this package registers the operations; it compiles and loads nothing.
+May import observe and the modules that begin with _. Importing it registers operations; it compiles and loads nothing.
+Begin with ops.py, the table of operations, then loader.py.
 """
 
 # What is imported registers its operations: a codec is a name here.
-from torchbagua.native import blockk, low_rank, minmax_uint4, minmax_uint8, qadam, randomk, sign_1bit, topk  # noqa: F401
+from torchbagua.native import blockk, low_rank, minmax_uint4, minmax_uint8, qadam, randomk, sign1bit, topk  # noqa: F401
 from torchbagua.native.loader import load
 from torchbagua.native.status import OperationStatus, status
 

@@ -13,13 +13,13 @@ from typing import Literal
 
 import torch
 
-from torchbagua import torch_private
+from torchbagua import _torch
+from torchbagua._warnings import warn_user
 from torchbagua.native import cuda_toolkit, nvrtc, recipe
 from torchbagua.native.build import Build, compile_once, find_compiler
 from torchbagua.native.cuda_toolkit import Unavailable
 from torchbagua.native.launcher import register_nvrtc
 from torchbagua.native.ops import NATIVE_OPS
-from torchbagua.user_warning import warn_user
 
 NativePath = Literal["aot", "jit", "nvrtc", "reference"]
 
@@ -194,7 +194,7 @@ def forced_path(kernels: DeviceKernels) -> NativePath | None:
 
 def usable_devices() -> list[DeviceKernels]:
     """Those that this process can use."""
-    return [CPU, CUDA] if torch.cuda.is_available() and not torch_private.is_forked_from_cuda() else [CPU]
+    return [CPU, CUDA] if torch.cuda.is_available() and not _torch.is_forked_from_cuda() else [CPU]
 
 
 def capabilities() -> list[int]:
@@ -237,7 +237,7 @@ def loaded_path(kernels: DeviceKernels) -> NativePath | None:
 
 def has_kernel(operation: str, kernels: DeviceKernels) -> bool:
     """Whether an operation has a native kernel for the device, loaded and registered."""
-    return torch_private.has_kernel(f"torchbagua::{operation}", kernels.device.upper())
+    return _torch.has_kernel(f"torchbagua::{operation}", kernels.device.upper())
 
 
 @functools.cache

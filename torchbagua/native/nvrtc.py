@@ -9,10 +9,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torchbagua._warnings import warn_user
 from torchbagua.native import recipe
 from torchbagua.native.build import cache_folder, read_sealed, seal
 from torchbagua.native.cuda_toolkit import Unavailable, nearest_architecture
-from torchbagua.user_warning import warn_user
 
 # The oldest compute capability with kernels: 7.5, which CUDA 13 begins with.
 OLDEST_ARCHITECTURE = recipe.ARCHITECTURES[0]

@@ -63,8 +63,8 @@ def _compare_runs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     from torchbagua.cli.demo.report import Comparison, describe, write
     from torchbagua.cli.demo.text import read_standard_library
     from torchbagua.cli.demo.train import Settings
-    from torchbagua.traces.files import find_files
-    from torchbagua.traces.perfetto import merge
+    from torchbagua.observe.files import find_files
+    from torchbagua.observe.perfetto import merge
 
     try:
         text_mb = len(read_standard_library()) / 1e6

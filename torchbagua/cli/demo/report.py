@@ -8,9 +8,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from torchbagua._environment import environment
+from torchbagua._text_table import table
 from torchbagua.cli.demo.train import Run, Settings, num_final_steps
-from torchbagua.environment import environment
-from torchbagua.text_table import table
 
 LOSS_TOLERANCE = 0.01
 """How far ByteGrad's loss may lie from plain DDP's; what the project promises."""
@@ -60,7 +60,7 @@ The losses differ by {comparison.loss_difference:.2%}, {verdict} {LOSS_TOLERANCE
 
 Loss: mean of the last {num_final} steps and of all ranks. ms: median, on one machine without a network.
 MB: sent by each rank for {plain.num_elements:,} gradient elements. ByteGrad's are measured by
-torchbagua.traces.Recorder. Plain DDP's are the volume of the ring all-reduce that gloo runs,
+torchbagua.observe.Recorder. Plain DDP's are the volume of the ring all-reduce that gloo runs,
 2 (n-1)/n x 4 bytes x elements for n ranks; `make bench-network` checks it at the network interface."""
 
 

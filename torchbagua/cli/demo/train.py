@@ -22,9 +22,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import torchbagua as tb
+from torchbagua._environment import usable_cores
 from torchbagua.cli.demo.model import GPT, VOCABULARY
 from torchbagua.cli.demo.text import read_standard_library
-from torchbagua.environment import usable_cores
 
 CONTEXT = 64
 SEQUENCES_PER_RANK = 8
@@ -97,7 +97,7 @@ def train_rank(settings: Settings) -> list[Run]:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
         plain = _train("plain DDP", None, (), text, settings)
-        traces = tb.traces.TensorBoardTrace(settings.traces), tb.traces.PerfettoTrace(settings.traces)
+        traces = tb.observe.TensorBoardTrace(settings.traces), tb.observe.PerfettoTrace(settings.traces)
         return [plain, _train("ByteGrad", tb.ByteGradAlgorithm(), traces, text, settings)]
     finally:
         dist.destroy_process_group()
@@ -112,7 +112,7 @@ def _train(
     ddp = DistributedDataParallel(GPT(width=160, num_layers=4, num_heads=5))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95))
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
-    recorder = tb.traces.Recorder()
+    recorder = tb.observe.Recorder()
     total_sent_bytes = 0
     losses, step_ms, sent_bytes = [], [], []
 

@@ -1,0 +1,56 @@
+"""GradientAllReduce: the mean of gradients in full precision."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from torchbagua.algorithms.base import Algorithm, check_flags, register
+from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.runtime.bucket import BaguaBucket
+
+
+@dataclass(frozen=True)
+class GradientAllReduceAlgorithm(Algorithm):
+    """Average gradients in full precision, as plain DDP does.
+
+    Sums are formed in rank order: in float32, and in float64 for float64 gradients. gloo adds in another order, so the
+    result equals plain DDP's bit for bit only with two ranks, or where the sums are exact.
+
+    Args:
+        hierarchical: add up within nodes first, so that each part of a gradient crosses between nodes once per node.
+            The result is the mean of all ranks, also where nodes have different numbers of ranks.
+        average: divide by the number of ranks; False gives the sum.
+
+    Raises:
+        TypeError: an argument is not True or False.
+    """
+
+    averages_weights: ClassVar[bool | None] = False
+
+    hierarchical: bool = False
+    average: bool = True
+
+    def __post_init__(self) -> None:
+        check_flags(self, "hierarchical", "average")
+
+    def prepare(self) -> None:
+        """Nothing: full precision needs no native kernel."""
+
+    def make_impl(self, process_group: BaguaProcessGroup) -> "GradientAllReduceAlgorithmImpl":
+        return GradientAllReduceAlgorithmImpl(process_group, self)
+
+
+class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
+    """See `GradientAllReduceAlgorithm`."""
+
+    algorithm: GradientAllReduceAlgorithm
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
+        bucket.append_centralized_synchronous_op(
+            hierarchical=self.algorithm.hierarchical, average=self.algorithm.average
+        )
+
+
+register("gradient_allreduce", GradientAllReduceAlgorithm, "mean of gradients in full precision")

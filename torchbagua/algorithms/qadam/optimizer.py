@@ -1,0 +1,313 @@
+"""QAdamOptimizer: Adam, and after a warm-up Adam whose second moment stands still."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchbagua import native
+from torchbagua._torch import leave_scaling_to_scaler, mark_as_stepped, unhooked_step
+from torchbagua.algorithms.qadam.options import check_group, check_numbers
+from torchbagua.algorithms.qadam.updates import AdamUpdates
+from torchbagua.native.qadam import qadam_update
+from torchbagua.runtime.memory_order import MemoryOrder, flatten_like
+from torchbagua.runtime.optimizer_steps import parameters_of, unwrap
+
+# In the state of a parameter: updates since its warm-up. Adam's own "step" stands still with the second moment whose
+# bias it corrects, so that Adam can go on from this state.
+_UPDATES_SINCE = "updates_since_warmup"
+# In a group with such a parameter: the betas of its warm-up.
+_FROZEN_BETAS = "frozen_betas"
+
+
+class QAdamOptimizer(torch.optim.Adam):
+    """Adam for the first steps, and after that Adam with a second moment that stands still.
+
+    The first `warmup_steps` updates of every parameter are those of `torch.optim.Adam`, bit for bit. Then the second
+    moment v and its bias correction stand still, and only the momentum changes, which `QAdamAlgorithm` averages (1-bit
+    Adam, Tang et al., arXiv 2102.02888; Bagua, arXiv 2107.01499). With W warm-up steps, update t is
+    m = b1 m + (1 - b1) g and w -= lr m / (1 - b1^t) / (sqrt(v / (1 - b2^W)) + eps). Weight decay is that of Adam or of
+    AdamW.
+
+    An element that hardly had a gradient in the warm-up has a tiny v. What multiplies lr is therefore kept within
+    max(1, (1 - b1) / sqrt(1 - b2)), the most that it can be under Adam (Kingma and Ba, arXiv 1412.6980, section 2.1).
+    Where v is 0 the element does not move.
+
+    A `state_dict` of this optimizer can be loaded into torch.optim.Adam, and the other way round. Groups may have a
+    `warmup_steps` of their own.
+
+    Args:
+        params: real parameters, or groups of them. For float64 ones every step is computed in float64.
+        lr: the learning rate, as in Adam.
+        warmup_steps: how many updates a parameter gets before its second moment stands still.
+        betas: decay of the two moments, as in Adam.
+        eps: what is added to the denominator, as in Adam.
+        weight_decay: as in Adam.
+        decoupled_weight_decay: decay weights as AdamW does.
+        maximize: as in Adam.
+        foreach: as in Adam; concerns the warm-up only.
+        fused: as in Adam; concerns the warm-up only.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        warmup_steps: int = 100,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        decoupled_weight_decay: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        self._group_of: dict[int, dict[str, Any]] = {}
+        self._adam_updates = AdamUpdates()
+        self._default_warmup_steps = warmup_steps
+        self._averager: weakref.ref[object] | None = None
+        check_numbers({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        self.defaults["warmup_steps"] = warmup_steps
+        leave_scaling_to_scaler(self)  # a fused Adam would have to unscale and skip by itself
+        native.load()
+
+    @classmethod
+    def wrap(cls, optimizer: torch.optim.Adam, warmup_steps: int = 100) -> "QAdamOptimizer":
+        """Return a QAdamOptimizer that continues where `optimizer`, an Adam or AdamW, stands.
+
+        Both share parameter groups, state and gradients, so do not step `optimizer` any more. Its schedulers keep
+        setting the learning rates. Its updates so far count as warm-up.
+
+        Raises:
+            TypeError: `optimizer` is neither Adam nor AdamW.
+            ValueError: `optimizer` has an option that QAdam does not have: amsgrad, capturable or differentiable.
+        """
+        optimizer = unwrap(optimizer)
+        if not isinstance(optimizer, torch.optim.Adam) or isinstance(optimizer, cls):
+            raise TypeError(f"QAdamOptimizer.wrap: optimizer must be an Adam or AdamW, got {type(optimizer).__name__}")
+        for option in ("amsgrad", "capturable", "differentiable"):
+            if any(group[option] for group in optimizer.param_groups):
+                raise ValueError(f"QAdamOptimizer.wrap: optimizer must be without {option}, got {option}=True")
+        first = optimizer.param_groups[0]
+        own = cls(first["params"], warmup_steps=warmup_steps)
+        own.defaults.update(optimizer.defaults)
+        own.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+        mark_as_stepped(optimizer)
+        return own
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; its parameters have a warm-up of their own.
+
+        Raises:
+            TypeError, ValueError: an option of the group is not allowed, or a parameter is complex.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("warmup_steps", self._default_warmup_steps)
+        try:
+            check_group(group)
+        except (TypeError, ValueError):
+            del self.param_groups[-1]
+            raise
+        self._group_of |= {id(parameter): group for parameter in group["params"]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a state, of Adam perhaps."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's is not typed
+        self._averager = getattr(self, "_averager", None)
+        self._adam_updates = AdamUpdates()
+        self._default_warmup_steps = self.defaults["warmup_steps"]
+        self._adopt_groups()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, or of Adam: that leaves each group's `warmup_steps` as they are."""
+        groups = self.param_groups
+        saved = [
+            {"warmup_steps": own["warmup_steps"], **given}
+            for own, given in zip(groups, state_dict["param_groups"], strict=False)
+        ]
+        super().load_state_dict({**state_dict, "param_groups": saved + state_dict["param_groups"][len(saved) :]})
+        groups[:] = self.param_groups  # the very list that schedulers of a wrapped optimizer go through
+        self.param_groups = groups
+
+    def _adopt_groups(self) -> None:
+        for group in self.param_groups:
+            group.setdefault("warmup_steps", self._default_warmup_steps)
+            check_group(group)
+        self._group_of = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+
+    def attach_averager(self, averager: object) -> None:
+        """Allow steps after the warm-up as long as `averager`, which averages momenta, exists; one at a time."""
+        if self.has_averager:
+            raise ValueError("QAdamAlgorithm: q_adam_optimizer is attached already; detach it first")
+        self._averager = weakref.ref(averager)
+
+    def detach_averager(self, averager: object) -> None:
+        """End what `attach_averager` began."""
+        if self._averager is not None and self._averager() is averager:
+            self._averager = None
+
+    @property
+    def has_averager(self) -> bool:
+        """Whether momenta are averaged."""
+        return self._averager is not None and self._averager() is not None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All parameters that it trains, group by group."""
+        return parameters_of(self)
+
+    @property
+    def num_updates(self) -> list[int]:
+        """Updates of each parameter so far."""
+        return list(map(self._num_updates_of, self.parameters))
+
+    @property
+    def num_updates_past_warmup(self) -> dict[int, int]:
+        """Updates so far of those parameters whose second moment stands still, by their place in `parameters`."""
+        return {
+            index: self._num_updates_of(parameter)
+            for index, parameter in enumerate(self.parameters)
+            if self.is_past_warmup(parameter)
+        }
+
+    def _num_updates_of(self, parameter: Tensor) -> int:
+        state = self.state.get(parameter, {})
+        since: int = state.get(_UPDATES_SINCE, 0)
+        return self._adam_updates.of(parameter, state) + since
+
+    def adopt_momentum(self, parameter: Tensor, momentum: Tensor) -> None:
+        """Set the momentum to that of a step, after the warm-up, which other ranks take and this one does not."""
+        state = self.state[parameter]
+        state["exp_avg"].copy_(momentum)
+        state[_UPDATES_SINCE] = state.get(_UPDATES_SINCE, 0) + 1
+
+    def beta1_of(self, parameter: Tensor) -> float:
+        """Return the decay of the momentum of `parameter`."""
+        beta1: float = self._group_of[id(parameter)]["betas"][0]
+        return beta1
+
+    def is_past_warmup(self, parameter: Tensor) -> bool:
+        """Return whether the second moment of `parameter` stands still.
+
+        Raises:
+            ValueError: betas have been changed since the end of the warm-up.
+        """
+        group, state = self._group_of.get(id(parameter)), self.state.get(parameter)
+        if group is None or not state:
+            return False
+        if not state.get(_UPDATES_SINCE) and self._adam_updates.of(parameter, state) < group["warmup_steps"]:
+            return False
+        frozen, betas = tuple(group.setdefault(_FROZEN_BETAS, group["betas"])), tuple(group["betas"])
+        if betas != frozen:
+            raise ValueError(
+                f"QAdamOptimizer: betas must stay {frozen} after the warm-up, when the second moment and its bias "
+                f"correction stand still, got {betas}; a OneCycleLR or CyclicLR wants cycle_momentum=False"
+            )
+        return True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step: Adam's for parameters in their warm-up, QAdam's for those past it.
+
+        Raises:
+            RuntimeError: parameters are past their warm-up, and no QAdamAlgorithm averages their momenta.
+            ValueError: gradients are sparse, or betas have been changed after the warm-up.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not all("warmup_steps" in group for group in self.param_groups):  # of the optimizer that is wrapped
+            self._adopt_groups()
+        with torch.no_grad():
+            with_gradient = [parameter for parameter in self.parameters if parameter.grad is not None]
+            for parameter in with_gradient:
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    raise ValueError(
+                        f"QAdamOptimizer: gradients must be dense, got a sparse one of shape {list(parameter.shape)}"
+                    )
+            warm: list[Tensor] = []
+            past: list[Tensor] = []
+            for parameter in with_gradient:
+                (past if self.is_past_warmup(parameter) else warm).append(parameter)
+            if past and not self.has_averager:
+                raise RuntimeError(
+                    "QAdamOptimizer: after the warm-up of "
+                    f"{self._group_of[id(past[0])]['warmup_steps']} steps momenta have to be averaged: "
+                    "torchbagua.attach(ddp, optimizer, torchbagua.QAdamAlgorithm(optimizer))"
+                )
+            if warm or not past:
+                self._adam_step(warm, without=past)
+            self._update(past)
+        return loss
+
+    def _adam_step(self, warm: list[Tensor], without: list[Tensor]) -> None:
+        counts = [self._adam_updates.of(parameter, self.state[parameter]) for parameter in warm]
+        gradients = [parameter.grad for parameter in without]
+        for parameter in without:  # Adam steps whatever has a gradient
+            parameter.grad = None
+        try:
+            unhooked_step(torch.optim.Adam.step)(self)  # step has called the hooks
+        finally:
+            for parameter, gradient in zip(without, gradients, strict=True):
+                parameter.grad = gradient
+        for parameter, count in zip(warm, counts, strict=True):
+            self.state[parameter].setdefault(_UPDATES_SINCE, 0)
+            self._adam_updates.set_to(count + 1, parameter, self.state[parameter])
+
+    def _update(self, parameters: list[Tensor]) -> None:
+        """Take QAdam's step of these parameters; those alike go through one call of the kernel."""
+        alike: dict[tuple[int, int, int, bool], list[Tensor]] = {}
+        for parameter in parameters:
+            state = self.state[parameter]
+            state[_UPDATES_SINCE] = state.get(_UPDATES_SINCE, 0) + 1
+            num_warm = self._adam_updates.of(parameter, state)
+            is_double = parameter.dtype == torch.float64
+            key = (id(self._group_of[id(parameter)]), num_warm, state[_UPDATES_SINCE], is_double)
+            alike.setdefault(key, []).append(parameter)
+        for (_, num_warm, num_since, is_double), members in alike.items():
+            group = self._group_of[id(members[0])]
+            lr, decay, is_decoupled = float(group["lr"]), group["weight_decay"], group["decoupled_weight_decay"]
+            beta1, beta2 = group["betas"]
+            correction1 = 1.0 - beta1 ** (num_warm + num_since)
+            tensors = [_flat_tensors(parameter, self.state[parameter]) for parameter in members]
+            update = qadam_update if is_double else torch.ops.torchbagua.qadam_update
+            update(
+                *map(list, zip(*tensors, strict=True)),
+                gradient_sign=-1.0 if group["maximize"] else 1.0,
+                weight_decay=0.0 if is_decoupled else decay,
+                shrink=1.0 - lr * decay if is_decoupled else 1.0,
+                beta1=beta1,
+                root_correction2=(1.0 - beta2**num_warm) ** 0.5,
+                eps=group["eps"],
+                largest_ratio=max(1.0, (1.0 - beta1) / (1.0 - beta2) ** 0.5) * correction1,
+                step_size=lr / correction1,
+            )
+            for parameter, (weight, _, momentum, _) in zip(members, tensors, strict=True):
+                for changed, result in ((parameter, weight), (self.state[parameter]["exp_avg"], momentum)):
+                    if result.data_ptr() != changed.data_ptr():  # a copy
+                        changed.copy_(MemoryOrder(parameter).shape(result))
+
+
+def _flat_tensors(parameter: Tensor, state: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Return weight, gradient and both moments in one dimension and one order: views, or copies."""
+    assert parameter.grad is not None
+    tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+    return tuple(flatten_like(parameter, tensor) for tensor in tensors)

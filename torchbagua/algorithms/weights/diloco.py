@@ -1,0 +1,485 @@
+"""DiLoCo: every rank takes many steps of its own, and then an outer optimizer steps by what all have come to."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from torchbagua._description import describe
+from torchbagua._warnings import warn_user
+from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags, register
+from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm
+from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.rank_state import check_keys, check_rank_state, owner_of
+from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm, SynchronousAveragingImpl
+from torchbagua.algorithms.weights.shadow_weights import OuterOptimizer, ShadowWeights, fragments_of
+from torchbagua.codecs import by_name, check_compression, needs_feedback
+from torchbagua.codecs.base import Compressor
+from torchbagua.codecs.cast import Identity
+from torchbagua.collectives.agreement import all_reduce_max
+from torchbagua.collectives.broadcast import broadcast_tensors
+from torchbagua.collectives.centralized_mean import mean_of_nodes
+from torchbagua.collectives.error_feedback import TwoPhaseResiduals
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.observe.events import Details
+from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
+from torchbagua.runtime.lane import Job
+from torchbagua.runtime.parameter_state import ParameterState, residual_state
+from torchbagua.runtime.weight_buckets import FLAT, SNAPSHOT, WeightBucket
+
+
+@dataclass(frozen=True, repr=False)
+class DiLoCoAlgorithm(ModelAveragingAlgorithm):
+    """Every rank takes steps of its own; every `inner_steps` an outer optimizer steps by the mean of their progress.
+
+    All ranks hold the same shadow weights theta, in float32. In a round each rank sends its outer gradient, D = theta -
+    w for its weights w, and receives the mean. The outer optimizer steps theta by that: by default SGD with Nesterov
+    momentum, m = mu m + D; theta -= lr (D + mu m). The weights become theta (DiLoCo, Douillard et al., arXiv
+    2311.08105, algorithm 1). The optimizer that you attach with is the inner one, and its state is never averaged.
+
+    With a `delay`, training goes on while a round is under way. So many steps later the change of theta is added to the
+    weights, so that steps taken meanwhile are kept. With several `fragments`, each goes in a round of its own, in turn
+    (Streaming DiLoCo, Douillard et al., arXiv 2501.18512; there the two are mixed, here the difference is added).
+
+    In each round a rank sends 2 (n-1)/n times the encoded parameters. With 4 bits every 30 steps that is 1/226 of what
+    DDP sends in float32. What is NaN or Inf on one rank is in the mean of all: such a round is dropped on all ranks, as
+    if it had not been, and a RuntimeWarning says so once.
+
+    A state can be loaded under another `inner_steps`, `compression`, `delay`, `hierarchical`, `final_average` and
+    `bucket_cap_mb`. With another number of ranks, or other nodes, residuals are dropped, with a RuntimeWarning: that
+    costs what compression left out of one round.
+
+    Args:
+        inner_steps: steps between two rounds of a fragment, H. Fragment p of F communicates after step (p + 1) H // F,
+            and then every H steps; buffers go with the last.
+        outer_lr: learning rate of the outer SGD.
+        outer_momentum: momentum of the outer SGD. 0.6 for tens of rounds, up to 0.9 for many hundreds.
+        nesterov: whether it is Nesterov's.
+        outer_optimizer: takes the place of these three: a function of the list of shadow weights, a float32 tensor for
+            each parameter, that returns a torch.optim.Optimizer of them. Ranks compare it by its qualified name, so it
+            must have one: no lambda.
+        compression: how outer gradients are sent: "MinMaxUInt4", "MinMaxUInt8", "sign1bit", "topk", "blockk",
+            "bfloat16" or "float16"; None for full precision; or a Compressor. "sign1bit", "topk" and "blockk" need
+            error feedback.
+        error_feedback: add what compression leaves out to what is sent in the next round.
+        fragments: so many parts of the parameters, of about as many bytes.
+        delay: steps from the end of a fragment's inner steps until its round is applied, less than `inner_steps` /
+            `fragments`. With 0, training waits.
+        hierarchical: with several nodes of several ranks: gradients are averaged within a node in every step, and only
+            nodes take part in rounds, to which each rank sends its shard.
+        average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, if the module's
+            `state_dict` holds them, in full precision. Integer buffers are left alone.
+        final_average: when you detach, or leave the `with` block without an error, give all ranks the mean of their
+            weights, and rank 0's optimizer state.
+        bucket_cap_mb: size in MiB of the buckets, which are sent one after the other.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+    """
+
+    inner_steps: int = 30
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.6
+    nesterov: bool = True
+    outer_optimizer: OuterOptimizer | None = None
+    compression: str | Compressor | None = "MinMaxUInt4"
+    error_feedback: bool = True
+    fragments: int = 1
+    delay: int = 0
+    hierarchical: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        check_flags(self, "nesterov", "error_feedback", "hierarchical")
+        for argument, least in {"inner_steps": 1, "fragments": 1, "delay": 0}.items():
+            check_at_least(self, argument, least)
+        for argument in ("outer_lr", "outer_momentum"):
+            check_at_least(self, argument, 0, float | int)
+        if self.outer_optimizer is not None:
+            if not callable(self.outer_optimizer):
+                raise TypeError(f"{name}: outer_optimizer must be a function or None, got {self.outer_optimizer!r}")
+            describe(self.outer_optimizer, f"{name}: outer_optimizer")
+        check_compression(f"{name}: compression", self.compression)
+        if not self.error_feedback and needs_feedback(self.compression):
+            raise ValueError(
+                f"{name}: compression {self.compression!r} needs error_feedback=True: it leaves so much out that "
+                "training fails where that is lost"
+            )
+        if self.delay and self.delay * self.fragments >= self.inner_steps:
+            raise ValueError(
+                f"{name}: delay must be less than inner_steps / fragments, {self.inner_steps} / {self.fragments}, so "
+                f"that a round is applied before the next, got {self.delay}"
+            )
+
+    def __repr__(self) -> str:
+        """Return its arguments, a function by its qualified name."""
+        return f"{type(self).__qualname__}({', '.join(f'{name}={one}' for name, one in self.arguments().items())})"
+
+    @property
+    def averages_gradients_within_nodes(self) -> bool:
+        """Return `hierarchical`."""
+        return self.hierarchical
+
+    def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
+        """Return those that say which tensors there are, and by which outer optimizer they came about."""
+        names = ("outer_lr", "outer_momentum", "nesterov", "outer_optimizer", "error_feedback", "fragments")
+        every = Algorithm.state_arguments(self, process_group)
+        return super().state_arguments(process_group) | {name: every[name] for name in names}
+
+    def check_state(self, saved: Mapping[str, Any], state: Mapping[str, Any], process_group: BaguaProcessGroup) -> None:
+        """Raise ValueError for other arguments, or where residuals are those of another rank."""
+        super().check_state(saved, state, process_group)
+        owner = type(self).__name__
+        check_keys(owner, state, ["step", "num_rounds", "theta", "outer", "residuals", *_IN_FLIGHT])
+        check_keys(owner, state["residuals"], sorted(_RESIDUALS_OF))
+        if state["residuals"]["num_ranks"] == process_group.size:
+            check_rank_state(owner, state["residuals"], (), process_group)
+
+    def make_impl(self, process_group: BaguaProcessGroup) -> "DiLoCoAlgorithmImpl":
+        """Return the impl over `process_group`."""
+        return DiLoCoAlgorithmImpl(process_group, self)
+
+
+@dataclass(frozen=True, repr=False)
+class LocalSGDAlgorithm(DiLoCoAlgorithm):
+    """Every rank takes steps of its own, and every `inner_steps` the weights become the mean of all ranks' weights.
+
+    That is `DiLoCoAlgorithm` with an outer learning rate of 1 and no momentum (Stich, arXiv 1805.09767). All its other
+    arguments are those, and mean the same.
+    """
+
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    nesterov: bool = False
+
+
+class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
+    """What `Attachment.impl` is while `DiLoCoAlgorithm` is attached.
+
+    Attributes:
+        shadow: the shadow weights; `shadow.optimizer` is the outer optimizer.
+        num_dropped: rounds that were dropped, of `num_rounds`.
+    """
+
+    load_effect = "they become the shadow weights, and their outer momentum and residuals start anew"
+    algorithm: DiLoCoAlgorithm
+
+    def __init__(self, process_group: BaguaProcessGroup, algorithm: DiLoCoAlgorithm) -> None:
+        super().__init__(process_group, algorithm)
+        self.compressor = by_name(algorithm.compression)
+        self.shadow = self._new_shadow()
+        self.num_dropped = 0
+        self._residuals = self._new_residuals()
+        self._feedback: dict[WeightBucket, TwoPhaseResiduals] = {}
+        self._fragments: dict[str, int] = {}  # by the names of parameters
+        self._round: Job[None] | None = None
+        # Of the round that is under way, or received and still to be added.
+        self._in_round: list[WeightBucket] = []
+        self._snapshot_step = 0
+        self._has_differences = False
+        self._node_gradients: AlgorithmImpl | None = None
+
+    @property
+    def averages_gradients_within_nodes(self) -> bool:
+        return self._is_of_nodes
+
+    def open_node_gradients(self) -> AlgorithmImpl:
+        """Have a lane of their own: behind a round that is under way gradients would wait."""
+        group = self.process_group.open_gradient_group()
+        self._node_gradients = GradientAllReduceAlgorithm().reify(group, timeout=self.process_group.timeout)
+        return self._node_gradients
+
+    def close(self) -> None:
+        """Close what averages gradients, too."""
+        try:
+            if self._node_gradients is not None:
+                self._node_gradients.close()
+        finally:
+            super().close()
+
+    def reset(self) -> None:
+        """Make buckets again, once the round in flight has been applied, and have all ranks start from one theta."""
+        self._drop_in_flight(self.loading)
+        self.receive_round()
+        self._feedback.clear()
+        super().reset()
+        if not self.shadow.tensors:
+            return
+        digest = self.shadow.digest()
+
+        def share() -> None:
+            world, purpose = self.process_group.world, "the shadow weights"
+            # They seldom differ: where weights were changed on a rank before attach, or set free and stepped since.
+            if sum(all_reduce_max(world, [digest, -digest], purpose)):
+                broadcast_tensors(world, self.shadow.tensors, purpose)
+
+        self.submit_in_lockstep(share, "sharing the shadow weights").result()
+
+    def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
+        parameters = [one for one in tensors if isinstance(one.parameter, torch.nn.Parameter)]
+        num_fragments = self.algorithm.fragments
+        if num_fragments > len(parameters) and not self.is_single_rank:
+            raise ValueError(
+                f"{type(self.algorithm).__name__}: fragments must be at most the number of trained parameters, "
+                f"{len(parameters)}, got {num_fragments}"
+            )
+        self._fragments = fragments_of(parameters, num_fragments)
+        buckets = self.weights.make_buckets(tensors, lambda one: f"fragment {self._fragment_of(one)} ")
+        self.shadow.rebuild(self.weights)
+        return buckets
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
+        one = self.weights[bucket]
+        if one.are_buffers:
+            bucket.append_centralized_synchronous_op(self.algorithm.hierarchical)
+            return
+        gradient = self.shadow[one].gradient
+        codec = self.codec_for(gradient)
+        if self._residuals is not None and codec is self.compressor:
+            self._feedback[one] = self._residuals.of_bucket(gradient)
+        residuals = self._feedback.get(one)
+        if not self._is_of_nodes:
+            gradient.append_centralized_synchronous_op(compression=codec, error_feedback=residuals)
+            return
+        mean = mean_of_nodes(self.process_group, codec, gradient.spec, residuals=residuals)
+
+        def average_over_nodes(bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+            mean(bucket.flat)
+
+        gradient.append_python_op(average_over_nodes)
+
+    def after_step(self) -> None:
+        """Apply the round that was in flight when it is time, and start that of the fragment that is due."""
+        self.step += 1
+        if self.is_single_rank:
+            return
+        is_in_flight = self._round is not None or self._has_differences
+        due = [one for one in self.weights if self._is_due(one)]
+        is_time = self.step >= self._snapshot_step + self.algorithm.delay
+        # What has failed is heard of at once. A loaded round may come from another schedule, and last until the next.
+        if is_in_flight and (is_time or due or self.lane.has_failed):
+            self.receive_round()
+        if due:
+            if self.algorithm.delay:
+                self.begin_next_step()
+            self._start_round(due)
+            if not self.algorithm.delay:
+                self._receive()
+
+    def receive_round(self) -> None:
+        """Wait for the round in flight, and add what it changes to the weights."""
+        self._receive()
+        if self._has_differences:
+            self.weights.add(self._difference, SNAPSHOT, self._in_round)
+            self._has_differences = False
+            self._tell_applied()
+
+    @torch.no_grad()
+    def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Make what was loaded the shadow weights; their outer momentum and residuals start anew.
+
+        Waits for the round in flight, which goes on for the other weights.
+        """
+        self._drop_in_flight(values)
+        self.shadow.restart(values)
+        for one, residuals in self._feedback.items():
+            residuals.clear(one.slices_of(values))
+        super().weights_loaded(values)
+
+    def _drop_in_flight(self, names: Collection[str]) -> None:
+        """Receive the round in flight, if any of these weights has been loaded, and change none of them by it."""
+        if names:
+            self._receive()
+        if self._has_differences:
+            for one in self._in_round:
+                one.clear(self._difference(one), names)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what all ranks share, and of this rank the residuals and what is still to be added to its weights."""
+        self._receive()
+        residuals: dict[str, Any] = {**owner_of(self.process_group), "nodes": repr(self._nodes)}
+        if self._residuals is not None:
+            residuals |= self._residuals.state_dict(self._with_residuals())
+        return {
+            "step": self.step,
+            "num_rounds": self.num_rounds,
+            "snapshot_step": self._snapshot_step,
+            "fragment": self._fragment_of(self._in_round[0].bucket.tensors[0]) if self._in_round else 0,
+            "has_differences": self._has_differences,
+            "differences": self.weights.by_name(self._difference),
+            "buffer_snapshots": self.weights.by_name(SNAPSHOT, self.weights.of_buffers),
+            "residuals": residuals,
+            **self.shadow.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned; the round in flight is dropped. Collective.
+
+        Of another number of ranks, of other nodes, or where attached is full precision, residuals are dropped, with a
+        RuntimeWarning. Where a single rank has saved it, which keeps no shadow weights, they are what was attached to.
+        """
+        self._receive()
+        self._has_differences = False
+        self.weights.loads.forget()
+        if self.is_single_rank:
+            self.step = state["step"]
+            return
+        self._load_residuals(state["residuals"])
+        if state["theta"]:
+            self.reset()  # buckets ask for their residuals
+            self.shadow.load_state_dict(state)
+            self.weights.load_by_name(self._difference, state["differences"])
+            self.weights.load_by_name(SNAPSHOT, state["buffer_snapshots"], self.weights.of_buffers)
+        else:  # a single rank has trained alone, and its weights are where all start from
+            self.shadow = self._new_shadow()
+            self.reset()
+        self.step, self.num_rounds = state["step"], state["num_rounds"]
+        self._snapshot_step, self._has_differences = state["snapshot_step"], bool(state["has_differences"])
+        every = [one for one in self.weights if self._fragment_of(one.bucket.tensors[0]) == state["fragment"]]
+        self._in_round = every if self._has_differences else []
+        progress = {**self.progress(), "as a digest of the shadow weights": self.shadow.digest()}
+        self.weights.submit_in_lockstep(self.lane, lambda: None, "loading the state", progress).result()
+
+    def _new_shadow(self) -> ShadowWeights:
+        return ShadowWeights(type(self.algorithm).__name__, partial(_outer_optimizer, self.algorithm))
+
+    def _load_residuals(self, state: Mapping[str, Any]) -> None:
+        """Take over residuals of as many ranks, on these nodes; drop others, with a RuntimeWarning."""
+        owner, group = type(self).__name__, self.process_group
+        self._residuals = self._new_residuals()
+        if not any(state[kind] for kind in state.keys() - _RESIDUALS_OF):  # full precision leaves nothing out
+            return
+        is_alike = (state["num_ranks"], state["nodes"]) == (group.size, repr(self._nodes))
+        if self._residuals is not None and is_alike:
+            self._residuals.load_state_dict(owner, state, self._with_residuals())
+            return
+        warn_user(
+            f"torchbagua: {owner}.load_state_dict: residuals of error feedback are dropped: the state is of "
+            f"{state['num_ranks']} ranks on the nodes {state['nodes']}, and attached are {group.size} on "
+            f"{self._nodes}, with compression={self.algorithm.compression!r}"
+        )
+
+    def _new_residuals(self) -> ParameterState[TwoPhaseResiduals] | None:
+        if isinstance(self.compressor, Identity) or not self.algorithm.error_feedback:
+            return None
+        return residual_state(type(self.algorithm).__name__)
+
+    def _with_residuals(self) -> dict[str, torch.Tensor]:
+        return {tensor.name: tensor.parameter for one in self._feedback for tensor in one.bucket.tensors}
+
+    @property
+    def _nodes(self) -> list[int] | None:
+        """Among which shards of what is sent are divided; None where each rank sends all of it."""
+        return self.process_group.nodes if self._is_of_nodes else None
+
+    def _fragment_of(self, tensor: BaguaTensor) -> int:
+        """Buffers go with the last."""
+        return self._fragments.get(tensor.name, self.algorithm.fragments - 1)
+
+    def _is_due(self, one: WeightBucket) -> bool:
+        interval = self.algorithm.inner_steps
+        offset = (self._fragment_of(one.bucket.tensors[0]) + 1) * interval // self.algorithm.fragments
+        return (self.step - offset) % interval == 0
+
+    def _start_round(self, due: list[WeightBucket]) -> None:
+        """Have the lane form the means of outer gradients, and of buffers."""
+        snapshot = SNAPSHOT if self.algorithm.delay else FLAT
+        for one in due:  # one by one, while each is in the caches
+            self.weights.read(snapshot, [one])
+            if not one.are_buffers:
+                shadow = self.shadow[one]
+                torch.sub(shadow.theta, snapshot(one), out=shadow.gradient.flat)
+            elif self.algorithm.delay:
+                one.bucket.flat.copy_(one.snapshot)
+        averaged = [one.bucket if one.are_buffers else self.shadow[one].gradient for one in due]
+
+        def average() -> None:
+            for bucket in averaged:
+                bucket.run()
+
+        self._round = self.submit_in_lockstep(average)
+        self._in_round, self._snapshot_step = due, self.step
+        self.num_rounds += 1
+
+    def _receive(self) -> None:
+        """Wait for the means and have the outer optimizer step by them; then write the weights, or what to add."""
+        if self._round is None:
+            return
+        self._round.result()
+        self._round = None
+        # The same on all ranks, since the means are.
+        if not all(map(self._is_sound, self._in_round)):
+            self._drop_round()
+            return
+        parameters = [one for one in self._in_round if not one.are_buffers]
+        for one in parameters:
+            if one in self._feedback:
+                self._feedback[one].commit()
+        self.shadow.step(parameters)
+        if not self.algorithm.delay:
+            self.weights.write(self._new_values, self._in_round)
+            self._tell_applied()
+            return
+        for one in self._in_round:
+            one.subtract(self._new_values(one), one.snapshot, out=self._difference(one))
+        self._has_differences = True
+
+    def _new_values(self, one: WeightBucket) -> torch.Tensor:
+        return one.bucket.flat if one.are_buffers else self.shadow[one].theta
+
+    def _difference(self, one: WeightBucket) -> torch.Tensor:
+        return one.difference if one.are_buffers else self.shadow[one].gradient.flat
+
+    def _is_sound(self, one: WeightBucket) -> bool:
+        flat = one.bucket.flat if one.are_buffers else self.shadow[one].gradient.flat
+        if not len(flat):
+            return True
+        low, high = flat.aminmax()  # on CPUs ten times faster than isfinite().all(); NaN is both
+        # A buffer may well hold -inf, a mask of attention say.
+        return not bool(low.isnan()) if one.are_buffers else bool(low.isfinite() & high.isfinite())
+
+    def _drop_round(self) -> None:
+        self.num_dropped += 1
+        if self.num_dropped == 1:
+            warn_user(
+                f"torchbagua: the round after {self._snapshot_step} steps is dropped on all ranks, since a rank's "
+                "weights hold NaN or Inf; if that happens again, nobody will say so"
+            )
+
+    def _tell_applied(self) -> None:
+        tracer, fragment = self.process_group.tracer, self._fragment_of(self._in_round[0].bucket.tensors[0])
+        values = {
+            "rounds": self.num_rounds,
+            "fragment": fragment,
+            "staleness in steps": self.step - self._snapshot_step,
+        }
+        now = tracer.now()
+        tracer.tell("apply", now, now, Details(values=values))
+
+
+_IN_FLIGHT = ("snapshot_step", "fragment", "has_differences", "differences", "buffer_snapshots")
+_RESIDUALS_OF = {"rank", "num_ranks", "nodes"}  # whose they are
+
+
+def _outer_optimizer(algorithm: DiLoCoAlgorithm, shadows: list[torch.Tensor]) -> torch.optim.Optimizer:
+    if algorithm.outer_optimizer is not None:
+        return algorithm.outer_optimizer(shadows)
+    mu = algorithm.outer_momentum
+    optimizer = torch.optim.SGD(shadows, algorithm.outer_lr, mu, nesterov=algorithm.nesterov and mu > 0)
+    if mu > 0:  # from the start, since torch.distributed.checkpoint loads into the tensors that there are
+        for shadow in shadows:
+            optimizer.state[shadow]["momentum_buffer"] = torch.zeros_like(shadow)
+    return optimizer
+
+
+def streaming_diloco(fragments: int = 4, delay: int = 5, **arguments: Any) -> DiLoCoAlgorithm:
+    """Return a `DiLoCoAlgorithm` whose parameters go in several fragments, while training goes on."""
+    return DiLoCoAlgorithm(fragments=fragments, delay=delay, **arguments)
+
+
+register("diloco", DiLoCoAlgorithm, "many steps of each rank's own, then one by an outer optimizer, in 4 bits")
+register("local_sgd", LocalSGDAlgorithm, "many steps of each rank's own, then the mean of weights, in 4 bits")
+register("streaming_diloco", streaming_diloco, "DiLoCo in fragments, each sent while training goes on")

@@ -1,0 +1,209 @@
+"""The shadow weights of DiLoCo: what all ranks share, in float32, and the outer optimizer that steps them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchbagua.codecs.base import sum_dtype
+from torchbagua.collectives.agreement import fingerprint_of_values
+from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
+from torchbagua.runtime.sub_buckets import sub_bucket_of
+from torchbagua.runtime.weight_buckets import WeightBucket, WeightBuckets
+
+OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+
+def fragments_of(tensors: Sequence[BaguaTensor], num_fragments: int) -> dict[str, int]:
+    """Return the fragment of each parameter, by name: the largest first, each to the fragment that has least so far.
+
+    So fragments differ in bytes by no more than the largest parameter has.
+    """
+    fragment_bytes = [0] * num_fragments
+    found: dict[str, int] = {}
+    for tensor in sorted(tensors, key=lambda one: one.parameter.nbytes, reverse=True):
+        found[tensor.name] = smallest = fragment_bytes.index(min(fragment_bytes))
+        fragment_bytes[smallest] += tensor.parameter.nbytes
+    return found
+
+
+@dataclass(eq=False)
+class ShadowBucket:
+    """The shadow weights of one bucket of parameters.
+
+    Attributes:
+        theta: the shadow weights, float32, or float64 of float64 weights.
+        gradient: a bucket of that dtype, the weights' own where that is theirs. Its flat tensor is the outer gradient,
+            then the mean of these, and then what is to be added to the weights.
+    """
+
+    theta: torch.Tensor
+    gradient: BaguaBucket
+
+
+class ShadowWeights:
+    """The shadow weights of all parameters. They change by what all ranks have received, so they are bit-equal.
+
+    Args:
+        owner: the name of the algorithm, for errors.
+        make_optimizer: makes the outer optimizer of the shadow weights, a view for each parameter.
+
+    Attributes:
+        optimizer: the outer optimizer; None without parameters.
+    """
+
+    def __init__(self, owner: str, make_optimizer: OuterOptimizer) -> None:
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._owner = owner
+        self._make_optimizer = make_optimizer
+        self._shadows: dict[WeightBucket, ShadowBucket] = {}
+        self._names: dict[int, str] = {}  # by the id of the view
+        self._views: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, one: WeightBucket) -> ShadowBucket:
+        """Return what belongs to a bucket of parameters."""
+        return self._shadows[one]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The shadow weights, flat."""
+        return [shadow.theta for shadow in self._shadows.values()]
+
+    def rebuild(self, weights: WeightBuckets) -> None:
+        """Make them anew for other buckets. Of parameters that are new they are this rank's weights.
+
+        Raises:
+            TypeError, ValueError: what `make_optimizer` returns is no optimizer of what it was given.
+        """
+        kept = None if self.optimizer is None else self.state_dict()
+        self._shadows = {}
+        for one in weights:
+            if not one.are_buffers:
+                flat, dtype = one.bucket.flat, sum_dtype(one.bucket.flat.dtype)
+                alike = flat.dtype == dtype
+                gradient = one.bucket if alike else sub_bucket_of(one.bucket, one.bucket.tensors, dtype)
+                self._shadows[one] = ShadowBucket(torch.empty_like(flat, dtype=dtype), gradient)
+        weights.read(lambda one: self[one].theta, self._shadows)
+        self._views = {name: view for one, own in self._shadows.items() for name, view in one.named(own.theta).items()}
+        self._names = {id(view): name for name, view in self._views.items()}
+        if self._views:
+            self.optimizer = self._checked(self._make_optimizer(list(self._views.values())))
+        if kept is not None:
+            self._load(kept["theta"], kept["outer"])
+
+    @torch.no_grad()
+    def restart(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Replace the shadow weights of some parameters, and have the outer optimizer keep nothing of them so far."""
+        loaded = {name: value for name, value in values.items() if name in self._views}
+        if self.optimizer is None or not loaded:
+            return
+        new = self._make_optimizer(list(self._views.values())).state  # some have a state before the first step
+        for name, value in loaded.items():
+            view = self._views[name]
+            view.copy_(value)
+            self.optimizer.state.pop(view, None)
+            if view in new:
+                self.optimizer.state[view] = new[view]
+
+    @torch.no_grad()
+    def step(self, ones: Iterable[WeightBucket]) -> None:
+        """Have the outer optimizer step the shadow weights of some buckets by the means in their gradient buckets.
+
+        A parameter whose mean is all zeros has no gradient in that step, as one that is frozen: its momentum waits.
+        """
+        parts = [(self._views[tensor.name], part) for one in ones for tensor, part in self._mean_parts(one)]
+        stepped = [(view, part) for view, part in parts if _is_nonzero(part)]
+        for view, mean in stepped:
+            view.grad = mean
+        if self.optimizer is not None and stepped:
+            self.optimizer.step()
+        for view, _ in stepped:
+            view.grad = None
+
+    def _mean_parts(self, one: WeightBucket) -> list[tuple[BaguaTensor, torch.Tensor]]:
+        gradient = self[one].gradient
+        return gradient.views(gradient.flat)
+
+    def digest(self) -> int:
+        """Return a number below 2^40 that tells shadow weights from others."""
+        return fingerprint_of_values(self.tensors)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the shadow weights, and of the outer optimizer's state, by the names of parameters.
+
+        "outer" has the state under "state", and the hyperparameters of each group under "param_groups".
+        """
+        if self.optimizer is None:
+            return {"theta": {}, "outer": {"state": {}, "param_groups": []}}
+        state = self.optimizer.state_dict()
+        names = self._optimizer_names(self.optimizer)
+        groups = [{key: one for key, one in group.items() if key != "params"} for group in state["param_groups"]]
+        by_name = {names[index]: dict(values) for index, values in state["state"].items()}
+        outer: dict[str, Any] = _copied({"state": by_name, "param_groups": groups})
+        return {"theta": {name: view.clone() for name, view in self._views.items()}, "outer": outer}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned.
+
+        Raises:
+            ValueError: names or shapes are not those of these parameters.
+        """
+        shapes = {name: view.shape for name, view in self._views.items()}
+        if {name: one.shape for name, one in state["theta"].items()} != shapes:
+            raise ValueError(
+                f"{self._owner}.load_state_dict: the state must hold the shadow weights of this module, {len(shapes)} "
+                f"tensors, got {len(state['theta'])}; they differ in "
+                f"{sorted(shapes.keys() ^ state['theta'].keys())[:5] or 'shapes'}"
+            )
+        self._load(state["theta"], state["outer"])
+
+    def _load(self, theta: Mapping[str, torch.Tensor], outer: Mapping[str, Any]) -> None:
+        """Take over what there is of these parameters."""
+        known = [name for name, view in self._views.items() if name in theta and theta[name].shape == view.shape]
+        for name in known:
+            self._views[name].copy_(theta[name])
+        if self.optimizer is None:
+            return
+        groups = self.optimizer.state_dict()["param_groups"]
+        if len(groups) != len(outer["param_groups"]):
+            raise ValueError(
+                f"{self._owner}: the outer optimizer must have as many groups of parameters as before, "
+                f"{len(outer['param_groups'])}, got {len(groups)}"
+            )
+        numbers = {name: number for number, name in enumerate(self._optimizer_names(self.optimizer))}
+        self.optimizer.load_state_dict(
+            {
+                "state": {numbers[name]: outer["state"][name] for name in known if name in outer["state"]},
+                "param_groups": [{**own, **one} for own, one in zip(groups, outer["param_groups"], strict=True)],
+            }
+        )
+
+    def _optimizer_names(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """The names of its parameters, in the order in which its state numbers them."""
+        return [self._names[id(view)] for group in optimizer.param_groups for view in group["params"]]
+
+    def _checked(self, optimizer: object) -> torch.optim.Optimizer:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"{self._owner}: outer_optimizer must return a torch.optim.Optimizer, got {optimizer!r}")
+        given = [id(view) for group in optimizer.param_groups for view in group["params"]]
+        if sorted(given) != sorted(self._names):
+            raise ValueError(
+                f"{self._owner}: outer_optimizer must return an optimizer of the {len(self._names)} tensors that it is "
+                f"given, got one of {len(given)}, {len(self._names.keys() & set(given))} of them among these"
+            )
+        return optimizer
+
+
+def _is_nonzero(tensor: torch.Tensor) -> bool:
+    """Return whether an element is not zero; most often the first one tells."""
+    return bool(tensor.numel()) and (bool(tensor[(0,) * tensor.dim()]) or bool(tensor.any()))
+
+
+def _copied(value: Any) -> Any:
+    """Return nested dicts and lists with copies of their tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value

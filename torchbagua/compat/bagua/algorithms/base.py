@@ -1,0 +1,111 @@
+"""The base classes of own algorithms as Bagua has them, and its registry of names."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchbagua.algorithms.base import Algorithm, available_algorithms, get, register
+from torchbagua.compat.bagua.bucket import BaguaBucket
+from torchbagua.compat.bagua.process_groups import BaguaProcessGroup
+from torchbagua.compat.bagua.tensor import BaguaTensor, proxy_of
+
+if TYPE_CHECKING:
+    from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel
+
+__all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry"]
+
+
+class AlgorithmImpl:
+    """The running part of an algorithm that is written against Bagua's documentation.
+
+    `Algorithm.reify` returns one. This one averages nothing, since it appends no operations: a subclass overrides
+    `init_operations`, and whatever else it does in another way. By default gradients are communicated, in buckets as
+    suggested, each as soon as backward has computed the gradients in it.
+
+    Args:
+        process_group: the ranks that train together.
+    """
+
+    def __init__(self, process_group: BaguaProcessGroup) -> None:
+        self.process_group = process_group
+
+    def need_reset(self) -> bool:
+        """Return True to have everything initialised again. Asked before each forward in training."""
+        return False
+
+    def init_tensors(self, bagua_ddp: "BaguaDistributedDataParallel") -> list[torch.Tensor]:
+        """Return the Bagua tensors to communicate: by default the parameters, each standing for its gradient."""
+        return [
+            BaguaTensor.ensure_bagua_tensor(
+                BaguaTensor.bagua_ensure_grad(parameter),
+                name,
+                bagua_ddp.bagua_module_name,
+                getter_closure=lambda parameter: parameter.grad,  # type: ignore[arg-type,return-value]
+                setter_closure=lambda parameter, gradient: setattr(parameter, "grad", gradient),
+            )
+            for name, parameter in reversed(bagua_ddp.bagua_build_params())
+        ]
+
+    def tensors_to_buckets(self, tensors: list[list[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+        """Return the buckets: by default one for each list of `tensors`.
+
+        Args:
+            tensors: what `init_tensors` returned, in lists of one dtype and 10 MiB, in its order.
+            do_flatten: what `with_bagua` was given.
+        """
+        return [BaguaBucket(one, name=str(index), flatten=do_flatten) for index, one in enumerate(tensors)]
+
+    def init_forward_pre_hook(self, bagua_ddp: "BaguaDistributedDataParallel") -> Callable[[Any], None]:
+        """Return a function to call before each forward in training, with the inputs of the module."""
+        return lambda inputs: None
+
+    def init_backward_hook(self, bagua_ddp: "BaguaDistributedDataParallel") -> Callable[[str, torch.Tensor], None]:
+        """Return a function of (name, parameter) to call when the gradient of a parameter is accumulated.
+
+        By default it marks the parameter ready.
+        """
+
+        def hook(name: str, parameter: torch.Tensor) -> None:
+            if BaguaTensor.is_bagua_tensor(parameter) and proxy_of(parameter).bucket is not None:
+                BaguaTensor.bagua_mark_communication_ready(parameter)
+
+        return hook
+
+    def init_post_backward_hook(self, bagua_ddp: "BaguaDistributedDataParallel") -> Callable[[], None]:
+        """Return a function to call at the end of each backward. By default it waits for what was launched."""
+        return bagua_ddp.wait_pending_comm_ops
+
+    def init_post_optimizer_step_hook(
+        self, bagua_ddp: "BaguaDistributedDataParallel"
+    ) -> Callable[[torch.optim.Optimizer], None]:
+        """Return a function to call after each step of each optimizer, with that optimizer."""
+        return lambda optimizer: None
+
+    def init_operations(self, bagua_ddp: "BaguaDistributedDataParallel", bucket: BaguaBucket) -> None:
+        """Append to `bucket` the operations that are to run on it."""
+
+
+class _Registry:
+    """The names of algorithms, which this package keeps; see `torchbagua.register`."""
+
+    def register(self, name: str, algorithm: Callable[..., Algorithm], description: str | None = None) -> None:
+        """Make an algorithm known by a name."""
+        register(name, algorithm, description)
+
+    def get(self, name: str) -> Callable[..., Algorithm]:
+        """Return the constructor registered as `name`. Raises KeyError where there is none."""
+        return get(name)
+
+    def available_algorithms(self) -> list[str]:
+        """Return the names."""
+        return list(available_algorithms())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(available_algorithms())
+
+    def __str__(self) -> str:
+        return f"Registered Algorithms: {', '.join(self)}"
+
+
+GlobalAlgorithmRegistry = _Registry()

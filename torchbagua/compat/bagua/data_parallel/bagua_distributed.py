@@ -1,0 +1,160 @@
+"""BaguaDistributedDataParallel: what stands between a module and its algorithm, and what own algorithms are given."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from torchbagua import algorithms, collectives
+from torchbagua._torch import ignore_names, names_to_ignore
+from torchbagua.compat.bagua import env
+from torchbagua.compat.bagua.node_mean import with_node_mean
+from torchbagua.compat.bagua.own_algorithm import OwnAlgorithm, OwnImpl, is_own
+from torchbagua.compat.bagua.process_groups import BaguaProcessGroup
+from torchbagua.training.attach import attach
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+class BaguaDistributedDataParallel:
+    """An algorithm at work on a module. `with_bagua` makes one, and keeps it as the module's `bagua_ddp`. Collective.
+
+    Args:
+        module: the module.
+        optimizers: of its parameters.
+        algorithm: one of this package's, its registered name, or one that is written against Bagua's documentation.
+        process_group: the ranks that train together.
+        bagua_module_name: a name of the module; without effect on training.
+        gradient_as_bucket_view: have gradients lie in the buckets.
+        find_unused_parameters: expect that a backward leaves out parameters.
+        ddp: the DDP around the module; by default one is made where the algorithm needs one.
+        grad_scaler: of the loop.
+
+    Attributes:
+        module: the module.
+        attachment: what `torchbagua.attach` returned. `detach` ends the algorithm.
+        bagua_algorithm: what runs the algorithm: with AsyncModelAverage it has `abort(module)` and `resume(module)`.
+        bagua_optimizers: the optimizers.
+        bagua_buckets: the buckets. Those of gradients are there after the first backward.
+        bagua_train_step_counter: forward passes in training so far; of an own algorithm only.
+        parameters_to_ignore: the names of parameters that are not communicated.
+        require_backward_grad_sync: False keeps an own algorithm from communicating, as in `no_sync`.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Optimizers,
+        algorithm: algorithms.Algorithm | str,
+        process_group: BaguaProcessGroup,
+        bagua_module_name: str | None = None,
+        gradient_as_bucket_view: bool = True,
+        find_unused_parameters: bool = False,
+        *,
+        ddp: DistributedDataParallel | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.module = module
+        self.bagua_module_name = bagua_module_name or f"{type(module).__name__}_{id(module)}"
+        self.bagua_optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+        self.process_group = process_group
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.find_unused_parameters = find_unused_parameters
+        self.require_backward_grad_sync = True
+        self.bagua_train_step_counter = 0
+        self.parameters_to_ignore = _ignored(module)
+        self.runner: OwnImpl | None = None
+        own_group = _open_unless_world(process_group)
+        try:
+            self.attachment = attach(
+                module if ddp is None else ddp,
+                self.bagua_optimizers,
+                OwnAlgorithm(algorithm, self) if is_own(algorithm) else with_node_mean(algorithm),  # type: ignore[arg-type]
+                process_group=own_group,
+                grad_scaler=grad_scaler,
+                ddp_arguments=None if ddp is not None else self._ddp_arguments(),
+            )
+        finally:
+            if own_group is not None:
+                own_group.close()  # the algorithm has a copy of its own
+        self.attachment.impl.ended_by = f"{'model.bagua_ddp' if ddp is None else 'ddp.inner'}.attachment.detach()"
+        if ddp is not None:
+            self.attachment.broadcast_optimizers()  # which attach does where it is given no DDP
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Nothing: no algorithm is at work on a copy of the module."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Nothing, either."""
+        return type(None), ()
+
+    @property
+    def bagua_algorithm(self) -> Any:
+        """What runs the algorithm."""
+        return self.attachment.impl if self.runner is None else self.runner.own
+
+    @property
+    def bagua_buckets(self) -> list[Any]:
+        """The buckets."""
+        if self.runner is not None:
+            return self.runner.own_buckets
+        impl = self.attachment.impl
+        return list(impl.buckets or impl.gradient_buckets)
+
+    def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return the parameters that are trained and not ignored, with their names in the module."""
+        return [
+            (name, parameter)
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and name not in self.parameters_to_ignore
+        ]
+
+    def wait_pending_comm_ops(self) -> None:
+        """Wait for the buckets that run; for own algorithms."""
+        if self.runner is not None:
+            self.runner.wait_pending()
+
+    @property
+    def _bagua_backend(self) -> "BaguaDistributedDataParallel":
+        """What own algorithms wait with: `bagua_ddp._bagua_backend.wait_pending_comm_ops()`."""
+        return self
+
+    def broadcast_from_first_rank(self) -> None:
+        """Give all ranks rank 0's parameters, and the state of its optimizers. Collective."""
+        world = self.attachment.impl.process_group.world
+        parameters = [parameter for _, parameter in self.bagua_build_params()]
+        collectives.broadcast_tensors(world, parameters, "the parameters")
+        self.attachment.broadcast_optimizers()
+
+    def _ddp_arguments(self) -> dict[str, Any]:
+        return {
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "find_unused_parameters": self.find_unused_parameters,
+            "bucket_cap_mb": env.get_default_bucket_size() / 2**20,
+            **buffers_option(False),  # Bagua leaves them to each rank
+        }
+
+
+def buffers_option(are_broadcast: bool) -> dict[str, Any]:
+    """Return the argument by which DDP sends rank 0's buffers before each forward; torch 2.13 has renamed it."""
+    if are_broadcast:
+        return {}
+    renamed = "forward_sync_buffers"
+    has_new = renamed in inspect.signature(DistributedDataParallel).parameters
+    return {renamed if has_new else "broadcast_buffers": False}
+
+
+def _ignored(module: torch.nn.Module) -> list[str]:
+    """Return the names that Bagua's list and DDP's have, and have DDP know them all."""
+    of_ddp = names_to_ignore(module)
+    names = sorted({*of_ddp, *getattr(module, "_bagua_params_and_buffers_to_ignore", ())})
+    if len(names) > len(of_ddp):
+        ignore_names(module, names)
+    return names
+
+
+def _open_unless_world(process_group: BaguaProcessGroup) -> collectives.BaguaProcessGroup | None:
+    is_world = process_group.torch_group is torch.distributed.group.WORLD
+    return None if is_world else process_group.open()

@@ -1,0 +1,249 @@
+"""How an algorithm that is written against Bagua's documentation runs under `attach`.
+
+Such an algorithm has buckets of its own, whatever its tensors stand for. So for `attach` it is of the kind that
+averages weights: DDP sends nothing, and what the buckets send runs on a lane.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from torchbagua import algorithms, collectives
+from torchbagua.algorithms.base import PLAIN_TYPES
+from torchbagua.compat.bagua import env
+from torchbagua.compat.bagua.algorithms.base import AlgorithmImpl
+from torchbagua.compat.bagua.bucket import BaguaBucket
+from torchbagua.compat.bagua.process_groups import BaguaProcessGroup
+from torchbagua.compat.bagua.tensor import BaguaTensor, effective, proxy_of
+from torchbagua.runtime import bucket
+from torchbagua.runtime.lane import Job
+from torchbagua.runtime.weight_buckets import WeightBuckets, parted
+
+if TYPE_CHECKING:
+    from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel
+
+
+def is_own(algorithm: object) -> bool:
+    """Return whether an algorithm is written against Bagua's documentation: it says itself what `reify` returns."""
+    return isinstance(algorithm, algorithms.Algorithm) and type(algorithm).reify is not algorithms.Algorithm.reify
+
+
+@dataclass(frozen=True)
+class OwnAlgorithm(algorithms.Algorithm):
+    """An algorithm of the user's, and the module that it is for."""
+
+    averages_weights: ClassVar[bool | None] = True
+
+    algorithm: algorithms.Algorithm
+    bagua_ddp: "BaguaDistributedDataParallel" = field(repr=False)
+
+    def arguments(self) -> dict[str, str]:
+        """Return the name of the class, and those of its attributes that are plain."""
+        own = {name: repr(value) for name, value in vars(self.algorithm).items() if isinstance(value, PLAIN_TYPES)}
+        return {"algorithm": type(self.algorithm).__qualname__, **own}
+
+    def make_impl(self, process_group: collectives.BaguaProcessGroup) -> "OwnImpl":
+        """Return what runs what the user's `reify` returns."""
+        impl: Any = self.algorithm.reify(self.bagua_ddp.process_group)  # type: ignore[arg-type]
+        if not isinstance(impl, AlgorithmImpl):
+            raise TypeError(
+                f"{type(self.algorithm).__name__}.reify must return an AlgorithmImpl of torchbagua.compat.bagua, got "
+                f"{impl!r}; an algorithm with an impl of torchbagua's own overrides make_impl"
+            )
+        return OwnImpl(process_group, self, impl)
+
+
+class OwnImpl(algorithms.AlgorithmImpl):
+    """Runs an `AlgorithmImpl` of the user's.
+
+    Buckets run in their order, on all ranks the same, each when its tensors are ready and those before it have begun.
+    """
+
+    algorithm: OwnAlgorithm
+
+    def __init__(
+        self, process_group: collectives.BaguaProcessGroup, algorithm: OwnAlgorithm, impl: AlgorithmImpl
+    ) -> None:
+        super().__init__(process_group, algorithm)
+        self.own = impl
+        self.own_buckets: list[BaguaBucket] = []
+        self.ddp = algorithm.bagua_ddp
+        self.ddp.runner = self
+        self._are_weights = False
+        self._weights = WeightBuckets(process_group, type(impl).__name__)
+        self._num_steps = 0
+        self._of_core: dict[bucket.BaguaBucket, BaguaBucket] = {}
+        self._order: deque[BaguaBucket] = deque()
+        self._running: list[tuple[BaguaBucket, Job[torch.Tensor]]] = []
+        self._groups: list[tuple[BaguaProcessGroup, collectives.BaguaProcessGroup]] = []
+        self._reached: set[str] = set()  # in this backward, the parameters whose gradients are there
+        self._on_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+
+    def init_tensors(self, module: torch.nn.Module) -> list[bucket.BaguaTensor]:
+        self.ddp.parameters_to_ignore = sorted({*self.ddp.parameters_to_ignore, *self.ignored_names})
+        tensors = self.own.init_tensors(self.ddp)
+        parameters = {id(parameter) for parameter in module.parameters()}
+        self._are_weights = any(id(effective(tensor)) in parameters for tensor in tensors)
+        return [bucket.BaguaTensor(proxy_of(tensor).name, tensor) for tensor in tensors]
+
+    def tensors_to_buckets(self, tensors: list[bucket.BaguaTensor], do_flatten: bool) -> list[bucket.BaguaBucket]:
+        suggested = _suggested([tensor.parameter for tensor in tensors])
+        self.own_buckets = self.own.tensors_to_buckets(suggested, self.ddp.gradient_as_bucket_view)
+        self._of_core = {one.bind(self, self.process_group): one for one in self.own_buckets}
+        self._order = deque(self.own_buckets)
+        return list(self._of_core)
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: bucket.BaguaBucket) -> None:
+        self.own.init_operations(self.ddp, self._of_core[bucket])
+
+    def reset(self) -> None:
+        self.wait_pending()
+        super().reset()
+        self._on_step = self.own.init_post_optimizer_step_hook(self.ddp)
+
+    def init_forward_pre_hook(self, module: torch.nn.Module) -> Callable[[Any], None]:
+        return self._before_forward
+
+    def init_backward_hook(self, module: torch.nn.Module) -> Callable[[str, torch.Tensor], None]:
+        return self._on_gradient
+
+    def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
+        return self._after_backward
+
+    def watch_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().watch_steps(optimizers)
+        for watch in self.step_watches:
+            watch.add(self._after_step)
+
+    @property
+    def leaves_ranks_apart(self) -> bool:
+        return self._are_weights and self.process_group.size > 1
+
+    def agree_on_overflow(self, found_inf: bool) -> bool:
+        if not self.leaves_ranks_apart:
+            return found_inf
+        world, progress = self.process_group.world, self._progress
+        agree = partial(collectives.require_same_progress, world, progress, "the search for Inf", int(found_inf))
+        return self.lane.submit(agree).result() == 1
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        self.wait_pending()
+        if not self.leaves_ranks_apart:
+            yield
+            return
+        self._select_weights()
+        with self._weights.averaged(self.lane, self._progress):
+            yield
+
+    def own_weights(self) -> AbstractContextManager[None]:
+        return self._weights.own()
+
+    def run_ready(self) -> None:
+        """Run the buckets whose turn it is."""
+        while self._order[0].is_ready:
+            first = self._order[0]
+            self._order.rotate(-1)
+            first.begin()
+            self._running.append((first, self.lane.submit(first.core.run)))
+
+    def wait_pending(self) -> None:
+        """Wait for the buckets that run, and have their tensors stand for the results."""
+        while self._running:
+            one, job = self._running.pop(0)
+            job.result()
+            one.end()
+
+    def open_group(self, group: BaguaProcessGroup | None, device: torch.device) -> collectives.BaguaProcessGroup | None:
+        """Return the private groups for another group than that of the algorithm. Collective."""
+        if group is None or group.torch_group is self.process_group.process_group:
+            return None
+        for known, opened in self._groups:
+            if known.torch_group is group.torch_group:
+                return opened
+        opened = group.open()
+        self._groups.append((group, opened))
+        opened.open()
+        opened.open_private_nccl()
+        if device.type == "cuda":
+            opened.connect_nccl(device)
+        return opened
+
+    def finish(self, *, failed: bool) -> bool:
+        """Take the last mean where weights were communicated."""
+        if failed:
+            return False
+        self.wait_pending()
+        if self.leaves_ranks_apart:
+            self._select_weights()
+            self._weights.take_mean(self.lane, self._progress)
+        self.ends_in_order = True
+        return self._are_weights
+
+    def close(self) -> None:
+        super().close()
+        for watch in self.step_watches:
+            watch.remove(self._after_step)
+        for _, opened in self._groups:
+            opened.close()
+        for one in self.own_buckets:
+            for tensor in one.tensors:
+                tensor._bagua_proxy = None  # type: ignore[attr-defined]
+
+    @property
+    def _progress(self) -> dict[str, int]:
+        return {"optimizer steps": self._num_steps}
+
+    def _select_weights(self) -> None:
+        self._weights.make_buckets(self._weights.select(self.ddp.module, self.ignored_names))
+
+    def _before_forward(self, inputs: Any) -> None:
+        self._reached.clear()
+        self.ddp.bagua_train_step_counter += 1
+        if self.own.need_reset():
+            self.wait_pending()
+            self.ddp.broadcast_from_first_rank()  # what comes may rely on equal weights, and so far they may differ
+            self.reset()
+        self.own.init_forward_pre_hook(self.ddp)(inputs)
+
+    def _on_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        if self.ddp.require_backward_grad_sync:
+            self._reached.add(name)
+            self.own.init_backward_hook(self.ddp)(name, parameter)
+
+    def _after_backward(self) -> None:
+        if not self.ddp.require_backward_grad_sync:
+            return
+        if self.ddp.find_unused_parameters:
+            for name, parameter in self.ddp.bagua_build_params():
+                if name not in self._reached:
+                    self.own.init_backward_hook(self.ddp)(name, BaguaTensor.bagua_ensure_grad(parameter))
+        self._reached.clear()
+        self.own.init_post_backward_hook(self.ddp)()
+        waiting = [one for one in self._order if one.is_begun]
+        if waiting and not self._are_weights:
+            raise RuntimeError(
+                f"torchbagua.compat.bagua: backward has ended, and bucket {self._order[0].name} has not run: "
+                f"{self._order[0].missing()}. If they are not used in every backward, put their names into the "
+                "module's _bagua_params_and_buffers_to_ignore, or use DistributedDataParallel with "
+                "find_unused_parameters=True"
+            )
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
+        if is_taken:
+            self._num_steps += 1
+            self._on_step(optimizer)
+
+
+def _suggested(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return tensors in lists of one dtype, and of at most `env.get_default_bucket_size`, or one tensor."""
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(effective(tensor).dtype, []).append(tensor)
+    cap = env.get_default_bucket_size()
+    return [one for alike in kinds.values() for one in parted(alike, cap, lambda tensor: effective(tensor).nbytes)]

@@ -1,0 +1,220 @@
+"""Bagua's process groups and communicators: names for torch's groups, which communicate."""
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from torchbagua import collectives
+from torchbagua.compat.bagua import env
+from torchbagua.transport.private_groups import gloo_group, has_nccl, nccl_group
+
+
+class BaguaCommunicator:
+    """The ranks that a primitive of `torchbagua.compat.bagua` communicates between.
+
+    Attributes:
+        group: torch's group of these ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def rank(self) -> int:
+        """Return the number of this rank in the communicator."""
+        return self.group.rank()
+
+    def nranks(self) -> int:
+        """Return the number of ranks."""
+        return self.group.size()
+
+
+class CommMember:
+    """What may stand for a communicator: the world, and one that this rank is no member of."""
+
+    WORLD = object()
+    NON_COMM_MEMBER = object()
+
+
+class BaguaProcessGroup:
+    """Bagua's process group: the ranks that train together. `new_group` and `from_torch_group` make one.
+
+    Attributes:
+        torch_group: torch's group of these ranks; None on a rank that is no member.
+        ranks: their numbers in the world, in ascending order.
+        stream: what was given as `stream`; without effect.
+    """
+
+    def __init__(
+        self, torch_group: dist.ProcessGroup | None, ranks: Sequence[int], stream: torch.cuda.Stream | None = None
+    ) -> None:
+        self.torch_group = torch_group
+        self.ranks = list(ranks)
+        self.stream = stream
+        self._of_nodes: dict[str, object] = {}
+
+    def __repr__(self) -> str:
+        """Return its ranks."""
+        return f"BaguaProcessGroup(ranks={self.ranks})"
+
+    def get_global_communicator(self) -> object:
+        """Return the `BaguaCommunicator` of all ranks; `CommMember.NON_COMM_MEMBER` where this rank is no member."""
+        return CommMember.NON_COMM_MEMBER if self.torch_group is None else BaguaCommunicator(self.torch_group)
+
+    def get_intra_node_communicator(self) -> object:
+        """Return the `BaguaCommunicator` of the ranks on this node. The first call is collective; keep the group."""
+        return self._communicator_of_nodes("intra")
+
+    def get_inter_node_communicator(self) -> object:
+        """Return that of the first ranks of all nodes; `CommMember.NON_COMM_MEMBER` where this rank is no such one.
+
+        The first call is collective; keep the group.
+        """
+        return self._communicator_of_nodes("inter")
+
+    def open(self) -> collectives.BaguaProcessGroup:
+        """Return a group of the core, which knows the nodes. Collective; close it."""
+        if self.torch_group is None:
+            raise ValueError(f"torchbagua.compat.bagua: this rank must be in the process group, which has {self.ranks}")
+        return collectives.BaguaProcessGroup(self.torch_group)
+
+    def _communicator_of_nodes(self, scope: str) -> object:
+        if self.torch_group is None:
+            return CommMember.NON_COMM_MEMBER
+        if not self._of_nodes:
+            opened = self.open()
+            opened.close()
+            own = opened.node_ranks[opened.nodes[opened.rank]]
+            leaders = [ranks[0] for ranks in opened.node_ranks]
+            self._of_nodes["intra"] = self._sub_group(f"{opened.id}/node{opened.nodes[opened.rank]}", own, opened)
+            self._of_nodes["inter"] = self._sub_group(f"{opened.id}/leaders", leaders, opened)
+        return self._of_nodes[scope]
+
+    def _sub_group(self, key: str, ranks: list[int], opened: collectives.BaguaProcessGroup) -> object:
+        assert self.torch_group is not None
+        if opened.rank not in ranks:
+            return CommMember.NON_COMM_MEMBER
+        store = dist.PrefixStore(key, self.torch_group.get_group_store())
+        make = nccl_group if has_nccl(self.torch_group) else gloo_group
+        return BaguaCommunicator(make(store, ranks.index(opened.rank), len(ranks), opened.timeout))
+
+
+def is_initialized() -> bool:
+    """Return whether there is a default process group."""
+    return dist.is_initialized()
+
+
+def init_process_group(
+    store: dist.Store | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    local_world_size: int = -1,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Make torch's default process group, if there is none yet. Collective.
+
+    Call it before anything else of `torchbagua.compat.bagua` but `get_rank` and its like. With GPUs, call
+    `torch.cuda.set_device(get_local_rank())` first.
+
+    Args:
+        store: where the ranks meet. By default the one that the environment names, as torchrun sets it.
+        rank: the number of this rank; with `store` only.
+        world_size: the number of ranks; with `store` only.
+        local_world_size: the number of ranks on each node; with `store` only. RANK, WORLD_SIZE, LOCAL_RANK and
+            LOCAL_WORLD_SIZE are set in the environment by it, as Bagua does.
+        backend: torch's name of what communicates. By default gloo, and NCCL for tensors of GPUs where there are some.
+
+    Raises:
+        ValueError: `store` is given, and one of the numbers is not.
+    """
+    if store is not None:
+        if not 0 <= rank < world_size or local_world_size < 1:
+            raise ValueError(
+                "init_process_group: with a store, rank, world_size and local_world_size must be given, got "
+                f"{rank}, {world_size} and {local_world_size}"
+            )
+        os.environ["RANK"] = str(rank)
+        os.environ["WORLD_SIZE"] = str(world_size)
+        os.environ["LOCAL_RANK"] = str(rank % local_world_size)
+        os.environ["LOCAL_WORLD_SIZE"] = str(local_world_size)
+    if dist.is_initialized():
+        return
+    backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    timeout = timedelta(minutes=30)  # Bagua's
+    if store is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+
+
+def new_group(ranks: Sequence[int] | None = None, stream: torch.cuda.Stream | None = None) -> BaguaProcessGroup:
+    """Return a process group. Collective: every rank of the world calls it, also one that is no member.
+
+    Args:
+        ranks: the members; by default all.
+        stream: without effect, since torch's NCCL has streams of its own; it is there because Bagua's function has it.
+
+    Raises:
+        RuntimeError: there is no default process group.
+        ValueError: there is no such rank.
+    """
+    world = _get_default_group()
+    members = sorted(world.ranks if ranks is None else ranks)
+    if unknown := [rank for rank in members if rank not in world.ranks]:
+        raise ValueError(f"new_group: ranks must be below {len(world.ranks)}, got {unknown}")
+    group = dist.new_group(members)
+    return BaguaProcessGroup(group if env.get_rank() in members else None, members, stream)
+
+
+def from_torch_group(group: dist.ProcessGroup, stream: torch.cuda.Stream | None = None) -> BaguaProcessGroup:
+    """Return Bagua's process group of the ranks of a torch group."""
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except KeyError:  # a group made by hand does not know its global ranks
+        ranks = list(range(group.size()))
+    return BaguaProcessGroup(group, ranks, stream)
+
+
+def to_bagua_process_group(
+    process_group: dist.ProcessGroup | BaguaProcessGroup | None = None,
+) -> BaguaProcessGroup:
+    """Return Bagua's process group for that, for a torch group, or for the world (None)."""
+    if process_group is None:
+        return _get_default_group()
+    if isinstance(process_group, BaguaProcessGroup):
+        return process_group
+    if isinstance(process_group, dist.ProcessGroup):
+        return from_torch_group(process_group)
+    raise TypeError(
+        "torchbagua.compat.bagua: process_group must be what new_group returned, a torch.distributed.ProcessGroup or "
+        f"None, got {process_group!r}"
+    )
+
+
+def _get_default_group() -> BaguaProcessGroup:
+    """Return the world. Bagua's name, which its examples call."""
+    if not dist.is_initialized():
+        raise RuntimeError("torchbagua.compat.bagua: there is no default process group: call init_process_group first")
+    assert dist.group.WORLD is not None
+    return from_torch_group(dist.group.WORLD)
+
+
+class BaguaBackend:
+    """What `get_backend` returns, which Bagua's example of its primitives takes the communicator from.
+
+    Attributes:
+        model_name: the name that was given.
+        global_communicator: that of all ranks.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+        self.global_communicator = _get_default_group().get_global_communicator()
+
+
+def get_backend(model_name: str) -> BaguaBackend:
+    """Return the communicator of all ranks, in an object that has a name."""
+    return BaguaBackend(model_name)

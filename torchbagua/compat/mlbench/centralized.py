@@ -1,0 +1,121 @@
+"""mlbench's AllReduceAggregation: the mean over all ranks."""
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchbagua.codecs.base import divide
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.compat.mlbench.base import Aggregation, Denominator
+from torchbagua.observe.events import Observer
+
+AVG_WORLD = "avg_world"
+"""The op that divides by the number of ranks."""
+AVG_CUSTOM = "avg_custom"
+"""The op that divides by `denom`."""
+ALLREDUCE_AGGREGATION_OPS = [AVG_WORLD, AVG_CUSTOM]
+"""The ops of `AllReduceAggregation`."""
+_CUSTOM_AVG = "custom_avg"  # as mlbench's documentation spells it
+
+
+class AllReduceAggregation(Aggregation):
+    """The sum over all ranks, divided by their number or by a denominator. In full precision.
+
+    The op "avg_world" divides by `world_size`, and "avg_custom" (or "custom_avg") by `denom`: one number, or a tensor
+    with one element, other than zero. Reduce it over the ranks yourself, as in mlbench; each
+    rank divides by its own. With the same denominator all ranks get the same bits.
+
+    Sums are formed in rank order, in float32, or in float64 for float64 values. Between GPUs they are NCCL's.
+
+    Args:
+        world_size: the number of ranks.
+        divide_before: divide each rank's values, and then add them up, so that sums in float16 do not overflow.
+        use_cuda: without effect, see `Aggregation`.
+        process_group: see `Aggregation`.
+        observers: see `Aggregation`.
+
+    Raises:
+        ValueError: at the first call, on all ranks: `world_size` is not that of the group. At each call, on all ranks:
+            a rank's `denom` is missing, zero or of several elements.
+        NotImplementedError: at each call, before anything is sent: there is no such op.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        divide_before: bool = False,
+        use_cuda: bool = False,
+        *,
+        process_group: dist.ProcessGroup | BaguaProcessGroup | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        super().__init__(use_cuda, process_group=process_group, observers=observers)
+        check_world_size_argument(self._owner, world_size)
+        if not isinstance(divide_before, bool):
+            raise TypeError(f"{self._owner}: divide_before must be True or False, got {divide_before!r}")
+        self.world_size = world_size
+        self.divide_before = divide_before
+
+    def _agg(self, data: torch.Tensor, op: str, denom: Denominator = None) -> torch.Tensor:
+        divisor = float(self.world_size) if op == AVG_WORLD else _number(denom)
+        if not self.divide_before and op == AVG_WORLD:
+            return self._reduce(data, average=True)
+        if self.divide_before:
+            divide(data, divisor, data)
+        data = self._reduce(data)
+        if not self.divide_before:
+            divide(data, divisor, data)
+        return data
+
+    def _reduce(self, data: torch.Tensor, *, average: bool = False) -> torch.Tensor:
+        """Return the sum over the ranks, or the mean; it may be formed in place."""
+        return self.group.all_reduce(data, average=average, name=self._name)
+
+    def _check_op(self, op: str) -> None:
+        check_op(self._owner, "Allreduce", op, [*ALLREDUCE_AGGREGATION_OPS, _CUSTOM_AVG])
+
+    def _check_denominator(self, op: str, denom: Denominator) -> None:
+        if op != AVG_WORLD:
+            _number(denom)
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"world_size": self.world_size, "divide_before": self.divide_before}
+
+    def _check_group(self, group: BaguaProcessGroup) -> None:
+        check_world_size(self._owner, self.world_size, group.size)
+
+
+def check_op(owner: str, what: str, op: str, allowed: Sequence[str]) -> None:
+    """Raise NotImplementedError, in mlbench's words, unless `op` is one of those."""
+    if op not in allowed:
+        raise NotImplementedError(f"{what} not implemented for op={op}; {owner} has {', '.join(allowed)}")
+
+
+def check_world_size_argument(owner: str, world_size: object) -> None:
+    """Raise ValueError unless there can be as many ranks."""
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise ValueError(f"{owner}: world_size must be a number of ranks, got {world_size!r}")
+
+
+def check_world_size(owner: str, world_size: int, size: int) -> None:
+    """Raise ValueError unless the group has that size."""
+    if world_size != size:
+        raise ValueError(f"{owner}: world_size must be {size}, the number of ranks in the group, got {world_size}")
+
+
+def _number(denom: Denominator) -> float:
+    """Return the denominator; ValueError, in mlbench's words, where it is none."""
+    number = math.nan
+    if isinstance(denom, Real | torch.Tensor):
+        with suppress(ValueError, RuntimeError, OverflowError):  # of a tensor with several elements, say
+            number = float(denom)
+    if number == 0 or not math.isfinite(number):
+        raise ValueError(
+            f"Denominator should be one element tensor, or a number, finite and other than zero, got {denom!r}"
+        )
+    return number

@@ -1,0 +1,277 @@
+"""mlbench's optimizers: torch's own, whose step aggregates gradients before it, or weights after it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchbagua._torch import unhooked_step
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.compat.mlbench.base import Aggregation
+from torchbagua.compat.mlbench.centralized import AVG_WORLD, AllReduceAggregation
+from torchbagua.compat.mlbench.compressed import PowerAggregation
+from torchbagua.compat.mlbench.decentralized import DecentralizedAggregation
+from torchbagua.observe.events import Observer
+from torchbagua.runtime.optimizer_steps import parameters_of
+
+Closure = Callable[[], float] | None
+Group = dist.ProcessGroup | BaguaProcessGroup | None
+
+
+class AggregatingOptimizer(torch.optim.Optimizer):
+    """What the optimizers share: a step that aggregates.
+
+    A GradScaler may find different overflows on the ranks. All of them take part in what is sent nevertheless, and a
+    rank whose gradients are not finite, after they were aggregated, leaves its weights as they are. Gradients are
+    divided by the loss scale before they are sent, so each rank may have another one.
+
+    Attributes:
+        aggregation: what aggregates; `close` it when training is done.
+    """
+
+    # GradScaler then calls `step` also after an overflow, and leaves it to `step` to divide by the scale.
+    _step_supports_amp_scaling = True
+
+    aggregation: Aggregation
+
+    def _aggregate_with(
+        self, aggregation: Aggregation, model: torch.nn.Module, op: str, *, by_layer: bool, agg_grad: bool
+    ) -> None:
+        self.aggregation = aggregation
+        self._model, self._op, self._of_gradients = model, op, agg_grad
+        self._aggregate = aggregation.agg_grad(by_layer) if agg_grad else aggregation.agg_model(by_layer)
+
+    def _centralize(
+        self, aggregation: AllReduceAggregation, model: torch.nn.Module, *, by_layer: bool, agg_grad: bool
+    ) -> None:
+        self._aggregate_with(aggregation, model, AVG_WORLD, by_layer=by_layer, agg_grad=agg_grad)
+        if not agg_grad:
+            self._aggregate(model, AVG_WORLD)
+
+    def step(self, closure: Closure = None, tracker: Any = None) -> float | None:  # type: ignore[override]
+        """Take a step, and aggregate. Collective.
+
+        Args:
+            closure: computes the loss, which `step` returns, and its gradients.
+            tracker: mlbench's: its `record_batch_agg` and `record_batch_opt_step` are called when that is done.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # GradScaler's, which deletes them after the step; torch's own step must not see them.
+        scaling: dict[str, torch.Tensor | None] = {
+            name: vars(self).pop(name) for name in ("grad_scale", "found_inf") if name in vars(self)
+        }
+        try:
+            if (scale := scaling.get("grad_scale")) is not None:
+                for parameter in parameters_of(self):
+                    if parameter.grad is not None:
+                        parameter.grad.div_(scale.to(parameter.device))
+            if self._of_gradients:
+                self._aggregate(self._model, self._op)
+                _record(tracker, "record_batch_agg")
+            if not scaling or self._has_finite_gradients():
+                # `step` has called the hooks.
+                unhooked_step(super().step.__func__)(self)  # type: ignore[attr-defined]
+            _record(tracker, "record_batch_opt_step")
+            if not self._of_gradients:
+                self._aggregate(self._model, self._op)
+                _record(tracker, "record_batch_agg")
+        finally:
+            vars(self).update(scaling)
+        return loss
+
+    def _has_finite_gradients(self) -> bool:
+        gradients = [one.grad for one in parameters_of(self) if one.grad is not None]
+        return all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+def _record(tracker: Any, what: str) -> None:
+    if tracker:
+        getattr(tracker, what)()
+
+
+def _check_average(average_world: bool) -> None:
+    if not average_world:
+        raise NotImplementedError("Only average model is supported right now.")
+
+
+class CentralizedSGD(AggregatingOptimizer, torch.optim.SGD):
+    """SGD on the mean of gradients over all ranks; or, with `agg_grad=False`, on each rank's own.
+
+    With `agg_grad=False` all ranks get the mean of their weights when it is made, which is collective, and after each
+    step. With gradients they must begin with the same weights: nothing makes them equal.
+
+    Args:
+        world_size: the number of ranks.
+        model: whose parameters are trained.
+        lr, momentum, dampening, weight_decay, nesterov: see torch.optim.SGD.
+        use_cuda: without effect, see `Aggregation`.
+        by_layer: aggregate one parameter after the other.
+        agg_grad: aggregate gradients, else weights.
+        process_group: see `Aggregation`.
+        observers: see `Aggregation`.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        model: torch.nn.Module,
+        lr: float,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        agg_grad: bool = True,
+        *,
+        process_group: Group = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        torch.optim.SGD.__init__(self, model.parameters(), lr, momentum, dampening, weight_decay, nesterov)
+        aggregation = AllReduceAggregation(
+            world_size, use_cuda=use_cuda, process_group=process_group, observers=observers
+        )
+        self._centralize(aggregation, model, by_layer=by_layer, agg_grad=agg_grad)
+
+
+class CentralizedAdam(AggregatingOptimizer, torch.optim.Adam):
+    """Adam on the mean of gradients over all ranks; or, with `agg_grad=False`, on each rank's own.
+
+    What is said of `CentralizedSGD` is true here too.
+
+    Args:
+        world_size: the number of ranks.
+        model: whose parameters are trained.
+        lr, betas, eps, weight_decay, amsgrad: see torch.optim.Adam.
+        use_cuda: without effect, see `Aggregation`.
+        by_layer: aggregate one parameter after the other.
+        agg_grad: aggregate gradients, else weights.
+        process_group: see `Aggregation`.
+        observers: see `Aggregation`.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        model: torch.nn.Module,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        agg_grad: bool = True,
+        *,
+        process_group: Group = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        torch.optim.Adam.__init__(self, model.parameters(), lr, betas, eps, weight_decay, amsgrad)
+        aggregation = AllReduceAggregation(
+            world_size, use_cuda=use_cuda, process_group=process_group, observers=observers
+        )
+        self._centralize(aggregation, model, by_layer=by_layer, agg_grad=agg_grad)
+
+
+class PowerSGD(AggregatingOptimizer, torch.optim.SGD):
+    """SGD on the mean of gradients as products of two factors, see `PowerAggregation`.
+
+    Its `state_dict` is that of torch.optim.SGD. The errors of this rank are in that of `aggregation`.
+
+    Args:
+        model: whose parameters are trained.
+        lr, momentum, weight_decay, dampening, nesterov: see torch.optim.SGD.
+        average_world: True; there is nothing else.
+        use_cuda: without effect, see `Aggregation`.
+        by_layer: aggregate one parameter after the other.
+        reuse_query: start from the factor of the last step.
+        world_size: the number of ranks.
+        rank: the most vectors of a factor.
+        process_group: see `Aggregation`.
+        observers: see `Aggregation`.
+
+    Raises:
+        ValueError: an argument does not fit.
+        NotImplementedError: `average_world` is False.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        lr: float,
+        momentum: float = 0,
+        weight_decay: float = 0,
+        dampening: float = 0,
+        nesterov: bool = False,
+        average_world: bool = True,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        reuse_query: bool = False,
+        world_size: int = 1,
+        rank: int = 1,
+        *,
+        process_group: Group = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        _check_average(average_world)
+        torch.optim.SGD.__init__(self, model.parameters(), lr, momentum, dampening, weight_decay, nesterov)
+        aggregation = PowerAggregation(
+            model, use_cuda, reuse_query, world_size, rank, process_group=process_group, observers=observers
+        )
+        self._aggregate_with(aggregation, model, "avg", by_layer=by_layer, agg_grad=True)
+
+
+class DecentralizedSGD(AggregatingOptimizer, torch.optim.SGD):
+    """SGD by each rank's own gradients; then its weights become the mean with its neighbours'.
+
+    See `DecentralizedAggregation`.
+
+    Args:
+        rank: this rank.
+        neighbors: the other ranks that it averages with, each once.
+        model: whose parameters are trained.
+        lr, momentum, dampening, weight_decay, nesterov: see torch.optim.SGD.
+        average_world: True; there is nothing else.
+        use_cuda: without effect, see `Aggregation`.
+        by_layer: aggregate one parameter after the other.
+        process_group: see `Aggregation`.
+        observers: see `Aggregation`.
+
+    Raises:
+        ValueError: an argument does not fit.
+        NotImplementedError: `average_world` is False.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        neighbors: Sequence[int],
+        model: torch.nn.Module,
+        lr: float,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        average_world: bool = True,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        *,
+        process_group: Group = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        _check_average(average_world)
+        torch.optim.SGD.__init__(self, model.parameters(), lr, momentum, dampening, weight_decay, nesterov)
+        aggregation = DecentralizedAggregation(
+            rank, neighbors, use_cuda, process_group=process_group, observers=observers
+        )
+        self._aggregate_with(aggregation, model, AVG_WORLD, by_layer=by_layer, agg_grad=False)

@@ -1,0 +1,149 @@
+"""attach for programs that use accelerate: after `prepare`, and with `save_state` and `load_state` of every rank."""
+
+import copy
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from torchbagua.integrations.common import check_uses_ddp, framework, without_compiler
+from torchbagua.integrations.rank_files import load_rank_state, save_rank_state
+
+with framework("accelerate", tested="1.15.0", adapter="torchbagua.integrations.accelerate") as _tested:
+    import accelerate
+
+
+def attach(
+    accelerator: accelerate.Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    algorithm: tb.Algorithm | str,
+    **options: Any,
+) -> tb.Attachment:
+    """Put an algorithm in charge of what a prepared model communicates, until you detach it. Collective.
+
+    The GradScaler of `accelerator` is handed over, unless `options` has another. Until you detach,
+    `accelerator.save_state` writes the mean of the ranks' weights where you expect the model, and beside it
+    `torchbagua_<rank>.pt` for each rank, with all that this rank needs to go on bit for bit. `accelerator.load_state`
+    gives each rank its own again. Call both on all ranks.
+
+    Args:
+        accelerator: which has prepared the model.
+        model: what `accelerator.prepare` returned.
+        optimizer: what `accelerator.prepare` returned, one or several.
+        algorithm: an algorithm, or its registered name.
+        options: of [`torchbagua.attach`][torchbagua.attach], `observers` for instance.
+
+    Returns:
+        What `torchbagua.attach` returns: a context manager, which detaches when you leave it.
+
+    Raises:
+        TypeError, ValueError: `model` or `optimizer` is not what `prepare` returned, or that makes no
+            DistributedDataParallel: of one process, for instance. Or as `torchbagua.attach`.
+    """
+    if not isinstance(accelerator, accelerate.Accelerator):
+        raise TypeError(f"attach: accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}")
+    check_uses_ddp(accelerator)
+    _tested.check_names(accelerator, ["_models", "_optimizers", "_custom_objects"])
+    ddp = without_compiler(model)
+    order = "call attach after model, optimizer = accelerator.prepare(model, optimizer)"
+    if not isinstance(ddp, DistributedDataParallel) or id(ddp.module) not in map(id, accelerator._models):
+        raise ValueError(
+            "attach: model must be the DistributedDataParallel that accelerator.prepare returned, got "
+            f"{type(model).__name__}; {order}"
+        )
+    prepared = {id(one) for wrapper in accelerator._optimizers for one in (wrapper, wrapper.optimizer)}
+    for one in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+        if id(one) not in prepared:
+            raise ValueError(
+                f"attach: optimizer must be what prepare returned, got another {type(one).__name__}; {order}"
+            )
+    attachment = tb.attach(ddp, optimizer, algorithm, **{"grad_scaler": accelerator.scaler, **options})
+    _RankStates.of(accelerator, ddp.module).keep(attachment)
+    return attachment
+
+
+class _RankStates:
+    """Has `save_state` and `load_state` keep what each rank needs. accelerate itself keeps rank 0's alone.
+
+    accelerate calls hooks before it saves and before it loads, with the folder, and registered objects after it has
+    loaded, without.
+    """
+
+    def __init__(self, accelerator: accelerate.Accelerator, module: torch.nn.Module) -> None:
+        self._accelerator = accelerator
+        self._module = weakref.ref(module)  # which accelerator.free_memory is to free
+        self._attachment: tb.Attachment | None = None
+        self._files = Path()
+        self._hooks = [
+            accelerator.register_save_state_pre_hook(self._before_save),
+            accelerator.register_load_state_pre_hook(self._before_load),
+        ]
+        accelerator.register_for_checkpointing(self)
+
+    @classmethod
+    def of(cls, accelerator: accelerate.Accelerator, module: torch.nn.Module) -> "_RankStates":
+        """Return that of an earlier attachment, or a new one: accelerate counts them. Those of no model are removed."""
+        for one in [one for one in accelerator._custom_objects if isinstance(one, cls) and not one._is_prepared]:
+            one._remove()
+        found = [one for one in accelerator._custom_objects if isinstance(one, cls) and one._module() is module]
+        return found[0] if found else cls(accelerator, module)
+
+    def keep(self, attachment: tb.Attachment) -> None:
+        """Save and load for `attachment` until it is detached."""
+        self._attachment = attachment
+        attachment._undo.callback(setattr, self, "_attachment", None)
+
+    def _remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._accelerator._custom_objects = [one for one in self._accelerator._custom_objects if one is not self]
+
+    @property
+    def _is_prepared(self) -> bool:
+        """Whether the accelerator still has the model: `free_memory` drops all."""
+        return any(one is self._module() for one in self._accelerator._models)
+
+    @property
+    def _running(self) -> tb.Attachment | None:
+        return self._attachment if self._is_prepared else None
+
+    def _before_save(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        if (attachment := self._running) is not None:
+            index = self._note_folder(models, folder)
+            save_rank_state(attachment, self._files, self._accelerator.process_index)
+            if attachment.impl.averages_weights:
+                with attachment.averaged_weights():
+                    weights[index] = copy.deepcopy(weights[index])  # they are no copies, and are written later
+
+    def _before_load(self, models: list[torch.nn.Module], folder: str) -> None:
+        if self._running is not None:
+            self._note_folder(models, folder)
+            if not any(Path(folder).glob("torchbagua*_*.pt")):
+                self._refuse()  # before accelerate loads half of it, and then misses what was registered
+
+    def _refuse(self) -> None:
+        raise ValueError(
+            f"accelerator.load_state: {self._files.parent} was saved when no algorithm was attached; "
+            "load it before attach"
+        )
+
+    def _note_folder(self, models: list[torch.nn.Module], folder: str) -> int:
+        index = [model is self._module() for model in models].index(True)
+        self._files = Path(folder) / ("torchbagua" if index == 0 else f"torchbagua_model{index}")
+        return index
+
+    def state_dict(self) -> dict[str, bool]:
+        """Return what accelerate writes once, for all ranks."""
+        return {"is_attached": self._running is not None}
+
+    def load_state_dict(self, state: dict[str, bool]) -> None:
+        """Load this rank's own, where an algorithm is attached."""
+        if (attachment := self._running) is not None:
+            if not state["is_attached"]:
+                self._refuse()
+            load_rank_state(attachment, self._files, self._accelerator.process_index)

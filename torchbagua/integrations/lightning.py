@@ -1,0 +1,149 @@
+"""Lightning: a DDPStrategy in which an algorithm communicates, named "bagua" once this module is imported."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from torchbagua.algorithms.base import init_for
+from torchbagua.integrations.common import framework, take_arguments
+from torchbagua.integrations.rank_files import gather_rank_states, load_gathered_rank_state
+from torchbagua.observe.events import Observer
+from torchbagua.training.checks import DDP_ARGUMENTS
+
+# Two packages of the same code, each with classes and a registry of its own; pip installs the second with the first.
+_PACKAGES = [name for name in ("lightning", "pytorch_lightning") if find_spec(name)] or ["lightning"]
+with framework(_PACKAGES[0], tested="2.6.6", adapter="torchbagua.integrations.lightning", extra="lightning"):
+    _TREES = [import_module("lightning.pytorch" if name == "lightning" else name) for name in _PACKAGES]
+
+_HANDED_ON = {*DDP_ARGUMENTS, "process_group_backend", "start_method", "timeout"} - {"device_ids", "output_device"}
+_KEY = "torchbagua"  # in a checkpoint: what each rank's Attachment.rank_state_dict returned
+_Base: Any = object
+
+
+class _BaguaStrategy(_Base):
+    """What stands before the DDPStrategy of either package."""
+
+    _tree: Any
+
+    def __init__(
+        self,
+        algorithm: str | tb.Algorithm = "gradient_allreduce",
+        flatten: bool = True,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        *,
+        averaged_weights: bool = True,
+        observers: Sequence[Observer] = (),
+        **bagua_kwargs: Any,
+    ) -> None:
+        arguments = take_arguments("BaguaStrategy", algorithm, bagua_kwargs, _HANDED_ON)
+        positional = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        super().__init__(*positional, **{"gradient_as_bucket_view": flatten, **bagua_kwargs})
+        self._algorithm, self._arguments = algorithm, arguments
+        self._averaged_weights, self._observers = averaged_weights, observers
+        self.attachment: tb.Attachment | None = None
+        self._running, self._validation = ExitStack(), ExitStack()
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if not isinstance(self.model, DistributedDataParallel):  # it validates, tests or predicts
+            return
+        is_adam = [isinstance(optimizer, tb.QAdamOptimizer) for optimizer in self.optimizers]
+        if self._algorithm == "qadam" and (is_adam != [True] or len(self.lr_scheduler_configs) > 1):
+            raise self._tree.utilities.exceptions.MisconfigurationException(
+                "Bagua QAdam can only accept one QAdamOptimizer and one LR Scheduler."
+            )
+        algorithm = init_for(self._algorithm, self.optimizers, **self._arguments)
+        self._running.callback(setattr, self, "attachment", None)
+        options: Any = {"observers": self._observers, "grad_scaler": getattr(self.precision_plugin, "scaler", None)}
+        self.attachment = self._running.enter_context(tb.attach(self.model, self.optimizers, algorithm, **options))
+        self._validation = self._running.enter_context(ExitStack())
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self.attachment is not None and self._averaged_weights:
+            self._validation.enter_context(self.attachment.averaged_weights())
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._validation.close()
+
+    def _saved(self) -> tb.Attachment | None:
+        """The attachment, unless an exception has Lightning save: then the other ranks may not come here."""
+        return None if self.lightning_module.trainer.interrupted else self.attachment
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        own: dict[str, Any] = super().lightning_module_state_dict()
+        attachment = self._saved() if self._averaged_weights else None
+        if attachment is None or not attachment.impl.averages_weights:
+            return own
+        with attachment.averaged_weights():
+            return copy.deepcopy(own)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if (attachment := self._saved()) is not None and "optimizer_states" in checkpoint:
+            checkpoint[_KEY] = gather_rank_states(attachment)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self.attachment is not None:
+            load_gathered_rank_state(self.attachment, checkpoint.get(_KEY))
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._running.__exit__(type(exception), exception, exception.__traceback__)
+
+    def teardown(self) -> None:
+        self._running.close()
+        super().teardown()
+
+
+class BaguaStrategy(_BaguaStrategy, _TREES[0].strategies.DDPStrategy):  # type: ignore[misc]
+    """Lightning's DDPStrategy with an algorithm of torchbagua: `Trainer(strategy=BaguaStrategy("bytegrad"))`.
+
+    It attaches the algorithm when `fit` begins and detaches it when it ends. `Trainer(strategy="bagua")` takes the
+    defaults. It is of the package `lightning`, or of `pytorch_lightning` where that alone is installed.
+
+    A checkpoint holds each rank's `Attachment.rank_state_dict`, under "torchbagua", and `fit(ckpt_path=...)` goes on
+    from there bit for bit. One that an exception has Lightning save holds rank 0's weights only.
+
+    Args:
+        algorithm: an algorithm, or its registered name.
+        flatten: DDP's `gradient_as_bucket_view`.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io: as in DDPStrategy.
+        precision_plugin: as in DDPStrategy. Its GradScaler is handed to `attach`.
+        averaged_weights: validate the mean of the ranks' weights, and save it as the model. With False, each rank
+            validates its own weights, and rank 0's are saved. All the same where gradients are averaged.
+        observers: as in `attach`.
+        bagua_kwargs: arguments of the algorithm that `algorithm` names; `process_group_backend`, `start_method` and
+            `timeout` of DDPStrategy; and the arguments of DistributedDataParallel.
+
+    Attributes:
+        attachment: what `attach` returned, while `fit` runs; else None.
+
+    Raises:
+        KeyError, TypeError, ValueError: no algorithm has that name, an argument is unknown or does not fit.
+    """
+
+    _tree = _TREES[0]
+
+
+class PytorchLightningBaguaStrategy(_BaguaStrategy, _TREES[-1].strategies.DDPStrategy):  # type: ignore[misc]
+    """`BaguaStrategy` for the Trainer of `pytorch_lightning`, which takes no strategy of `lightning`."""
+
+    _tree = _TREES[-1]
+
+
+for _strategy in (BaguaStrategy, PytorchLightningBaguaStrategy):
+    if "bagua" not in _strategy._tree.strategies.StrategyRegistry:
+        _strategy._tree.strategies.StrategyRegistry.register("bagua", _strategy, "DDP with an algorithm of torchbagua")

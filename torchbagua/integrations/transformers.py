@@ -1,0 +1,144 @@
+"""attach for transformers' Trainer: one line, and its training, checkpoints and logs know of the algorithm."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import torchbagua as tb
+from torchbagua.algorithms.base import init_for
+from torchbagua.integrations.common import check_options, check_uses_ddp, framework, without_compiler
+from torchbagua.integrations.rank_files import load_noted_rank_state, save_rank_state
+from torchbagua.observe.step_cost import StepCost
+from torchbagua.runtime.optimizer_steps import unwrap
+from torchbagua.training.checks import check_algorithm
+
+with framework("transformers", tested="5.23.0", adapter="torchbagua.integrations.transformers") as _tested:
+    import accelerate  # noqa: F401 - without it transformers can be imported, and makes no Trainer
+    import transformers
+
+_MARK = "_torchbagua_attached"
+_NOTE = "torchbagua"  # in trainer_state.json: which step's state of an algorithm is beside it, and of how many ranks
+
+
+def attach(trainer: transformers.Trainer, algorithm: tb.Algorithm | str, **options: Any) -> "TrainerAttachment":
+    """Put an algorithm in charge of what a Trainer communicates when it trains. Call it before `trainer.train`.
+
+    Trainers of subclasses are taken too. From then on:
+
+    - The algorithm is attached while the trainer trains: to the model that it has wrapped, its optimizer and its
+      GradScaler. It is detached before the trainer loads the best model, or where training raises.
+    - Checkpoints hold the mean of the ranks' weights, and for each rank `torchbagua_<rank>.pt`, all that this rank
+      needs to go on bit for bit. `trainer.train(resume_from_checkpoint=...)` reads it.
+    - `evaluate` and `predict` use the mean of the ranks' weights.
+    - Logs of the loss have what communication cost this rank in a step, since the last log: `torchbagua/step_ms`,
+      `exposed_ms`, `overlap_percent`, `sent_MB_a_step` and `compression_ratio_to_float32`.
+
+    Args:
+        trainer: a Trainer that is not training.
+        algorithm: an algorithm, or its registered name. For QAdam, make the trainer with `optimizers=(qadam, None)`.
+        options: of [`torchbagua.attach`][torchbagua.attach], `observers` for instance.
+
+    Raises:
+        TypeError, ValueError: `trainer` is no Trainer, is training or attached already, or does not use DDP; or an
+            argument does not fit.
+        KeyError: no algorithm has that name.
+    """
+    if not isinstance(trainer, transformers.Trainer):
+        raise TypeError(f"attach: trainer must be a transformers.Trainer, got {type(trainer).__name__}")
+    if trainer.is_in_train:
+        raise ValueError("attach: trainer is training, or has failed to; call attach before trainer.train")
+    if hasattr(trainer, _MARK):
+        raise ValueError("attach: an algorithm is attached to the trainer already; detach it first")
+    check_uses_ddp(trainer.accelerator)
+    check_algorithm("attach", algorithm)
+    check_options(options)
+    if trainer.optimizer is not None:
+        init_for(algorithm, [unwrap(trainer.optimizer)])
+    elif algorithm == "qadam" and type(trainer).create_optimizer is transformers.Trainer.create_optimizer:
+        raise ValueError("attach: qadam needs a QAdamOptimizer; make the trainer with optimizers=(q_adam, None)")
+    return TrainerAttachment(trainer, algorithm, options)
+
+
+class TrainerAttachment:
+    """An algorithm that a Trainer uses whenever it trains.
+
+    Attributes:
+        attachment: that of the training that is on, or else of the last one; None before the first.
+    """
+
+    attachment: tb.Attachment | None = None
+
+    def __init__(self, trainer: transformers.Trainer, algorithm: tb.Algorithm | str, options: dict[str, Any]) -> None:
+        self._trainer, self._algorithm, self._options = trainer, algorithm, options
+        self._cost = StepCost()
+        self._run, self._undo = ExitStack(), ExitStack()
+        around: dict[str, Callable[..., Any]] = {
+            "_inner_training_loop": self._train,
+            "_prepare_for_training": self._prepare,
+            "_finalize_training": self._finalize,
+            "_save_checkpoint": self._save,
+            "evaluate": self._with_mean,
+            "predict": self._with_mean,
+            "log": self._log,
+        }
+        _tested.check_names(trainer, around)
+        for name, method in around.items():
+            setattr(trainer, name, wraps(original := getattr(trainer, name))(partial(method, original)))
+            self._undo.callback(delattr, trainer, name)
+        setattr(trainer, _MARK, True)
+        self._undo.callback(delattr, trainer, _MARK)
+
+    def detach(self) -> None:
+        """Give the trainer back as it was. A second call does nothing.
+
+        Raises:
+            RuntimeError: the trainer is training: what it still saves and evaluates would be one rank's.
+        """
+        if self._running is not None:
+            raise RuntimeError("TrainerAttachment.detach: the trainer is training; call it when trainer.train is done")
+        self._undo.close()
+
+    def _train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._run:  # detaches
+            return train(*args, **kwargs)
+
+    def _prepare(self, prepare: Callable[..., Any], max_steps: Any, loader: Any, checkpoint: str | None) -> Any:
+        prepared = prepare(max_steps, loader, checkpoint)
+        trainer, self._cost = self._trainer, StepCost()
+        observers = [*self._options.get("observers", []), self._cost]
+        options = {"grad_scaler": trainer.accelerator.scaler, **self._options, "observers": observers}
+        model = without_compiler(trainer.model_wrapped)
+        self.attachment = self._run.enter_context(tb.attach(model, trainer.optimizer, self._algorithm, **options))
+        if checkpoint is not None:
+            note = trainer.state.stateful_callbacks.get(_NOTE, {})  # of an earlier step, if a run without us kept it
+            num_ranks = note["num_ranks"] if note.get("global_step") == trainer.state.global_step else 0
+            load_noted_rank_state(self.attachment, Path(checkpoint) / "torchbagua", num_ranks)
+        return prepared
+
+    def _finalize(self, finalize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._run.close()
+        return finalize(*args, **kwargs)
+
+    def _save(self, save: Callable[..., None], model: Any, trial: Any) -> None:
+        args, state = self._trainer.args, self._trainer.state
+        attachment = None if args.save_only_model else self._running
+        if attachment is not None:
+            state.stateful_callbacks[_NOTE] = {"global_step": state.global_step, "num_ranks": args.world_size}
+        self._with_mean(save, model, trial)
+        state.stateful_callbacks.pop(_NOTE, None)
+        if attachment is not None:
+            folder = Path(self._trainer._get_output_dir(trial=trial)) / f"checkpoint-{state.global_step}"
+            save_rank_state(attachment, folder / "torchbagua", args.process_index)
+
+    def _with_mean(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._running is None else self._running.averaged_weights():
+            return method(*args, **kwargs)
+
+    def _log(self, log: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        log({**logs, **(self._cost.take() if "loss" in logs else {})}, *args, **kwargs)
+
+    @property
+    def _running(self) -> tb.Attachment | None:
+        return None if self.attachment is None or self.attachment.is_detached else self.attachment

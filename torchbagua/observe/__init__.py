@@ -1,0 +1,13 @@
+"""What is told of communication, and to whom: events, the tracer that makes them, and observers that show them.
+
+May import the modules that begin with _ alone; observers know events.py and not the tracer.
+Begin with events.py, then summary.py.
+"""
+
+from torchbagua.observe.events import Trace
+from torchbagua.observe.perfetto import PerfettoTrace
+from torchbagua.observe.recorder import Recorder
+from torchbagua.observe.summary import Summary
+from torchbagua.observe.tensorboard import TensorBoardTrace
+
+__all__ = ["PerfettoTrace", "Recorder", "Summary", "TensorBoardTrace", "Trace"]

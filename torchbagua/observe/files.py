@@ -1,0 +1,211 @@
+"""What one rank did, in a file: lines of JSON, compressed by gzip.
+
+The first line is the run as it began. Then comes a line for each step, a list of its events, and one of what came
+after the last whole step; an event is a list of the fields of CommEvent. The last line is the run once more, with all
+that is known by then. A file without that breaks off, as a process that is killed leaves it, and what stands in it is
+read all the same.
+"""
+
+import fcntl
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from torchbagua.observe.events import ClockOffset, CommEvent, Run, TraceError
+from torchbagua.observe.summary import Summary
+
+_SUFFIX = ".jsonl.gz"
+_OLDER_SUFFIX = ".json.gz"  # of releases whose PerfettoTrace wrote what Perfetto reads
+_RUN_LINE = '{"torchbagua trace":1,'
+
+# JSON knows tuples, of which it makes lists, and not every kind of mapping. No event has itself within, which is not
+# looked for: that would take as long as all the rest.
+_encode = json.JSONEncoder(default=dict, separators=(",", ":"), check_circular=False).encode
+
+
+class RankFileWriter:
+    """Writes the file of one rank, in place of one that an earlier run has left there.
+
+    Args:
+        folder: where it is to lie.
+        run: whose rank it is.
+
+    Raises:
+        TraceError: another trace is writing it.
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, folder: Path, run: Run) -> None:
+        self._run = run
+        self._locked_file = _locked(folder / f"rank{run.rank}{_SUFFIX}")
+        self._file = gzip.open(self._locked_file, "wt", encoding="utf-8", compresslevel=1)  # noqa: SIM115 - for the run
+        self._write_run()
+        self._file.flush()
+
+    def write(self, steps: list[list[CommEvent]]) -> None:
+        for events in steps:
+            self._file.write(f"{_encode(events)}\n")
+        self._file.flush()
+
+    def close(self, events: list[CommEvent]) -> None:
+        self.write([events])
+        self._write_run()
+        self._file.close()
+        self._locked_file.close()
+
+    def _write_run(self) -> None:
+        run = {**vars(self._run), "board": None}
+        self._file.write(f'{_RUN_LINE}"event":{_encode(CommEvent._fields)},"run":{_encode(run)}}}\n')
+
+
+def _locked(path: Path) -> BinaryIO:
+    """Open a file anew, unless another trace is writing it: then raise TraceError."""
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise TraceError(f"another PerfettoTrace is writing {str(path)!r}; give each a path of its own") from error
+    file.truncate(0)
+    return file
+
+
+class RankFile:
+    """One rank's file, to be read.
+
+    Attributes:
+        path: the file.
+        run: what it says of the run; where the trace has ended in order, with all that is known by then.
+        is_whole: whether it has.
+
+    Raises:
+        ValueError: it does not say what run it is of.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        runs = [line for line in self._lines() if line.startswith(_RUN_LINE)]
+        if not runs:
+            raise ValueError(f"{path.name} does not begin as PerfettoTrace's files do: cut off, or of another program")
+        self.run = _run_of(json.loads(runs[-1])["run"])
+        self.is_whole = len(runs) > 1
+        self._offset, self._drift = _clock_of(self.run)
+
+    def events(self) -> Iterator[CommEvent]:
+        """Yield what observers heard."""
+        for line in self._lines():
+            if not line.startswith(_RUN_LINE):
+                yield from map(_event_of, json.loads(line))
+
+    def events_on_common_clock(self) -> Iterator[CommEvent]:
+        """Yield what observers heard, in the time of rank 0."""
+        for event in self.events():
+            yield event._replace(start_ns=self._common_ns(event.start_ns), end_ns=self._common_ns(event.end_ns))
+
+    @property
+    def clock_error_ns(self) -> int:
+        """How far off that time may be at most."""
+        return self._offset.error_ns
+
+    def summary(self) -> Summary:
+        """Return the summary of what observers heard."""
+        summary = Summary()
+        summary.on_start(self.run)
+        for event in self.events():
+            summary.on_comm(event)
+        summary.on_end()
+        return summary
+
+    def _common_ns(self, own_ns: int) -> int:
+        return own_ns + self._offset.offset_ns + round(self._drift * (own_ns - self._offset.own_ns))
+
+    def _lines(self) -> Iterator[str]:
+        """Yield the lines that are whole."""
+        with gzip.open(self.path, "rt", encoding="utf-8") as file:
+            try:
+                for line in file:
+                    if line.endswith("\n"):
+                        yield line
+            except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError):
+                return
+
+
+def _run_of(fields: dict[str, Any]) -> Run:
+    offsets = [ClockOffset(*offset) for offset in fields["clock_offsets"]]
+    return Run(**{**fields, "nodes": tuple(fields["nodes"]), "clock_offsets": offsets})
+
+
+def _event_of(fields: list[Any]) -> CommEvent:
+    return CommEvent._make(tuple(field) if isinstance(field, list) else field for field in fields)
+
+
+def _clock_of(run: Run) -> tuple[ClockOffset, float]:
+    """Return what to add to a rank's clock at one moment, and by how much more for each later ns."""
+    offsets = run.clock_offsets
+    first, last = offsets[0], offsets[-1]
+    moved_ns, error_ns = last.offset_ns - first.offset_ns, first.error_ns + last.error_ns
+    if abs(moved_ns) <= error_ns:
+        return min(offsets, key=lambda offset: offset.error_ns), 0.0
+    # Clocks of two machines drift apart by some microseconds a second; between two comparisons, evenly.
+    both = first._replace(error_ns=max(first.error_ns, last.error_ns))
+    return both, moved_ns / (last.own_ns - first.own_ns)
+
+
+class Found(NamedTuple):
+    """The files of a run, in rank order, and what is wrong with them, in sentences."""
+
+    files: list[RankFile]
+    problems: list[str]
+
+
+def find_files(folder: Path) -> Found:
+    """Return the ranks' files in `folder`; those of a run that broke off may be missing, or not whole.
+
+    Raises:
+        ValueError: there are none, or they are of several runs.
+    """
+    files, problems = [], []
+    for path in sorted(folder.glob(f"rank*{_SUFFIX}")):
+        try:
+            files.append(RankFile(path))
+        except ValueError as error:
+            problems.append(str(error))
+    if not files:
+        hint = "; ".join(["", *problems])
+        if below := sorted(path.parent.name for path in folder.glob(f"*/rank0{_SUFFIX}")):
+            hint = f"; there are some in its folders {below[:5]}"
+        elif older := sorted(path.name for path in folder.glob(f"rank*{_OLDER_SUFFIX}")):
+            hint = f"; {older[0]} is of an earlier torchbagua; Perfetto opens it"
+        raise ValueError(f"there is no rank*{_SUFFIX} of PerfettoTrace in {str(folder)!r}{hint}")
+    for file in files:
+        if file.run.id != files[0].run.id:
+            raise ValueError(f"{file.path.name} is of another run than {files[0].path.name}; remove the older one")
+    files.sort(key=lambda file: file.run.rank)
+    num_ranks = files[0].run.num_ranks
+    if missing := sorted(set(range(num_ranks)) - {file.run.rank for file in files}):
+        problems.append(f"of {num_ranks} ranks, there is nothing of {missing}")
+    for file in files:
+        if not file.is_whole:
+            last = max((event.step for event in file.events() if event.phase == "step"), default=None)
+            where = "before its first step ended" if last is None else f"after step {last}"
+            problems.append(f"{file.path.name} breaks off {where}: the process, or its trace, ended early")
+    return Found(files, problems)
+
+
+def events_of_step(files: Sequence[RankFile], step: int | None = None) -> dict[int, list[CommEvent]]:
+    """Return the events of one step by rank, on rank 0's clock; by default of the one in the middle.
+
+    Raises:
+        ValueError: no file has the step.
+    """
+    numbers = sorted({event.step for file in files for event in file.events() if event.phase == "step"})
+    if not numbers:
+        raise ValueError("no step has ended in this trace")
+    if step is None:
+        step = numbers[len(numbers) // 2]
+    if step not in numbers:
+        raise ValueError(f"step {step} is not in this trace, whose steps are {numbers[0]} to {numbers[-1]}")
+    return {file.run.rank: [event for event in file.events_on_common_clock() if event.step == step] for file in files}

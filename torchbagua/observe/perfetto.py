@@ -1,0 +1,231 @@
+"""PerfettoTrace keeps what every rank does and when; `merge` makes a file of it for https://ui.perfetto.dev."""
+
+import gzip
+import json
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from torchbagua.observe.background_trace import BackgroundTrace, Writer, folder_of
+from torchbagua.observe.events import TRAINING_PHASES, CommEvent, Run
+from torchbagua.observe.files import RankFile, RankFileWriter
+
+# What a slice is called, where that is not its phase.
+_NAMES = {"step": "step {event.step}", "send": "send {event.bucket}", "bucket": "{event.bucket}"}
+_DETAILS = ("operation", "bucket", "scope", "ranks", "peers", "num_elements", "raw_bytes", "wire_bytes")
+
+Row = dict[str, Any]
+"""An event in Chrome's trace event format."""
+
+Progress = Callable[[Iterable[RankFile]], Iterable[RankFile]]
+
+
+class PerfettoTrace(BackgroundTrace):
+    """An observer that writes all events of a rank to a file, for Perfetto and for `torchbagua trace`.
+
+    It writes `rank<r>.jsonl.gz` in `path`, on a thread of its own, and replaces what an earlier run has left there.
+    `torchbagua trace merge` makes one file for https://ui.perfetto.dev from those of all ranks. It shows the training
+    thread, the lane, messages by peer and an arrow for each message, on one clock. `torchbagua trace show` prints a
+    table. It serves one attachment, or one `Algorithm.reify`.
+
+    Args:
+        path: a folder. The ranks of a run share it, or you bring their files together later.
+        steps: which steps to keep; by default all. A step takes about 20 bytes for each of its events.
+
+    Raises:
+        ValueError: `path` cannot be written to, or `steps` is empty.
+        TypeError: `path` is not a path, or `steps` is not a range.
+    """
+
+    compares_clocks = True
+
+    def __init__(self, path: str | os.PathLike[str], *, steps: range | None = None) -> None:
+        super().__init__(path)
+        if steps is not None and not isinstance(steps, range):
+            raise TypeError(f"PerfettoTrace: steps must be a range or None, got {steps!r}")
+        if steps is not None and not any(step >= 0 for step in steps):
+            raise ValueError(f"PerfettoTrace: steps must be some steps, which count from 0, got {steps!r}")
+        self.path = folder_of("PerfettoTrace", "path", path)
+        self._steps = steps
+
+    def open(self, run: Run) -> Writer:
+        return RankFileWriter(self.path, run)
+
+    def on_comm(self, event: CommEvent) -> None:
+        """Keep the event, if its step is to be kept."""
+        if self._steps is None or event.step in self._steps:
+            super().on_comm(event)
+
+
+class Merged(NamedTuple):
+    """What `merge` has made.
+
+    Attributes:
+        path: the file.
+        num_ranks: of which it holds the events.
+        num_messages: that have an arrow.
+        clock_error_us: how far off the time of any rank may be, as far as its clock runs evenly.
+        num_backwards: how many messages arrive before they leave, by more than that explains.
+    """
+
+    path: Path
+    num_ranks: int
+    num_messages: int
+    clock_error_us: float
+    num_backwards: int
+
+
+class _Message(NamedTuple):
+    """What tells a message from all others; both sides know it."""
+
+    scope: str
+    ranks: tuple[int, ...]
+    sender: int
+    receiver: int
+    number: int
+
+
+class _Span(NamedTuple):
+    """When a rank sent a message, or waited for it, and on which track that is shown."""
+
+    start_ns: int
+    end_ns: int
+    rank: int
+    track: int
+
+
+def merge(files: Sequence[RankFile], output: Path, progress: Progress = iter) -> Merged:
+    """Write one trace of all ranks' files, on rank 0's clock, with an arrow for every message.
+
+    Memory: some 900 bytes a message.
+
+    Args:
+        files: what `find_files` has found.
+        output: a .json.gz file, none of these.
+        progress: told of the files, once for messages and once for all that is in them.
+
+    Raises:
+        ValueError: `output` is one of the files.
+        OSError: `output` cannot be written; nothing is left of it then.
+
+    Source: "Trace Event Format", the Chromium project.
+    """
+    if output.resolve() in [file.path.resolve() for file in files]:
+        raise ValueError(f"the output must be a file of its own, got {str(output)!r}, which is one of the ranks'")
+    origin_ns, messages = _find_messages(progress(files))
+    with _whole_or_nothing(output) as trace:
+        rows = (row for file in progress(files) for row in _rows_of_rank(file, origin_ns))
+        arrows = (row for number, ends in enumerate(messages, 1) for row in _arrow(number, *ends, origin_ns))
+        separator = "["
+        for row in chain(rows, arrows):
+            trace.write(f"{separator}{json.dumps(row)}")
+            separator = ",\n"
+        trace.write("]\n")
+    errors_ns = {file.run.rank: file.clock_error_ns for file in files}
+    num_backwards = sum(
+        sent.start_ns - received.end_ns > errors_ns[sent.rank] + errors_ns[received.rank] for sent, received in messages
+    )
+    return Merged(output, len(files), len(messages), max(errors_ns.values()) / 1e3, num_backwards)
+
+
+def _find_messages(files: Iterable[RankFile]) -> tuple[int, list[tuple[_Span, _Span]]]:
+    """Return when the first event begins, and of each message how it was sent and received."""
+    sent: dict[_Message, _Span] = {}
+    received: dict[_Message, _Span] = {}
+    origin_ns = sys.maxsize
+    for file in files:
+        rank, tracks = file.run.rank, _Tracks()
+        for event in file.events_on_common_clock():
+            origin_ns = min(origin_ns, event.start_ns)
+            span = _Span(event.start_ns, event.end_ns, rank, tracks.of(event)[0])
+            if event.scope.endswith(" of replicas"):  # of whom none is in this run
+                continue
+            if event.phase == "send":
+                sent[_Message(event.scope, event.ranks, rank, event.peers[0], event.message)] = span
+            elif event.phase == "receive":
+                received[_Message(event.scope, event.ranks, event.peers[0], rank, event.message)] = span
+    return origin_ns, [(sent[message], received[message]) for message in sent if message in received]
+
+
+class _Tracks:
+    """On which track each event of a rank is shown, as they come."""
+
+    def __init__(self) -> None:
+        self._last_ns: Counter[int] = Counter()  # when the track of a peer is free again
+
+    def of(self, event: CommEvent) -> tuple[int, str]:
+        """Return number and name of the track."""
+        if event.phase != "send":
+            return (1, "training") if event.phase in TRAINING_PHASES else (2, "lane")
+        (peer,) = event.peers
+        if event.start_ns < self._last_ns[peer]:  # given to gloo while the message before was on its way
+            return 11 + 2 * peer, f"to rank {peer}, next"
+        self._last_ns[peer] = event.end_ns
+        return 10 + 2 * peer, f"to rank {peer}"
+
+
+def _rows_of_rank(file: RankFile, origin_ns: int) -> Iterator[Row]:
+    rank = file.run.rank
+    yield from _named("process", rank, 0, f"rank {rank}, node {file.run.nodes[rank]}", order=rank)
+    tracks, named = _Tracks(), set()
+    for event in file.events_on_common_clock():
+        track, name = tracks.of(event)
+        if track not in named:
+            named.add(track)
+            yield from _named("thread", rank, track, name, order=track)
+        yield {
+            "name": _NAMES.get(event.phase, event.phase).format(event=event),
+            "cat": event.phase,
+            "ph": "X",
+            "ts": (event.start_ns - origin_ns) / 1e3,
+            "dur": event.duration_ns / 1e3,
+            "pid": rank,
+            "tid": track,
+            "args": _args_of(event),
+        }
+
+
+def _named(kind: str, rank: int, track: int, name: str, *, order: int) -> Iterator[Row]:
+    common = {"ph": "M", "pid": rank, "tid": track}
+    yield {"name": f"{kind}_name", **common, "args": {"name": name}}
+    yield {"name": f"{kind}_sort_index", **common, "args": {"sort_index": order}}
+
+
+def _args_of(event: CommEvent) -> Row:
+    """Return what is shown of an event when one clicks on it."""
+    args: Row = {"step": event.step, "message": event.message}
+    args |= {name: value for name in _DETAILS if (value := getattr(event, name))}
+    if event.wire_bytes:
+        args["bits_per_element"] = round(event.bits_per_element, 3)
+    if event.values:
+        # JSON has no NaN, which a step that overflows is full of.
+        args["values"] = {name: value if math.isfinite(value) else None for name, value in event.values.items()}
+    return args
+
+
+def _arrow(number: int, sent: _Span, received: _Span, origin_ns: int) -> Iterator[Row]:
+    """Yield the two flow events that Perfetto draws an arrow between."""
+    common = {"name": "message", "cat": "message", "id": number}
+    # It ends at the slice around its end, which need not be longer than a nanosecond.
+    end_ns = received.start_ns + 0.99 * (received.end_ns - received.start_ns)
+    for kind, time_ns, span in ({"ph": "s"}, sent.start_ns, sent), ({"ph": "f", "bp": "e"}, end_ns, received):
+        yield {**common, **kind, "ts": round((time_ns - origin_ns) / 1e3, 3), "pid": span.rank, "tid": span.track}
+
+
+@contextmanager
+def _whole_or_nothing(path: Path) -> Iterator[TextIO]:
+    """Give what a file is written by, compressed; it stands at `path` when it is whole, and not before."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with gzip.open(partial, "wt", encoding="utf-8", compresslevel=6) as file:
+            yield file
+        partial.rename(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

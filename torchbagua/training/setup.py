@@ -1,0 +1,181 @@
+"""What `attach` is told of a training loop, and what can be read from that."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from torchbagua._torch import names_to_ignore
+from torchbagua.runtime.memory_order import MemoryOrder
+from torchbagua.runtime.shards import sharded_parts
+from torchbagua.training.ddp import named_tensors
+from torchbagua.training.outer_ddps import ddps_around
+from torchbagua.training.sharded.parts import sharding_group
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """A module and what trains it.
+
+    Attributes:
+        module: whose forward the loop calls.
+        ddps: `module`, where it is a DDP, or those around it.
+        optimizers: of its parameters.
+        grad_scaler: the loop's.
+        replicate_group: the ranks that hold the same shards as this one, of a sharded module; None where each shard is
+            held once.
+        driven_ddp: one that attach has made of `module`, which is no DDP, and that forwards of `module` drive.
+    """
+
+    module: torch.nn.Module
+    ddps: Sequence[DistributedDataParallel]
+    optimizers: Sequence[torch.optim.Optimizer]
+    grad_scaler: torch.amp.GradScaler | None
+    replicate_group: dist.ProcessGroup | None = None
+    driven_ddp: DistributedDataParallel | None = None
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """The DDP that communicates: the module, where it is one, or the one that was made of it."""
+        return self.module if isinstance(self.module, DistributedDataParallel) else self.driven_ddp
+
+    @cached_property
+    def sharded_parts(self) -> Mapping[str, Any]:
+        """The parts of the module, itself among them, on which fully_shard was called, by name."""
+        return sharded_parts(self.module)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether fully_shard was called on the module or a part of it."""
+        return bool(self.sharded_parts)
+
+    @property
+    def inner(self) -> torch.nn.Module:
+        """The module, without its DDP."""
+        return self.module if self.ddp is None else self.ddp.module
+
+    def ignored_names(self) -> frozenset[str]:
+        """Return the names in `inner` of the parameters and buffers that one of the DDPs was told to ignore.
+
+        Or would be: a module without one may have the list that a DDP of it reads.
+        """
+        ignored_ids = {
+            id(tensor)
+            for ddp in self.ddps
+            for name, tensor in named_tensors(ddp.module)
+            if name in ddp.parameters_to_ignore
+        }
+        listed = names_to_ignore(self.inner)
+        return frozenset(
+            name for name, tensor in named_tensors(self.inner) if id(tensor) in ignored_ids or name in listed
+        )
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters of `inner` that are trained, and that no DDP was told to ignore, by name."""
+        ignored = self.ignored_names()
+        return {
+            name: parameter
+            for name, parameter in self.inner.named_parameters()
+            if parameter.requires_grad and name not in ignored
+        }
+
+    def check_gradients(self) -> None:
+        """Raise ValueError if a parameter has a sparse gradient: a function has made it, so attach did not see it."""
+        for name, parameter in self.trained().items():
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"torchbagua: parameter {name} has a sparse gradient, as of torch.nn.functional.embedding("
+                    "sparse=True); sparse gradients are not supported: leave out sparse=True"
+                )
+
+    def process_group(self, *, averages_weights: bool | None) -> dist.ProcessGroup:
+        """Return the group of the module, if it is a DDP or sharded, else of the DDPs around it, else the world.
+
+        Of a sharded one it is that over which its gradients are reduce-scattered; for an algorithm that may average
+        weights, that of the ranks which hold the same shards.
+
+        Raises ValueError where those around it have different groups, or there is no world, or as `sharding_group`.
+        """
+        if self.is_sharded:
+            group = sharding_group(self.sharded_parts)
+            return group if averages_weights is False else self.replicate_group or group
+        if self.ddp is not None:
+            return self.ddp.process_group
+        if self.ddps:
+            if any(ddp.process_group is not self.ddps[0].process_group for ddp in self.ddps):
+                raise ValueError(
+                    "attach: process_group must be given where there are several DistributedDataParallel around "
+                    f"{type(self.module).__name__}, with different groups"
+                )
+            return self.ddps[0].process_group
+        if not dist.is_initialized():
+            raise ValueError(
+                "attach: without DistributedDataParallel, process_group must be given or "
+                "torch.distributed.init_process_group called first"
+            )
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    def must_agree(self) -> dict[str, Any]:
+        """Return what ranks must have in common, in the order in which they are told of it."""
+        module = self.module
+        sizes = [(type(one).__name__, [len(group["params"]) for group in one.param_groups]) for one in self.optimizers]
+        return {
+            "the number of parameters": len(list(module.parameters())),
+            "the shapes, dtypes and requires_grad of parameters, as a digest": _digest(module.parameters()),
+            "the memory layout of parameters": _layout(module),
+            "the shapes and dtypes of buffers, as a digest": _digest(module.buffers()),
+            "the optimizers, with the number of parameters in each group": repr(sizes),
+            "the number of DistributedDataParallel modules around it": len(self.ddps),
+            "whether attach was given a grad_scaler": self.grad_scaler is not None,
+            "whether attach was given a replicate_group": self.replicate_group is not None,
+        }
+
+    @property
+    def shard(self) -> str | None:
+        """Which shard of each parameter this rank holds, as all of `replicate_group` do; None without such a group."""
+        if self.replicate_group is None:
+            return None
+        group = sharding_group(self.sharded_parts)
+        return f"{group.rank()} of {group.size()}"
+
+    def run_settings(self) -> dict[str, str]:
+        """Return what a trace writes down: the model and its optimizers, with what they were made with."""
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        num_elements = sum(parameter.numel() for parameter in trained)
+        settings = {
+            "model": f"{type(self.inner).__name__}, {num_elements:,} trained elements",
+            "dtypes": ", ".join(sorted({str(parameter.dtype) for parameter in trained})),
+        }
+        if self.ddp is not None:
+            settings["DDP's bucket_cap_mb"] = f"{self.ddp.bucket_bytes_cap / 2**20:g}"
+        for index, optimizer in enumerate(self.optimizers):
+            defaults = ", ".join(f"{key}={value}" for key, value in optimizer.defaults.items())
+            settings["optimizer" if index == 0 else f"optimizer {index}"] = f"{type(optimizer).__name__}({defaults})"
+        return settings
+
+
+def ddps_of(module: torch.nn.Module) -> list[DistributedDataParallel]:
+    """Return `module`, where it is a DDP, or those around it."""
+    return [module] if isinstance(module, DistributedDataParallel) else ddps_around(module)
+
+
+def _layout(module: torch.nn.Module) -> str:
+    """Return which parameters lie in memory in another order than that of their dimensions, channels_last say."""
+    orders = {name: MemoryOrder(parameter) for name, parameter in module.named_parameters() if parameter.dim() > 1}
+    others = {name: repr(order) for name, order in orders.items() if not order.is_natural}
+    if not others:
+        return "all contiguous"
+    first = next(iter(others))
+    digest = hashlib.sha256(repr(others).encode()).hexdigest()[:8]
+    return f"{len(others)} of another order, the first {first} with strides {orders[first].strides}, digest {digest}"
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    kinds = [(list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for tensor in tensors]
+    return hashlib.sha256(repr(kinds).encode()).hexdigest()[:16]

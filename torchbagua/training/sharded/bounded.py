@@ -1,0 +1,229 @@
+"""What FSDP itself waits for between CPUs, bounded by attach's timeout: weights, and gradients that torch reduces.
+
+FSDP's own collectives run on the user's group, whose timeout is that of `init_process_group`, and their errors name no
+rank. On GPUs they stay torch's: NCCL runs them in stream order, and its watchdog bounds them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchbagua._torch import fsdp_all_gather, fsdp_reduce_scatter, fsdp_shard_group
+from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.collectives.exact_gather import ExactGather
+from torchbagua.collectives.gloo_reduce_scatter import gloo_reduce_scatter
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.runtime.lane import Job, Lane
+from torchbagua.training.sharded.first_failure import FirstFailure
+from torchbagua.training.sharded.rows import CommunicatingPart
+
+
+@contextmanager
+def open_shards(impl: AlgorithmImpl, parts: Sequence[CommunicatingPart]) -> Iterator[BaguaProcessGroup]:
+    """Open private groups of the ranks that share a copy of the module, for as long as the context lasts. Collective.
+
+    Args:
+        impl: of an algorithm that averages weights, over the ranks that hold the same shards.
+        parts: which are sharded over these ranks.
+
+    Raises:
+        TimeoutError, CommunicationError: see `BaguaProcessGroup`.
+    """
+    group = fsdp_shard_group(parts[0].param_group)
+    assert group is not None
+    shards = BaguaProcessGroup(group, timeout=impl.process_group.timeout)
+    try:
+        shards.tell_through(impl.tracer, "shards")
+        yield shards
+    finally:
+        shards.close()
+
+
+def on_cpus(parts: Iterable[CommunicatingPart]) -> list[CommunicatingPart]:
+    """Return those parts whose collectives gloo runs between CPUs, among several ranks."""
+    return [part for part in parts if part.param_group.device.type == "cpu" and _size_of(part) > 1]
+
+
+def _size_of(part: CommunicatingPart) -> int:
+    group = fsdp_shard_group(part.param_group)
+    return 1 if group is None else group.size()
+
+
+def bound_gathers(group: BaguaProcessGroup, failure: FirstFailure, parts: Sequence[CommunicatingPart]) -> ExitStack:
+    """Gather the weights of `parts` over the connections of `group`, until what is returned is closed.
+
+    An all-gather that the user has set stays.
+    """
+    with ExitStack() as undo:  # closed here only where one of these steps raises
+        runner = GatherRunner(group, failure)
+        undo.callback(runner.close)
+        for part in on_cpus(parts):
+            comm, is_torchs = fsdp_all_gather(part.param_group)
+            if is_torchs:
+                undo.callback(part.part.set_custom_all_gather, comm)
+                part.part.set_custom_all_gather(BoundedGather(runner, part))
+        return undo.pop_all()
+
+
+def bound_reduce_scatters(
+    group: BaguaProcessGroup, failure: FirstFailure, parts: Sequence[CommunicatingPart]
+) -> ExitStack:
+    """Reduce-scatter the gradients of `parts` over the connections of `group`, until what is returned is closed.
+
+    A reduce-scatter that the user has set stays.
+    """
+    with ExitStack() as undo:  # closed here only where one of these steps raises
+        for part in on_cpus(parts):
+            comm, is_torchs = fsdp_reduce_scatter(part.param_group)
+            if is_torchs:
+                undo.callback(part.part.set_custom_reduce_scatter, comm)
+                part.part.set_custom_reduce_scatter(BoundedReduceScatter(group, failure, part))
+        return undo.pop_all()
+
+
+class GatherRunner:
+    """Runs gathers in the order in which FSDP asks for them, beside what the algorithm's lane sends.
+
+    Args:
+        group: over whose connections weights are gathered.
+        failure: is notified of errors.
+
+    Attributes:
+        group: the same.
+        communicator: for the gathers alone.
+    """
+
+    def __init__(self, group: BaguaProcessGroup, failure: FirstFailure) -> None:
+        self.group = group
+        self.communicator = group.world.silent_twin()
+        self._failure = failure
+        self._lane = Lane("torchbagua lane of weights that are gathered ahead", on_failure=group.close)
+        self._last: Job[None] | None = None
+
+    def run(self, gather: Callable[[], None], *, async_op: bool) -> "GatherWork | None":
+        """Call `gather` on this thread; or on the lane with `async_op`, and then return what waits for it.
+
+        Raises:
+            CommunicationError: a rank is gone or did not take part in time.
+        """
+        if async_op:
+            self._last = self._lane.submit(partial(self._guarded, gather))
+            return GatherWork(self._last)
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+        self._guarded(gather)
+        return None
+
+    def close(self) -> None:
+        """Finish the gathers that are under way, and end the lane."""
+        self._lane.close()
+
+    def _guarded(self, gather: Callable[[], None]) -> None:
+        with self._failure.guard():
+            gather()
+
+
+class GatherWork(dist.Work):
+    """The handle of a gather under way, which FSDP waits for."""
+
+    def __init__(self, job: Job[None]) -> None:
+        super().__init__()
+        self._job = job
+
+    def wait(self, *_: object) -> bool:
+        """Wait until all weights are there; raises CommunicationError if they do not come in time."""
+        self._job.result()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return, or raise, at once."""
+        return self._job.is_done()
+
+
+class BoundedGather:
+    """The all-gather of one FSDP parameter group: a `torch.distributed.fsdp` AllGather, by its interface.
+
+    It moves bytes, of whatever dtypes and extensions.
+
+    Args:
+        runner: runs it.
+        part: whose weights they are.
+    """
+
+    def __init__(self, runner: GatherRunner, part: CommunicatingPart) -> None:
+        self._runner = runner
+        self._part = part
+        self._torchs, _ = fsdp_all_gather(part.param_group)
+        self._gathers: dict[dist.ProcessGroup, ExactGather] = {}
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for the output."""
+        with torch.inference_mode(False):  # outside of it, as a lane is, nobody may write to an inference tensor
+            memory: torch.Tensor = self._torchs.allocate(size, dtype=dtype, device=device)
+        return memory
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> GatherWork | None:
+        """Fill `output_tensor`, in which `input_tensor` lies, with the rows of all ranks of `group`.
+
+        Args:
+            output_tensor, input_tensor: as torch's.
+            group: the ranks over which the part is sharded; in backward, under `reshard_after_forward=k`, k of these.
+            async_op: return at once, what waits for the end.
+
+        Raises:
+            CommunicationError: a rank is gone or did not take part in time.
+        """
+        length = input_tensor.numel()
+        own_row = output_tensor[group.rank() * length :][:length]
+        assert own_row.data_ptr() == input_tensor.data_ptr(), "FSDP gathers in place"
+        return self._runner.run(partial(self._gather_of(group), output_tensor), async_op=async_op)
+
+    def _gather_of(self, group: dist.ProcessGroup) -> ExactGather:
+        if group not in self._gathers:
+            shards = self._runner.group
+            ranks: Sequence[int] = range(shards.size)
+            if group is not fsdp_shard_group(self._part.param_group):
+                every = dist.get_process_group_ranks(shards.process_group)
+                ranks = [every.index(rank) for rank in dist.get_process_group_ranks(group)]
+            name = f"weights of {self._part.label}"
+            self._gathers[group] = ExactGather(self._runner.communicator, ranks, shards.nodes, name)
+        return self._gathers[group]
+
+
+class BoundedReduceScatter:
+    """The reduce-scatter of one FSDP parameter group, torch's own by its arithmetic, over connections of our own.
+
+    Args:
+        group: whose connections they are.
+        failure: is notified of errors.
+        part: whose gradients are reduced.
+    """
+
+    def __init__(self, group: BaguaProcessGroup, failure: FirstFailure, part: CommunicatingPart) -> None:
+        self._communicator = group.world
+        self._failure = failure
+        self._part = part
+        self._torchs, _ = fsdp_reduce_scatter(part.param_group)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for an input or output."""
+        memory: torch.Tensor = self._torchs.allocate(size, dtype=dtype, device=device)
+        return memory
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Write the sum or mean of own row of all ranks' `input_tensor` to `output_tensor`; FSDP waits for it.
+
+        Raises:
+            CommunicationError: a rank is gone or did not take part in time.
+        """
+        with self._failure.guard():
+            gloo_reduce_scatter(self._communicator, input_tensor, output_tensor, op, self._part.name)

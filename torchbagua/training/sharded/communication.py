@@ -1,0 +1,89 @@
+"""What communicates for a sharded module: its gradients, over its replicas too, and the weights that it gathers."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchbagua._description import describe
+from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.codecs.base import Compressor
+from torchbagua.training.sharded.bounded import bound_gathers, bound_reduce_scatters, on_cpus, open_shards
+from torchbagua.training.sharded.first_failure import FirstFailure
+from torchbagua.training.sharded.gather import gathered_by
+from torchbagua.training.sharded.reduce_scatter import scattered_by
+from torchbagua.training.sharded.replicas import averaged_by, open_replicas, share_shards
+from torchbagua.training.sharded.rows import RowRunner, check_parameters_inside, communicating_parts
+
+
+def communicated_by(
+    impl: AlgorithmImpl,
+    module: torch.nn.Module,
+    parts: Mapping[str, Any],
+    replicate_group: dist.ProcessGroup | None,
+    must_agree: Mapping[str, Any],
+    quantize_weights: str | Compressor | None,
+    *,
+    strict: bool,
+) -> ExitStack:
+    """Have `impl` communicate for a module until what is returned is closed. Collective with replicas.
+
+    Replicas first get the parameters and buffers of the first.
+
+    Args:
+        impl: over the ranks among which the module is sharded.
+        module: all of it.
+        parts: those on which fully_shard was called, by name.
+        replicate_group: the ranks that hold the same shards.
+        must_agree: what must be the same on all of these, by name.
+        quantize_weights, strict: see `gathered_by`; None to have weights gathered as torch does.
+
+    Raises:
+        ValueError, TimeoutError, CommunicationError: see `scattered_by`, `gathered_by`, `open_replicas`.
+    """
+    communicating = communicating_parts(module, parts)
+    check_parameters_inside(module, communicating)
+    with ExitStack() as undo:  # closed here only where one of these steps raises
+        runner = RowRunner(impl)
+        if replicate_group is not None:
+            algorithm = describe(impl.algorithm, type(impl.algorithm).__name__)
+            quantized = {
+                "attach's argument quantize_weights": repr(quantize_weights),
+                "attach's argument strict": strict,
+            }
+            must_agree = {"the algorithm": algorithm, **must_agree, **quantized}
+            replicas = undo.enter_context(open_replicas(impl, replicate_group, must_agree))
+            share_shards(replicas, module)
+            runner = RowRunner(impl, replicas)
+            undo.enter_context(averaged_by(runner, communicating))
+        undo.enter_context(bound_gathers(impl.process_group, runner.failure, communicating))
+        undo.enter_context(scattered_by(runner, communicating))
+        undo.enter_context(bound_reduce_scatters(impl.process_group, runner.failure, communicating))
+        if quantize_weights is not None:
+            undo.enter_context(gathered_by(runner, communicating, quantize_weights, strict=strict))
+        return undo.pop_all()
+
+
+def bound_waits(impl: AlgorithmImpl, module: torch.nn.Module, parts: Mapping[str, Any]) -> ExitStack:
+    """Bound what FSDP waits for by the timeout of `impl`, which averages weights, until what is returned is closed.
+
+    Collective among the ranks that share a copy of the module.
+
+    Args:
+        impl: over the ranks that hold the same shards.
+        module: all of it.
+        parts: those on which fully_shard was called, by name.
+
+    Raises:
+        TimeoutError, CommunicationError: see `BaguaProcessGroup`.
+    """
+    communicating = on_cpus(communicating_parts(module, parts))
+    with ExitStack() as undo:  # closed here only where one of these steps raises
+        if communicating:
+            shards = undo.enter_context(open_shards(impl, communicating))
+            failure = FirstFailure([shards, impl.process_group])
+            undo.enter_context(bound_gathers(shards, failure, communicating))
+            undo.enter_context(bound_reduce_scatters(shards, failure, communicating))
+        return undo.pop_all()

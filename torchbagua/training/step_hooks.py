@@ -1,0 +1,156 @@
+"""Where an impl's hooks enter the training step: module, gradients, end of backward, optimizers."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+from torchbagua._torch import leaves, queue_callback
+from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.observe.clocks import Timestamp
+from torchbagua.observe.tracer import Tracer
+from torchbagua.training.grad_scaler import install_overflow_agreement
+from torchbagua.training.running_means import RunningMeans
+from torchbagua.training.setup import TrainingSetup
+from torchbagua.training.step_clock import StepClock
+from torchbagua.training.unaveraged_gradients import UnaveragedGradients
+
+
+def install_step_hooks(
+    setup: TrainingSetup,
+    impl: AlgorithmImpl,
+    *,
+    after_first_step: Callable[[], None],
+    running_means: RunningMeans | None = None,
+) -> tuple[ExitStack, StepClock]:
+    """Install the hooks that `impl` asks for; return what removes them when it is closed, and the clock.
+
+    Args:
+        setup: whose forward, gradients and optimizers are heard of; their steps are the clock.
+        impl: asked for its hooks. Where it averages weights, it is also asked which steps the GradScaler skips: with
+            the decentralized algorithms all ranks skip together, with asynchronous averaging each rank alone.
+        after_first_step: called within the optimizer's call of `step`: it looks in the call stack for a GradScaler.
+        running_means: of weights that differ between ranks; notified of each training step.
+    """
+    wrapper, module = setup.module, setup.inner
+    on_forward = impl.init_forward_pre_hook(module)
+    on_gradient = impl.init_backward_hook(module)
+    on_backward_end = impl.init_post_backward_hook(module)
+    on_step = impl.init_post_optimizer_step_hook(module)
+
+    # A copy of the wrapper has the same hooks, and they are not meant for it.
+    def before_forward(module: torch.nn.Module, inputs: Any) -> None:
+        if on_forward is not None and module is wrapper and wrapper.training and torch.is_grad_enabled():
+            on_forward(inputs)
+
+    is_first = True
+
+    def end_step(optimizer: torch.optim.Optimizer) -> None:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            after_first_step()
+        try:
+            if impl.averages_weights and impl.need_reset():
+                impl.reset()
+            if on_step is not None:
+                on_step(optimizer)
+        finally:
+            # Not before: what the algorithm waits for now was communicated in this step.
+            impl.tracer.end_step()
+        if running_means is not None:
+            running_means.after_step()
+
+    must_step = impl.averages_weights and on_step is not None  # it averages when a step ends, or never
+    hears_steps = on_step is not None or impl.averages_weights or impl.needs_grad_scaler or impl.tracer.is_on
+    hears_steps |= setup.driven_ddp is not None  # `after_first_step` looks for a DDP that was made since
+    clock = StepClock(
+        impl.step_watches if hears_steps else [],
+        end_step,
+        raises_if_never_stepped=must_step,
+        check_gradients=setup.check_gradients,
+    )
+    impl.tracer.has_optimizer = True
+    with ExitStack() as handles:  # closed here only where an installation raises
+        handles.callback(clock.close)
+        if setup.ddp is not None and not impl.averages_weights and impl.process_group.size > 1:
+            handles.callback(UnaveragedGradients(setup, impl).close)
+        if on_forward is not None:
+            handles.callback(wrapper.register_forward_pre_hook(before_forward).remove)
+        if on_backward_end is not None or must_step or impl.tracer.is_on:
+            backward = _Backward(impl.tracer, on_backward_end, clock if must_step else None)
+            handles.callback(backward.close)
+
+            def after_forward(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+                if module is wrapper:
+                    backward.watch(outputs, is_training=wrapper.training)
+
+            handles.callback(wrapper.register_forward_hook(after_forward).remove)
+        if on_gradient is not None:
+            for name, parameter in setup.trained().items():
+                handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
+        if setup.grad_scaler is not None and impl.averages_weights:
+            handles.enter_context(install_overflow_agreement(setup.grad_scaler, setup.optimizers, impl, clock))
+        return handles.pop_all(), clock
+
+
+def _leaves(outputs: Any) -> Iterator[Any]:
+    """Yield what a module's outputs are made of, dataclasses opened, as DDP looks for tensors in them."""
+    for leaf in leaves(outputs):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            yield leaf
+
+
+class _Backward:
+    """Tells of each backward, and calls a function at its end, from a callback that it queues with the autograd engine.
+
+    It is queued when backward reaches the module's outputs and not at a parameter: a reentrant checkpoint runs a
+    backward of its own within, and a callback that is queued there is called at the end of that one.
+    """
+
+    def __init__(self, tracer: Tracer, on_end: Callable[[], None] | None, clock: StepClock | None) -> None:
+        self._tracer = tracer
+        self._on_end = on_end
+        self._clock = clock
+        self._is_training = False
+        self._start: Timestamp = 0
+        self._is_queued = False
+        self._is_closed = False
+
+    def watch(self, outputs: Any, *, is_training: bool) -> None:
+        """Hear of the backward that will start at these outputs of a forward."""
+        self._is_training = is_training
+        self._is_queued = False  # it still is where the last backward raised
+        for output in _leaves(outputs):
+            # Not a parameter that the module returns, on which hooks would pile up.
+            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+                output.register_hook(self._begin)
+
+    def close(self) -> None:
+        """Call no more, whatever backward is still to come."""
+        self._is_closed = True
+
+    def _begin(self, _: torch.Tensor) -> None:
+        if not self._is_queued and not self._is_closed:
+            if self._clock is not None and self._is_training:
+                self._clock.before_backward()
+            self._is_queued = True
+            self._start = self._tracer.now()
+            queue_callback(self._tell)
+
+    def _tell(self) -> None:
+        """All gradients are computed. What comes next has to come after all that was queued during the backward."""
+        self._tracer.tell("backward", self._start, self._tracer.now())
+        queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._is_queued = False
+        if self._clock is not None and self._is_training:
+            self._clock.after_backward()
+        if self._on_end is not None:  # it may read gradients, the last of which FSDP writes in such a callback
+            self._on_end()

@@ -1,0 +1,238 @@
+"""Notices the weights that a user loads into an attached module, and notifies the impl when training goes on."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchbagua._warnings import warn_user
+from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.runtime.shards import local_shard, name_of_shard, reshard
+from torchbagua.training.setup import TrainingSetup
+
+
+class WeightLoads:
+    """Sees every `load_state_dict` of an attached module, or of a part of it, until `close`.
+
+    What was loaded counts when the next step begins, and not at the load: a loop may swap in other weights, a running
+    mean for an evaluation say, and load its own again. Then nothing has happened. Until then it takes the memory of the
+    loaded weights twice more.
+
+    Only for an algorithm that averages weights, and several ranks: with others a load is a load.
+
+    Args:
+        setup: the module, and the optimizers whose steps are heard of.
+        impl: notified by `AlgorithmImpl.weights_loaded`.
+
+    Attributes:
+        has_mean: set it to True while the module holds the mean of all ranks' weights, and loads are refused.
+    """
+
+    def __init__(self, setup: TrainingSetup, impl: AlgorithmImpl) -> None:
+        self.has_mean = False
+        self._module = setup.inner
+        self._sharded_parts = list(setup.sharded_parts.values())
+        self._impl = impl
+        self._loads: dict[str, _Load] = {}  # since the last step, by the names of the buckets
+        self._names: dict[int, str] = {}  # by the id of the tensor, of these buckets
+        self._named_buckets: list[Any] | None = None
+        self._hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._undo = ExitStack()
+        if not impl.averages_weights or impl.process_group.size == 1:
+            return
+        for optimizer in dict.fromkeys(setup.optimizers):
+            self._undo.callback(optimizer.register_step_pre_hook(lambda *_: self.settle()).remove)
+        for path, module in self._module.named_modules():
+            self._install(module, path)
+
+    def close(self) -> None:
+        """See no more."""
+        self._undo.close()
+        self._take_loads()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Notify the impl of what was loaded since the last step, unless the weights are again what they were."""
+        if not self._loads:
+            return
+        loads = self._take_loads()
+        reshard(self._sharded_parts)
+        for load in loads.values():
+            if load.after is None:  # the load has raised
+                load.note()
+        if _are_undone(list(loads.values())):
+            return
+        impl = self._impl
+        if impl.process_group.rank == 0:
+            warn_user(
+                f"torchbagua: {len(loads)} weights were loaded after attach: {type(impl.algorithm).__name__} goes on "
+                f"from them, {impl.load_effect}. To resume a run, load the attachment's state after the weights",
+                UserWarning,
+            )
+        impl.weights_loaded({name: load.after for name, load in loads.items() if load.after is not None})
+
+    @torch.no_grad()
+    def take_all(self) -> None:
+        """Notify the impl that all parameters have changed."""
+        self._take_loads()
+        reshard(self._sharded_parts)
+        tracked = self._tracked_names()
+        values = {}
+        for path, parameter in self._module.named_parameters():
+            if (name := self._name_of(path, parameter, tracked)) is not None:
+                values[name] = local_shard(parameter).clone()
+        self._impl.weights_loaded(values)
+        if self._impl.need_reset():  # some were replaced
+            self._impl.reset()
+
+    @contextmanager
+    def superseded(self) -> Iterator[None]:
+        """Forget what was loaded if the block, which loads a state that goes with it, raises nothing."""
+        loads = self._take_loads()
+        try:
+            yield
+        except BaseException:
+            self._set_loads(loads)
+            raise
+
+    def _take_loads(self) -> dict[str, "_Load"]:
+        """Return the loads since the last step, and forget them."""
+        loads = self._loads
+        self._set_loads({})
+        return loads
+
+    def _set_loads(self, loads: dict[str, "_Load"]) -> None:
+        self._loads = loads
+        self._impl.loading = frozenset(loads)
+
+    def _install(self, module: torch.nn.Module, path: str) -> None:
+        """Have loads into `module`, which the attached module has at `path`, seen."""
+        if module in self._hooked:
+            return
+        self._hooked.add(module)
+
+        def before(module: torch.nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+            self._before_load(module, path, state, prefix)
+
+        def after(module: torch.nn.Module, _: Any) -> None:
+            self._after_load(module, path)
+
+        self._undo.callback(module.register_load_state_dict_pre_hook(_Hook(before)).remove)
+        self._undo.callback(module.register_load_state_dict_post_hook(_Hook(after)).remove)
+
+    @torch.no_grad()
+    def _before_load(self, module: torch.nn.Module, path: str, state: Mapping[str, Any], prefix: str) -> None:
+        if self.has_mean:
+            raise RuntimeError(
+                "torchbagua: weights are loaded within averaged_weights, whose end gives each rank its own weights "
+                "again, so that the load would be lost. Load before the block, which then holds the mean of what was "
+                "loaded, or after it"
+            )
+        reshard(self._sharded_parts)
+        for name, child in module.named_children():  # one that is new is loaded next
+            self._install(child, f"{path}.{name}" if path else name)
+        tracked = self._tracked_names()
+        for own_name, tensor in _own_tensors(module).items():
+            known = self._name_of(f"{path}.{own_name}" if path else own_name, tensor, tracked)
+            if known is not None and prefix + own_name in state and known not in self._loads:
+                self._loads[known] = _Load(module, own_name, local_shard(tensor).clone())
+        self._impl.loading = frozenset(self._loads)
+
+    @torch.no_grad()
+    def _after_load(self, module: torch.nn.Module, path: str) -> None:
+        for load in self._loads.values():
+            if load.module is module:
+                load.note()
+
+    def _tracked_names(self) -> set[str]:
+        """Return the names of the weights that are averaged; ask for those of tensors after this."""
+        if self._named_buckets is not self._impl.buckets:
+            self._named_buckets = self._impl.buckets
+            self._names = {id(one.parameter): one.name for bucket in self._impl.buckets for one in bucket.tensors}
+        return set(self._names.values())
+
+    def _name_of(self, path: str, tensor: torch.Tensor, tracked: set[str]) -> str | None:
+        """Return the name of a tensor in the buckets; None if it is not averaged."""
+        if id(tensor) in self._names:  # also of a module that was given another name, or is there twice
+            return self._names[id(tensor)]
+        name = name_of_shard(path, tensor)  # one that has replaced another
+        return name if name in tracked else None
+
+
+@dataclass
+class _Load:
+    """What has become of one weight by the loads since the last step.
+
+    Attributes:
+        module, name: where it is.
+        before: what it was before the first of them.
+        after: what the last of them has left; None before it has.
+        has_changed: whether one of them has changed it.
+    """
+
+    module: torch.nn.Module
+    name: str
+    before: torch.Tensor
+    after: torch.Tensor | None = None
+    has_changed: bool = False
+
+    @property
+    def is_undone(self) -> bool:
+        """Whether it is again what it was."""
+        return self.after is self.before
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is a parameter, and no buffer."""
+        return isinstance(getattr(self.module, self.name), torch.nn.Parameter)
+
+    def tensor(self) -> torch.Tensor:
+        """Return the weight as it is now, of a DTensor this rank's shard."""
+        tensor: torch.Tensor = getattr(self.module, self.name)
+        return local_shard(tensor)
+
+    def note(self) -> None:
+        """Take note of what a load has left."""
+        now = self.tensor()
+        self.after = self.before if _are_alike(now, self.before) else now.clone()
+        self.has_changed |= self.after is not self.before
+
+
+class _Hook:
+    """A hook of one module. In a copy of the module, or in one that is pickled, it does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Become a function of the standard library that does nothing, so that a pickle does not need this package."""
+        return getattr, (nullcontext(), "__exit__")
+
+
+def _own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same, where NaN is like NaN."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _are_undone(loads: Sequence[_Load]) -> bool:
+    """Return whether the weights are again what they were before these loads.
+
+    A single load of the values that are there counts as one: on other ranks they may be others.
+    """
+    if not any(load.has_changed for load in loads):
+        return False
+    # Buffers have changed since, in a forward.
+    by_hand = [_are_alike(load.tensor(), load.before) for load in loads if load.is_parameter]
+    return all(load.is_undone for load in loads) or (bool(by_hand) and all(by_hand))

@@ -1,0 +1,95 @@
+"""Groups that torch's registry does not know: `torch.distributed.new_group` wants the whole world to take part."""
+
+import atexit
+import functools
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchbagua._torch import (
+    all_gather_base,
+    backend_of,
+    gloo_devices,
+    gloo_options,
+    is_nccl,
+    nccl_options,
+    unregistered_group,
+)
+
+_GLOO_LETS_GO_S = 0.05
+
+
+def gloo_group(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, *, devices: Sequence[Any] | None = None
+) -> dist.ProcessGroup:
+    """Return a gloo group for tensors of the CPU. Collective.
+
+    Args:
+        store, rank, size, timeout: of the group.
+        devices: what listens for connections and reads from them, to share it with other groups, which then have no
+            more than one thread each for gloo's own collectives; by default the group gets its own.
+    """
+    _wait_at_exit_for_gloo()
+    own = devices is None
+    options = gloo_options(timeout, gloo_devices() if devices is None else devices, num_threads=2 if own else 1)
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
+    return unregistered_group(store, rank, size, "cpu", dist.ProcessGroup.BackendType.GLOO, backend)
+
+
+@functools.cache
+def _wait_at_exit_for_gloo() -> None:
+    # After whoever waited for a collective has gone on, a thread of gloo lets go of its tensors, and needs the GIL for
+    # that. Once the interpreter ends it does not get it, and the process aborts ("terminate called without an active
+    # exception"). Nothing tells whether it is done, so the end gives it the time. Plain torch aborts as well, where a
+    # group outlives destroy_process_group (a DDP holds it) and the program ends right after a collective.
+    atexit.register(time.sleep, _GLOO_LETS_GO_S)
+
+
+def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Return an NCCL group for tensors of GPUs, which connects when it is first used."""
+    backend = dist.ProcessGroupNCCL(store, rank, size, nccl_options(timeout))
+    return unregistered_group(store, rank, size, "cuda", dist.ProcessGroup.BackendType.NCCL, backend)
+
+
+# Torch's own functions (`dist.all_reduce` and its like) look the group up in torch's registry when they fail, and raise
+# what that says of a group it does not know in place of the error.
+
+
+def all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+    """Replace `tensor` by its sum over the ranks; NCCL's is launched on the current stream."""
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    _finish(group.allreduce([tensor], options))
+
+
+def all_to_all(group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+    """Send `inputs[r]` to each rank r and receive `outputs[r]` from it; NCCL's is launched on the current stream."""
+    options = dist.AllToAllOptions()
+    options.asyncOp = False
+    _finish(group.alltoall(outputs, inputs, options))
+
+
+def all_to_all_equal(group: dist.ProcessGroup, output: torch.Tensor, input: torch.Tensor) -> None:
+    """Send the r-th part of `input`, one of equal length for each rank, to each rank r, and receive theirs in order."""
+    options = dist.AllToAllOptions()
+    options.asyncOp = False
+    _finish(group.alltoall_base(output, input, [], [], options))
+
+
+def all_gather_equal(group: dist.ProcessGroup, output: torch.Tensor, own: torch.Tensor) -> None:
+    """Receive all ranks' `own` in `output`, in rank order; `own` may be its part of `output`."""
+    _finish(all_gather_base(group, output, own))
+
+
+def _finish(work: dist.Work | None) -> None:
+    if work is not None:  # NCCL returns none of what is on the current stream
+        work.wait()
+
+
+def has_nccl(process_group: dist.ProcessGroup) -> bool:
+    """Return whether NCCL is what moves tensors of GPUs in this group."""
+    return is_nccl(backend_of(process_group, "cuda"))
