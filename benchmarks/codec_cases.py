@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchbagua.codecs import BlockK, MinMaxUInt4, MinMaxUInt8, RandomK, Sign1Bit, TensorSpec, TopK
+from torchbagua.codecs import BlockK, MinMaxUInt4, MinMaxUInt8, Sign1Bit, TensorSpec, TopK
 
 OPS = torch.ops.torchbagua
 BLOCK = 2048
@@ -26,8 +26,8 @@ FEED_FORWARD = [4 * WIDTH * WIDTH, 4 * WIDTH, 4 * WIDTH * WIDTH, WIDTH]
 LAYER = [*NORM, *ATTENTION, *NORM, *FEED_FORWARD]
 OF_ALL = " of all"
 
-Codec = type[MinMaxUInt8 | MinMaxUInt4 | Sign1Bit | TopK | BlockK | RandomK]
-CODECS: tuple[Codec, ...] = (MinMaxUInt8, MinMaxUInt4, Sign1Bit, TopK, BlockK, RandomK)
+Codec = type[MinMaxUInt8 | MinMaxUInt4 | Sign1Bit | TopK | BlockK]
+CODECS: tuple[Codec, ...] = (MinMaxUInt8, MinMaxUInt4, Sign1Bit, TopK, BlockK)
 Arguments = tuple[Any, ...]
 
 
@@ -70,8 +70,7 @@ class Case:
         """The table of its blocks, in one chunk, and its wire."""
         sizes = LAYOUTS[self.layout](x.numel())
         spec = TensorSpec(tuple(sizes), self.dtype, self.device, self.layout)
-        options = {"step": torch.zeros(1, dtype=torch.int64, device=self.device)} if self.codec is RandomK else {}
-        codec = self.codec(None) if self.layout == ONE_BLOCK else self.codec(**options)
+        codec = self.codec(None) if self.layout == ONE_BLOCK else self.codec()
         layout = codec.layout(spec, [0, x.numel()])
         wire = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.device)
         codec.encode(x, layout, wire)

@@ -362,7 +362,6 @@ CONTESTANTS: dict[str, Contestant] = {
         _uint4_bytes,
     ),
     "topk": Contestant("TopK, 1 %", _attached(tb.TopKAlgorithm(0.01)), _sparse_bytes(11)),
-    "randomk": Contestant("RandomK, 1 %", _attached(tb.RandomKAlgorithm(0.01)), _sparse_bytes(0)),
     "compute_adam": Contestant("compute only, Adam", _alone_with_adam, _dense(0)),
     "qadam": Contestant("QAdam", _qadam(), _uint8_bytes),
     "qadam_1bit": Contestant("QAdam, 1 bit", _qadam(compression="sign1bit", error_feedback=True), _one_bit_bytes),

@@ -152,7 +152,6 @@ CONTESTANTS: dict[str, Contestant] = {
         "CompressedAllReduce, 4 bits, error feedback", tb.CompressedAllReduceAlgorithm(error_feedback=True)
     ),
     "topk": attached("TopK, 1 %", tb.TopKAlgorithm(0.01)),
-    "randomk": attached("RandomK, 1 %", tb.RandomKAlgorithm(0.01)),
     "powersgd": attached(
         "PowerSGD, rank 4", lambda warmup_steps: tb.PowerSGDAlgorithm(start_step=warmup_steps), warm_up=0.1
     ),

@@ -9,7 +9,6 @@
 #include "cpu/minmax_uint4.h"
 #include "cpu/minmax_uint8.h"
 #include "cpu/qadam.h"
-#include "cpu/randomk.h"
 #include "cpu/sign1bit.h"
 #include "cpu/topk.h"
 

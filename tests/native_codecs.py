@@ -25,8 +25,8 @@ class Codec:
     """The bytes of a block, the beginning of the operations' names, and where the native kernels run.
 
     The reference runs on the CPU, and all tensors that the tests hold are there. Of a sparse codec, `kept_of_64` is how
-    many of 64 elements the tests keep, `index_bytes` what says which of a block, None where each has an index, `draws`
-    whether a key does, and `longest` is the longest block.
+    many of 64 elements the tests keep, `index_bytes` what says which of a block, None where each has an index,
+    and `longest` is the longest block.
     """
 
     name: str
@@ -36,7 +36,6 @@ class Codec:
     device: torch.device = CPU
     kept_of_64: int | None = None
     index_bytes: int | None = None
-    draws: bool = False
     longest: int = 2**63 - 1
 
     def on(self, device: torch.device) -> "Codec":
@@ -65,12 +64,7 @@ class Codec:
     def row(self, start: int, length: int, header: int, payload: int) -> tuple[int, ...]:
         """Of a table; of any numbers."""
         kept = self.num_kept(max(1, min(length, 2**31)))
-        return (start, length, header, payload, *([] if kept is None else self.choice(kept, start)))
-
-    def choice(self, kept: int, start: int = 0) -> list[int]:
-        """The rest of a row of a sparse codec; where it draws, by another key for every start."""
-        key = (start + 1) * 0x9E3779B97F4A7C15 & (2**64 - 1)
-        return [kept, key - (key >> 63 << 64)] if self.draws else [kept]
+        return (start, length, header, payload, *([] if kept is None else [kept]))
 
     def native(self, operation: str) -> torch._ops.OpOverload:
         """The operation itself, for tensors of any device."""
@@ -90,9 +84,8 @@ MINMAX_UINT8 = Codec("minmax_uint8", header_bytes=8, elements_per_byte=1, has_cu
 MINMAX_UINT4 = Codec("minmax_uint4", header_bytes=4, elements_per_byte=2, has_cuda_kernels=True)
 SIGN_1BIT = Codec("sign1bit", header_bytes=4, elements_per_byte=8, has_cuda_kernels=False)
 TOPK = Codec("topk", header_bytes=4, elements_per_byte=0, has_cuda_kernels=True, kept_of_64=8, longest=4096)
-RANDOMK = replace(TOPK, name="randomk", index_bytes=0, draws=True)
 BLOCKK = replace(TOPK, name="blockk", index_bytes=2)
-CODECS = (MINMAX_UINT8, MINMAX_UINT4, SIGN_1BIT, TOPK, RANDOMK, BLOCKK)
+CODECS = (MINMAX_UINT8, MINMAX_UINT4, SIGN_1BIT, TOPK, BLOCKK)
 
 
 def lay_out(codec: Codec, lengths: list[int], seed: int = 0) -> tuple[Tensor, int]:

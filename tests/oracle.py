@@ -3,7 +3,6 @@
 Arrays are float32, or float64, which no codec takes: those are added in float64 and sent as they are.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -363,39 +362,3 @@ def largest_run_of_block(x: Array, kept: int) -> Array:
     starts = [min(start, x.size - kept) for start in range(0, x.size, kept)]
     sums = [sum(float(value) ** 2 for value in x[start : start + kept]) for start in starts]
     return in_8_bits(x, np.arange(kept) + starts[sums.index(max(sums))])
-
-
-def philox(key: int, counter: int) -> list[int]:
-    """Philox4x32-10 of a key of 64 bits and the counter (counter, 0, 0, 0)."""
-    words, keys = [counter, 0, 0, 0], [key % 2**32, key // 2**32]
-    for _ in range(10):
-        first, second = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
-        words = [(second >> 32) ^ words[1] ^ keys[0], second % 2**32, (first >> 32) ^ words[3] ^ keys[1], first % 2**32]
-        keys = [(keys[0] + 0x9E3779B9) % 2**32, (keys[1] + 0xBB67AE85) % 2**32]
-    return words
-
-
-def drawn_places(length: int, kept: int, key: int) -> npt.NDArray[np.integer]:
-    """Return which places of a block RandomK keeps."""
-    starts = [stratum * length // kept for stratum in range(kept + 1)]
-    words = [word for counter in range(-(-kept // 4)) for word in philox(key, counter)]
-    return np.array([a + (word * (b - a) >> 32) for word, a, b in zip(words, starts, starts[1:], strict=False)])
-
-
-class RandomK:
-    """RandomK in one step, on the elements of one parameter, called `name`."""
-
-    def __init__(self, seed: int, name: str, block: int, kept: int, step: int) -> None:
-        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        self.key = int.from_bytes(digest[:8], "little") + step
-        self.block, self.kept = block, kept
-
-    def __call__(self, x: Array) -> Array:
-        """Return what all of it is after encode and decode."""
-        result = np.empty_like(x)
-        for first in range(0, x.size, self.block):
-            part = x[first : first + self.block]
-            key = (self.key + (first << 32)) % 2**64
-            kept = -(-part.size * self.kept // self.block)
-            result[first : first + self.block] = in_8_bits(part, drawn_places(part.size, kept, key))
-        return result

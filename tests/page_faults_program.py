@@ -30,7 +30,6 @@ ALGORITHMS: dict[str, Callable[[], tb.Algorithm]] = {
     "4 bits, error feedback": lambda: tb.CompressedAllReduceAlgorithm("MinMaxUInt4", error_feedback=True),
     "bfloat16": lambda: tb.CompressedAllReduceAlgorithm("bfloat16"),
     "TopK": tb.TopKAlgorithm,
-    "RandomK": tb.RandomKAlgorithm,
     "PowerSGD": lambda: tb.PowerSGDAlgorithm(start_step=2),
     "Decentralized": tb.DecentralizedAlgorithm,
     "low precision": tb.LowPrecisionDecentralizedAlgorithm,

@@ -14,6 +14,7 @@ import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.compat.mlbench import PowerAggregation, SparsifiedAggregation
 from torchbagua.compat.mlbench.compressed import AlgorithmAggregation
+from torchbagua.compat.mlbench.random_elements import RandomElementsAlgorithm
 from training import build
 
 Make = Callable[[nn.Module, dist.ProcessGroup], AlgorithmAggregation]
@@ -65,7 +66,7 @@ def train(model: nn.Module, rank: int, num_steps: int, before_step: Callable[[],
 @pytest.mark.parametrize(("make", "algorithm"), [
     (sparsified, tb.TopKAlgorithm(0.1)),
     (blocks, tb.TopKAlgorithm(0.1, selection="block")),
-    (drawn, tb.RandomKAlgorithm(0.1)),
+    (drawn, RandomElementsAlgorithm(0.1)),
     (power, tb.PowerSGDAlgorithm(2, start_step=0, min_rate=1, warm_start=False)),
     (warm_power, tb.PowerSGDAlgorithm(2, start_step=0, min_rate=1)),
 ])  # fmt: skip
@@ -96,7 +97,7 @@ def test_it_is_the_algorithm(make: Make, algorithm: tb.Algorithm) -> None:
     assert all(torch.equal(one, first[0]) for one in [*first, *second])
 
 
-@pytest.mark.parametrize("make", [sparsified, power])
+@pytest.mark.parametrize("make", [sparsified, drawn, power])
 def test_nothing_is_lost_between_calls(make: Make) -> None:
     """What all calls have given, and what is kept, is the mean of all gradients; a call with NaN leaves no trace.
 
@@ -122,7 +123,7 @@ def test_nothing_is_lost_between_calls(make: Make) -> None:
                     if step != 2:
                         received[name] += one.grad
             state = aggregation.state_dict()
-        kinds = ("error",) if make is power else ("sent", "mean")
+        kinds = {sparsified: ("sent", "mean"), drawn: ("residual",), power: ("error",)}[make]
         return [given, received, *(state[kind] for kind in kinds)]
 
     template = network()

@@ -15,7 +15,7 @@ from averaging import train as train_averaging
 from q_adam_life import NUM_STEPS, Average, Life, Trainer, check_lives, initial_of
 from ranks import run_ranks
 from test_decentralized import check_low_precision
-from torchbagua.codecs import BlockK, Compressor, Identity, MinMaxUInt8, RandomK, Sign1Bit, TopK, WireLayout
+from torchbagua.codecs import BlockK, Compressor, Identity, MinMaxUInt8, Sign1Bit, TopK, WireLayout
 from torchbagua.codecs.blocks import pad_bytes
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from training import Tower, build
@@ -108,7 +108,6 @@ def test_the_ring_of_nodes_has_the_shards_that_it_began_with_in_whatever_blocks(
     [
         ("topk", "must not be one that sends some elements only: .*got 'topk'"),
         (BlockK(), r"must not be one that sends some elements only: .*got BlockK\(block=2048, ratio=0.01\)"),
-        (RandomK(), "must not be RandomK, which draws other elements in each step"),
         (None, "must not be full precision, .*got None"),
         (Identity(), r"must not be full precision, .*got Identity\(\)"),
         ("int4", "must be None, a Compressor or one of .*got 'int4'"),
@@ -127,7 +126,7 @@ def test_qadam_takes_a_block_for_codecs_by_name_alone() -> None:
         tb.QAdamAlgorithm(adam, compression=MinMaxUInt8(128), block=64)
 
 
-@pytest.mark.parametrize("compression", ["sign1bit", "topk", Sign1Bit(8), TopK(), "blockk", RandomK(), "int4"])
+@pytest.mark.parametrize("compression", ["sign1bit", "topk", Sign1Bit(8), TopK(), "blockk", "int4"])
 def test_what_averaging_of_weights_refuses(compression: Any) -> None:
     for algorithm in (tb.LowPrecisionDecentralizedAlgorithm, tb.AsyncModelAverageAlgorithm):
         with pytest.raises(ValueError, match=f"^{algorithm.__name__}: compression must "):

@@ -2,8 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
-import torchbagua as tb
 from torchbagua.codecs import (
     BlockK,
     Cast,
@@ -20,15 +17,12 @@ from torchbagua.codecs import (
     Identity,
     MinMaxUInt4,
     MinMaxUInt8,
-    RandomK,
     Sign1Bit,
     TensorSpec,
     TopK,
     by_name,
 )
 from torchbagua.codecs.sparse import SparseCodec
-
-STEP = torch.tensor([5])
 
 COMPRESSORS: list[Compressor] = [
     MinMaxUInt8(),
@@ -46,9 +40,6 @@ COMPRESSORS: list[Compressor] = [
     BlockK(),
     BlockK(64, 0.07),
     BlockK(8, 1.0),
-    RandomK(step=STEP),
-    RandomK(64, 0.07, step=STEP),
-    RandomK(8, 1.0, step=STEP),
     Cast(),
     Cast("float16"),
     Identity(),
@@ -70,16 +61,6 @@ def after_coding(compressor: Compressor) -> oracle.Coded:
     if isinstance(compressor, TopK):
         return oracle.largest_of(compressor.block, compressor.block_format.kept)
     return CODED[type(compressor)]
-
-
-def all_after_coding(compressor: Compressor, x: np.ndarray, segments: Sequence[int]) -> np.ndarray:
-    """The same of segments, which have no names."""
-    if not isinstance(compressor, RandomK):
-        return oracle.quantise(x, segments, compressor.block, after_coding(compressor))
-    parts = np.split(x, np.cumsum(segments)[:-1])
-    kept, step = compressor.block_format.kept, int(compressor.step)
-    coders = [oracle.RandomK(compressor.seed, str(i), compressor.block, kept, step) for i in range(len(parts))]
-    return np.concatenate([code(part) for code, part in zip(coders, parts, strict=True)])
 
 
 def spec_of(segments: Sequence[int], dtype: torch.dtype = torch.float32) -> TensorSpec:
@@ -156,7 +137,7 @@ def test_round_trip(compressor: Compressor, dtype: torch.dtype) -> None:
         wire_dtype = torch.bfloat16 if compressor.dtype == "bfloat16" else torch.float16
         assert torch.equal(decoded, x.to(wire_dtype).to(dtype))
     elif compressor.block is not None:
-        expected = all_after_coding(compressor, x.float().numpy(), segments)
+        expected = oracle.quantise(x.float().numpy(), segments, compressor.block, after_coding(compressor))
         assert torch.equal(decoded, torch.from_numpy(expected).to(dtype))
     else:
         for chunk in layout.elements:
@@ -286,7 +267,7 @@ def test_four_bits_take_4_25_an_element_and_an_odd_one_half_a_byte_more() -> Non
     assert wire[:6].tolist() == [0, 0, 0x80, 0x3F, 0x4F, 0x00]
 
 
-@pytest.mark.parametrize("codec", [TopK, BlockK, partial(RandomK, seed=-1, step=STEP)])
+@pytest.mark.parametrize("codec", [TopK, BlockK])
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(1, 64), st.integers(1, 7))
 def test_a_sparse_codec_keeps_the_same_share_of_every_block(
     codec: Callable[..., SparseCodec], segments: list[int], kept: int, num_chunks: int
@@ -296,8 +277,8 @@ def test_a_sparse_codec_keeps_the_same_share_of_every_block(
     lengths, num_kept = layout.table[:, 1].tolist(), layout.table[:, 4].tolist()
     assert num_kept == [-(-length * kept // 64) for length in lengths]
     index_bytes = [-(-k * (n - 1).bit_length() // 8) for k, n in zip(num_kept, lengths, strict=True)]
-    if codec is not TopK:
-        index_bytes = [2 if codec is BlockK else 0] * len(lengths)
+    if codec is BlockK:
+        index_bytes = [2] * len(lengths)
     needed = sum(4 + bytes_ + k for k, bytes_ in zip(num_kept, index_bytes, strict=True))
     assert needed <= layout.num_bytes
     if set(lengths) == {64}:
@@ -307,60 +288,9 @@ def test_a_sparse_codec_keeps_the_same_share_of_every_block(
     compressor.encode(x, layout, wire)
     for chunk, elements in enumerate(layout.elements):
         compressor.decode(wire[layout.byte_slices[chunk]], layout.chunk(chunk), decoded[elements])
-    assert torch.equal(decoded, torch.from_numpy(all_after_coding(compressor, x.numpy(), segments)))
-
-
-def places_of(codec: RandomK, spec: TensorSpec) -> torch.Tensor:
-    """Which elements are drawn in one chunk: the others of ones decode to zero."""
-    x = torch.ones(spec.num_elements)
-    layout = codec.layout(spec, [0, spec.num_elements])
-    wire, decoded = torch.zeros(layout.num_bytes, dtype=torch.uint8), torch.empty_like(x)
-    codec.encode(x, layout, wire)
-    codec.decode(wire, layout, decoded)
-    return decoded == 1
-
-
-def test_draws_follow_the_parameter_wherever_it_lies() -> None:
-    """In whatever bucket, shard of a node, and order."""
-    codec, origins = RandomK(16, 0.25, step=STEP), (("a", 0), ("b", 0))
-    spec = replace(spec_of([100, 70]), segment_origins=origins)
-    drawn = places_of(codec, spec)
-    assert torch.equal(places_of(codec, replace(spec_of([70, 100]), segment_origins=origins[::-1])), drawn.roll(70))
-    for cut in (48, 100, 132):  # between blocks
-        parts = [spec.restricted_to(part, torch.float32) for part in (slice(0, cut), slice(cut, 170))]
-        assert torch.equal(torch.cat([places_of(codec, part) for part in parts]), drawn)
-        beyond = parts[1].restricted_to(slice(16, parts[1].num_elements), torch.float32)
-        assert torch.equal(places_of(codec, beyond), drawn[cut + 16 :])
-
-
-def test_draws_change_with_step_seed_and_name_and_are_even() -> None:
-    spec, step = replace(spec_of([4096]), segment_origins=(("a", 0),)), torch.zeros(1, dtype=torch.int64)
-    codec = RandomK(ratio=1 / 16, step=step)
-    first = places_of(codec, spec)
-    assert not torch.equal(first[:2048], first[2048:])
-    assert not torch.equal(places_of(replace(codec, seed=1), spec), first)
-    assert not torch.equal(places_of(codec, replace(spec, segment_origins=(("b", 0),))), first)
-    counts = torch.zeros(4096)
-    for number in range(640):
-        step.fill_(number)
-        drawn = places_of(codec, spec)
-        assert drawn.view(-1, 16).sum(1).eq(1).all(), "one element of each stratum"
-        counts += drawn
-    # 40 of each on average. The sum below has a chi-squared distribution with 4096 * 15/16 degrees of freedom.
-    assert abs(float((counts - 40).square().sum() / 40) - 3840) < 5 * (2 * 3840) ** 0.5
-
-
-def test_randomk_is_refused_where_nobody_tells_it_the_step() -> None:
-    with pytest.raises(ValueError, match=r"RandomK\(block=2048, ratio=0.01, seed=0\) has no step here: it draws other"):
-        layout_of(RandomK(), [100], 1)
-    with pytest.raises(ValueError, match=r"CompressedAllReduceAlgorithm: compression must not be RandomK, which draws"):
-        tb.CompressedAllReduceAlgorithm(RandomK(step=STEP), error_feedback=True)
-    with pytest.raises(TypeError, match=r"RandomK: step must be None or a tensor, int64 \[1\], got 3"):
-        RandomK(step=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"RandomK: step must be int64 \[1\], got torch.float32 \[1\]"):
-        RandomK(step=torch.zeros(1))
-    with pytest.raises(TypeError, match="RandomK: seed must be an integer, got '1'"):
-        RandomK(seed="1")  # type: ignore[arg-type]
+    assert torch.equal(
+        decoded, torch.from_numpy(oracle.quantise(x.numpy(), segments, compressor.block, after_coding(compressor)))
+    )
 
 
 def test_topk_takes_the_ratio_as_it_is_written() -> None:

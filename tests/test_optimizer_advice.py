@@ -59,7 +59,6 @@ def messages_of(algorithm: tb.Algorithm, make_optimizer: MakeOptimizer, *, is_at
 SPARSE: list[Any] = [
     tb.TopKAlgorithm(),
     tb.TopKAlgorithm(0.05, selection="block"),
-    tb.RandomKAlgorithm(),
     tb.CompressedAllReduceAlgorithm("topk", error_feedback=True),
 ]
 

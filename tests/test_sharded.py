@@ -71,7 +71,7 @@ def default_group() -> None:
 
 @pytest.mark.parametrize(
     "algorithm",
-    ["gradient_allreduce", tb.TopKAlgorithm(), tb.RandomKAlgorithm(), tb.PowerSGDAlgorithm()],
+    ["gradient_allreduce", tb.TopKAlgorithm(), tb.PowerSGDAlgorithm()],
     ids=lambda one: one if isinstance(one, str) else type(one).__name__,
 )
 def test_other_gradient_algorithms_are_refused(algorithm: tb.Algorithm | str) -> None:
@@ -293,7 +293,6 @@ def of_an_own_class() -> nn.Module:
         (sharded, "MinMaxUInt3", "must be None, a Compressor or one of .*, got 'MinMaxUInt3'"),
         (sharded, "sign1bit", "must not be a codec that needs error feedback, .* got 'sign1bit'"),
         (sharded, tb.codecs.TopK(), "must not be a codec that needs error feedback, .* got TopK"),
-        (sharded, tb.codecs.RandomK(), "must not be RandomK"),
         (lambda: nn.Linear(2, 2), "MinMaxUInt8", "must be None for Linear, on no part of which fully_shard was called"),
         (with_own_all_gather, "MinMaxUInt8", "must be None where the module has the all-gather OwnAllGather already"),
         (with_memory_of_the_group, "MinMaxUInt8", "must be None where .* all-gather ProcessGroupAllocAllGather"),

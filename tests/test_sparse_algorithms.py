@@ -1,4 +1,4 @@
-"""TopKAlgorithm and RandomKAlgorithm: nothing of a gradient is lost, few bytes are sent, and what they refuse.
+"""TopKAlgorithm: nothing of a gradient is lost, few bytes are sent, and what they refuse.
 
 Their oracle, and resuming, are in test_bytegrad_feedback.py.
 """
@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
-from test_bytegrad_feedback import RANDOMK, TOPK, Loop, equal, tensors, train_told
+from test_bytegrad_feedback import BLOCKK, TOPK, Loop, equal, tensors, train_told
 from torchbagua.codecs import TopK
 from training import Branches, Tower, build
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, None), (4, None), (4, [0, 0, 1, 1]), (3, [0, 0, 1])])
-@pytest.mark.parametrize(("make_model", "algorithm"), [(Tower, TOPK), (Branches, TOPK), (Branches, RANDOMK)])
+@pytest.mark.parametrize(("make_model", "algorithm"), [(Tower, TOPK), (Branches, TOPK), (Branches, BLOCKK)])
 def test_what_was_sent_and_the_residuals_are_the_gradients(
     size: int, nodes: list[int] | None, make_model: type[torch.nn.Module], algorithm: tb.Algorithm
 ) -> None:
@@ -58,33 +57,11 @@ def test_what_was_sent_and_the_residuals_are_the_gradients(
             assert left_out.any()
 
 
-def test_a_gradient_of_which_only_zeros_are_drawn_waits() -> None:
-    """The average is zero then, as in a gradient that DDP has left alone."""
-    model = torch.nn.Embedding(64, 1)
-
-    def body(group: dist.ProcessGroup) -> torch.Tensor:
-        ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-        with tb.attach(ddp, optimizer, tb.RandomKAlgorithm(0.02)) as attachment:
-            for _ in range(6):
-                optimizer.zero_grad()
-                ddp(torch.tensor([5])).sum().backward()
-                optimizer.step()
-            waiting: torch.Tensor = attachment.impl.state_dict()["sent"]["weight"]
-        return model.weight.detach() - ddp.module.weight.detach() + waiting
-
-    every_step = torch.zeros(64, 1)
-    every_step[5] = 6.0
-    for moved_and_waiting in run_ranks(2, body):
-        torch.testing.assert_close(moved_and_waiting, every_step, rtol=1e-6, atol=0)  # of rounding in float32
-
-
-@pytest.mark.parametrize("algorithm", [TOPK, RANDOMK], ids=lambda algorithm: type(algorithm).__name__)
-def test_a_step_that_amp_skips_leaves_no_trace(algorithm: tb.Algorithm) -> None:
+def test_a_step_that_amp_skips_leaves_no_trace() -> None:
     model = build(Tower)
 
     def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model, algorithm=algorithm, scale=1024.0)
+        loop = Loop(group, model, algorithm=TOPK, scale=1024.0)
         with loop.attachment:
             for _ in range(3):
                 loop.step()
@@ -99,38 +76,28 @@ def test_a_step_that_amp_skips_leaves_no_trace(algorithm: tb.Algorithm) -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize(("algorithm", "times_less"), [(tb.TopKAlgorithm(), 151), (tb.RandomKAlgorithm(), 327)])
-def test_a_hundredth_of_a_gradient_is_sent_in_far_less_of_its_bytes(algorithm: tb.Algorithm, times_less: int) -> None:
+def test_a_hundredth_of_a_gradient_is_sent_in_far_less_of_its_bytes() -> None:
     # One parameter of 64 blocks, which DDP sends in a bucket of its own.
     model = build(lambda: torch.nn.Linear(256, 512, bias=False))
 
     def body(group: dist.ProcessGroup) -> int:
         ddp = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model), process_group=group)
         recorder = tb.observe.Recorder()
-        with tb.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), algorithm, observers=[recorder]):
+        with tb.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), tb.TopKAlgorithm(), observers=[recorder]):
             ddp(torch.randn(3, 256, generator=torch.Generator().manual_seed(group.rank()))).sum().backward()
         return recorder.bytes_sent
 
     full_bytes = 4 * 256 * 512  # of a two-phase mean of 2 ranks in float32
     for sent in run_ranks(2, body):
-        assert int(full_bytes / sent) == times_less
+        assert int(full_bytes / sent) == 151
 
 
-@pytest.mark.parametrize("algorithm", [tb.TopKAlgorithm(1.0), tb.RandomKAlgorithm(1.0)], ids=repr)
-def test_of_all_elements_8_bits_are_sent(algorithm: tb.Algorithm) -> None:
+def test_of_all_elements_8_bits_are_sent() -> None:
     model = build(Tower)
-    runs = run_ranks(2, lambda group: train_told(group, model, algorithm, num_steps=1))
+    runs = run_ranks(2, lambda group: train_told(group, model, tb.TopKAlgorithm(1.0), num_steps=1))
     for name, averaged in runs[0].averaged[0].items():
         mean = (runs[0].local[0][name] + runs[1].local[0][name]) / 2
         assert (averaged - mean).abs().max() <= 3 * mean.abs().max() / 254 + 1e-6
-
-
-def test_ranks_must_agree_on_the_seed() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        tb.RandomKAlgorithm(seed=group.rank()).reify(group)
-
-    with pytest.raises(ValueError, match=r"RandomKAlgorithm's argument seed.*0.*1"):
-        run_ranks(2, body)
 
 
 def test_ranks_must_agree_on_the_ratio() -> None:
@@ -141,7 +108,6 @@ def test_ranks_must_agree_on_the_ratio() -> None:
         run_ranks(2, body)
 
 
-@pytest.mark.parametrize("algorithm", [tb.TopKAlgorithm, tb.RandomKAlgorithm])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -151,9 +117,9 @@ def test_ranks_must_agree_on_the_ratio() -> None:
         ({"block": 8192}, "block must be a multiple of 8 from 8 to 4096, got 8192"),
     ],
 )
-def test_arguments_that_are_refused(algorithm: type[tb.Algorithm], arguments: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{algorithm.__name__}: {message}"):
-        algorithm(**arguments)
+def test_arguments_that_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^TopKAlgorithm: {message}"):
+        tb.TopKAlgorithm(**arguments)
 
 
 @pytest.mark.parametrize("selection", ["bottom", ["top"]])

@@ -224,7 +224,7 @@ def test_low_precision_over_several_nodes_is_the_ring_of_nodes() -> None:
 
 
 def test_a_state_of_the_ring_is_loaded_on_one_node() -> None:
-    """One that an earlier release saved under with_bagua, with replicas."""
+    """One that `attach` has saved, with replicas."""
     model = build(lambda: nn.Linear(10, 1))
 
     def body(group: dist.ProcessGroup) -> int:

@@ -1,12 +1,11 @@
 """torchbagua: data-parallel training in plain PyTorch that sends less, or waits less."""
 
-from torchbagua import observe
+from torchbagua import fsdp, observe
 from torchbagua.algorithms.base import Algorithm, available_algorithms, register
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm
 from torchbagua.algorithms.gradient.bytegrad import ByteGradAlgorithm
 from torchbagua.algorithms.gradient.compressed_all_reduce import CompressedAllReduceAlgorithm
 from torchbagua.algorithms.gradient.powersgd import PowerSGDAlgorithm
-from torchbagua.algorithms.gradient.randomk import RandomKAlgorithm
 from torchbagua.algorithms.gradient.topk import TopKAlgorithm
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.qadam.algorithm import QAdamAlgorithm
@@ -47,7 +46,6 @@ __all__ = [
     "PowerSGDAlgorithm",
     "QAdamAlgorithm",
     "QAdamOptimizer",
-    "RandomKAlgorithm",
     "TopKAlgorithm",
     "Topology",
     "WeightBuckets",
@@ -55,6 +53,7 @@ __all__ = [
     "attach",
     "available_algorithms",
     "comm_hook",
+    "fsdp",
     "observe",
     "register",
     "topology",

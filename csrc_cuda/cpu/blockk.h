@@ -10,7 +10,6 @@ struct LargestRun {
   using Format = BlockKFormat;
 
   static constexpr const char* kName = "blockk";
-  static constexpr const char* kFurtherFields = "";
 
   template <typename T>
   static TORCHBAGUA_ELEMENT float select(const T* x, const SparseBlock& block, Kept& found) {

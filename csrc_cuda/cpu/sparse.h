@@ -28,32 +28,30 @@ TORCHBAGUA_ELEMENT int largest_magnitude(const T* x, long long length) {
   return largest;
 }
 
-// `Choice` says which elements are kept: Format; kName, how the names of the operations begin; kFurtherFields, what the
-// rows of its tables have besides; and
+// `Choice` says which elements are kept: Format; kName, how the names of the operations begin; and
 // - select, which finds the indices, and returns the largest magnitude of what is kept, or, if there is a magnitude in
 //   the block that cannot be coded, that one, and finds nothing;
 // - write_indices and read_indices, in a payload; the second returns whether they are ones that an encoder writes.
 template <typename Choice>
 struct SparseCodec {
   using Format = typename Choice::Format;
-  using Row = typename Format::Row;
 
   static constexpr const char* kName = Choice::kName;
-  static constexpr long long kFields = sizeof(Row) / sizeof(long long);
+  static constexpr long long kFields = sizeof(SparseBlock) / sizeof(long long);
 
   static TORCHBAGUA_ELEMENT bool is_inside_of(const Table& table, long long b, long long num_elements,
                                               long long wire_bytes) {
-    return is_row_inside<Format>(row_of<Format>(table, b), num_elements, wire_bytes);
+    return is_row_inside<Format>(sparse_block_of(table, b), num_elements, wire_bytes);
   }
 
   static std::string allowed_rows() {
     return binding::text_of("rows (start, length from 1 to ", kLongestSparseBlock,
-                            ", header at a multiple of 4, payload, kept from 1 to length", Choice::kFurtherFields, ")");
+                            ", header at a multiple of 4, payload, kept from 1 to length)");
   }
 
   // Writes a block whose elements begin at `x`, and returns how its values are coded.
   template <typename T>
-  static TORCHBAGUA_ELEMENT ValueCoder encode_block(const T* x, const Row& block, Kept& found, uint8_t* wire) {
+  static TORCHBAGUA_ELEMENT ValueCoder encode_block(const T* x, const SparseBlock& block, Kept& found, uint8_t* wire) {
     const ValueCoder coder = make_value_coder(Choice::select(x, block, found));
     write_header(wire + block.header, coder.largest);
     uint8_t* const payload = wire + block.payload;
@@ -72,7 +70,8 @@ struct SparseCodec {
   // Calls `put(index, value)` for the kept elements of a block, and returns whether its bytes are ones that an encoder
   // may write; calls nothing where they are not.
   template <typename Put>
-  static TORCHBAGUA_ELEMENT bool decode_block(const uint8_t* wire, const Row& block, Kept& found, const Put& put) {
+  static TORCHBAGUA_ELEMENT bool decode_block(const uint8_t* wire, const SparseBlock& block, Kept& found,
+                                              const Put& put) {
     const ValueCoder coder = make_value_coder(read_header<float>(wire + block.header));
     const uint8_t* payload = wire + block.payload;
     if (!is_usable(coder) || !Choice::read_indices(payload, block, found)) {
@@ -96,7 +95,7 @@ struct SparseCodec {
   static TORCHBAGUA_ELEMENT void encode(const T* x, const Table& table, uint8_t* wire) {
     Kept found;
     for (long long b = 0; b < table.num_blocks; ++b) {
-      const Row& block = row_of<Format>(table, b);
+      const SparseBlock& block = sparse_block_of(table, b);
       encode_block(x + block.start, block, found, wire);
     }
   }
@@ -105,7 +104,7 @@ struct SparseCodec {
   static TORCHBAGUA_ELEMENT void decode(const uint8_t* wire, const Table& table, T* x) {
     Kept found;
     for (long long b = 0; b < table.num_blocks; ++b) {
-      const Row& block = row_of<Format>(table, b);
+      const SparseBlock& block = sparse_block_of(table, b);
       T* values = x + block.start;
       fill(values, block.length, 0.0f);
       if (!decode_block(wire, block, found,
@@ -116,7 +115,8 @@ struct SparseCodec {
   }
 
   // The mean of a block, summed in row order, to `mean`.
-  static TORCHBAGUA_ELEMENT void mean_of(const Rows& rows, const Row& block, float divisor, Kept& found, float* mean) {
+  static TORCHBAGUA_ELEMENT void mean_of(const Rows& rows, const SparseBlock& block, float divisor, Kept& found,
+                                         float* mean) {
     fill(mean, block.length, 0.0f);
     bool is_good = true;
     for (long long row = 0; row < rows.num_rows; ++row) {
@@ -136,7 +136,7 @@ struct SparseCodec {
   static TORCHBAGUA_ELEMENT void decode_mean(const Rows& rows, const Table& table, float divisor, float* x) {
     Kept found;
     for (long long b = 0; b < table.num_blocks; ++b) {
-      const Row& block = row_of<Format>(table, b);
+      const SparseBlock& block = sparse_block_of(table, b);
       mean_of(rows, block, divisor, found, x + block.start);
     }
   }
@@ -146,7 +146,7 @@ struct SparseCodec {
     Kept found;
     alignas(64) float mean[kLongestSparseBlock];
     for (long long b = 0; b < table.num_blocks; ++b) {
-      const Row& block = row_of<Format>(table, b);
+      const SparseBlock& block = sparse_block_of(table, b);
       mean_of(rows, block, divisor, found, mean);
       encode_block(mean, block, found, wire);
     }
@@ -156,7 +156,7 @@ struct SparseCodec {
                                                  uint8_t* wire, float* left_out) {
     Kept found;
     for (long long b = 0; b < table.num_blocks; ++b) {
-      const Row& block = row_of<Format>(table, b);
+      const SparseBlock& block = sparse_block_of(table, b);
       const float* values = x + block.start;
       const float* left_before = residual + block.start;
       float* sum = left_out + block.start;
@@ -169,7 +169,7 @@ struct SparseCodec {
   }
 
   // Writes a block whose elements are in `sum`, and leaves there what the wire leaves out of them.
-  static TORCHBAGUA_ELEMENT void encode_sum(float* sum, const Row& block, Kept& found, uint8_t* wire) {
+  static TORCHBAGUA_ELEMENT void encode_sum(float* sum, const SparseBlock& block, Kept& found, uint8_t* wire) {
     const ValueCoder coder = encode_block(sum, block, found, wire);
     if (!is_usable(coder)) {
       fill(sum, block.length, not_a_number());
@@ -185,7 +185,7 @@ struct SparseCodec {
                                                              const float* residual, uint8_t* wire, float* left_out) {
     Kept found;
     for (long long b = 0; b < table.num_blocks; ++b) {
-      const Row& block = row_of<Format>(table, b);
+      const SparseBlock& block = sparse_block_of(table, b);
       const float* left_before = residual + block.start;
       float* sum = left_out + block.start;
       mean_of(rows, block, divisor, found, sum);

@@ -10,7 +10,6 @@ struct LargestElements {
   using Format = TopKFormat;
 
   static constexpr const char* kName = "topk";
-  static constexpr const char* kFurtherFields = "";
 
   static TORCHBAGUA_ELEMENT int num_not_below(const int* magnitudes, long long length, int least) {
     int count = 0;

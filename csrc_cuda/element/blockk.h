@@ -6,9 +6,7 @@
 namespace torchbagua {
 
 struct BlockKFormat {
-  using Row = SparseBlock;
-
-  static TORCHBAGUA_ELEMENT long long index_bytes(const Row&) { return 2; }
+  static TORCHBAGUA_ELEMENT long long index_bytes(const SparseBlock&) { return 2; }
 };
 
 // Runs of as many elements as are kept, one after the other. The last one ends with the block, and may begin in the one

@@ -1,8 +1,8 @@
 // What the sparse codecs share, one element and one block at a time; docs/arithmetic.md has the formulas. Every
 // operation is one float32 operation rounded to nearest even. Freestanding, as casts.h.
 //
-// A codec's format is a struct with Row, a row of its table, and index_bytes, what the indices of a block take in its
-// payload. A byte for each element that is kept follows them.
+// A codec's format is a struct with index_bytes, what the indices of a block take in its payload. A byte for each
+// element that is kept follows them.
 #pragma once
 
 #include "blocks.h"
@@ -17,14 +17,13 @@ struct SparseBlock : Block {
   long long kept;
 };
 
-template <typename Format>
-TORCHBAGUA_ELEMENT const typename Format::Row& row_of(const Table& table, long long b) {
-  return reinterpret_cast<const typename Format::Row*>(table.blocks)[b];
+TORCHBAGUA_ELEMENT const SparseBlock& sparse_block_of(const Table& table, long long b) {
+  return reinterpret_cast<const SparseBlock*>(table.blocks)[b];
 }
 
 // Only of a block that has_kept.
 template <typename Format>
-TORCHBAGUA_ELEMENT long long payload_bytes_of(const typename Format::Row& block) {
+TORCHBAGUA_ELEMENT long long payload_bytes_of(const SparseBlock& block) {
   return Format::index_bytes(block) + block.kept;
 }
 
@@ -33,7 +32,7 @@ TORCHBAGUA_ELEMENT bool has_kept(const SparseBlock& block) {
 }
 
 template <typename Format>
-TORCHBAGUA_ELEMENT bool is_row_inside(const typename Format::Row& block, long long num_elements, long long wire_bytes) {
+TORCHBAGUA_ELEMENT bool is_row_inside(const SparseBlock& block, long long num_elements, long long wire_bytes) {
   return has_kept(block) &&
          is_inside(block, kSparseHeaderBytes, payload_bytes_of<Format>(block), num_elements, wire_bytes);
 }

@@ -15,9 +15,7 @@ TORCHBAGUA_ELEMENT int index_bits(long long length) {
 }
 
 struct TopKFormat {
-  using Row = SparseBlock;
-
-  static TORCHBAGUA_ELEMENT long long index_bytes(const Row& block) {
+  static TORCHBAGUA_ELEMENT long long index_bytes(const SparseBlock& block) {
     return (block.kept * index_bits(block.length) + 7) / 8;
   }
 };

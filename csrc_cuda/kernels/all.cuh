@@ -6,5 +6,4 @@
 #include "minmax_uint4.cuh"
 #include "minmax_uint8.cuh"
 #include "qadam.cuh"
-#include "randomk.cuh"
 #include "topk.cuh"

@@ -76,8 +76,7 @@ __device__ __forceinline__ int largest_of(Shared& shared, long long count, int t
 
 // Writes what is kept of shared.values, and returns how it is coded. All threads have written their values.
 template <typename Choice>
-__device__ __forceinline__ ValueCoder encode_block(Shared& shared, const typename Choice::Format::Row& block,
-                                                   unsigned char* wire) {
+__device__ __forceinline__ ValueCoder encode_block(Shared& shared, const SparseBlock& block, unsigned char* wire) {
   __syncthreads();
   const ValueCoder coder = make_value_coder(float_of(static_cast<unsigned int>(Choice::select(shared, block))));
   if (threadIdx.x < kSparseHeaderBytes) {  // byte by byte, as a wire may begin anywhere
@@ -100,8 +99,8 @@ __device__ __forceinline__ ValueCoder encode_block(Shared& shared, const typenam
 // Calls `put(index, value)` for the kept elements of a block in a wire, each by some thread. Not where the bytes are
 // none that an encoder may write. `prepare` is told whether they are before that, on all threads.
 template <typename Choice, typename Prepare, typename Put>
-__device__ __forceinline__ void decode_block(Shared& shared, const typename Choice::Format::Row& block,
-                                             const unsigned char* wire, const Prepare& prepare, const Put& put) {
+__device__ __forceinline__ void decode_block(Shared& shared, const SparseBlock& block, const unsigned char* wire,
+                                             const Prepare& prepare, const Put& put) {
   unsigned int header = 0;
   for (int i = 0; i < kSparseHeaderBytes; ++i) {
     header |= static_cast<unsigned int>(wire[block.header + i]) << (8 * i);
@@ -125,8 +124,7 @@ __device__ __forceinline__ void decode_block(Shared& shared, const typename Choi
 
 // Forms the mean of a block in shared.values, summed in row order.
 template <typename Choice>
-__device__ __forceinline__ void form_mean(Shared& shared, const typename Choice::Format::Row& block, const Rows& rows,
-                                          float divisor) {
+__device__ __forceinline__ void form_mean(Shared& shared, const SparseBlock& block, const Rows& rows, float divisor) {
   for_each(block.length, [&](int i) { shared.values[i] = 0.0f; });
   bool are_good = true;
   for (long long row = 0; row < rows.num_rows; ++row) {
@@ -143,7 +141,7 @@ template <typename Format, typename Body>
 __device__ __forceinline__ void for_each_row(const Table& table, long long num_elements, long long wire_bytes,
                                              const Body& body) {
   for (long long b = blockIdx.x; b < table.num_blocks; b += gridDim.x) {
-    const typename Format::Row block = row_of<Format>(table, b);
+    const SparseBlock block = sparse_block_of(table, b);
     if (!is_row_inside<Format>(block, num_elements, wire_bytes)) {
       __trap();
     }
@@ -154,7 +152,7 @@ __device__ __forceinline__ void for_each_row(const Table& table, long long num_e
 
 template <typename Choice, typename T>
 __device__ __forceinline__ void encode(Shared& shared, Span<const T> x, Table table, Span<unsigned char> wire) {
-  for_each_row<typename Choice::Format>(table, x.size, wire.size, [&](const typename Choice::Format::Row& block) {
+  for_each_row<typename Choice::Format>(table, x.size, wire.size, [&](const SparseBlock& block) {
     for_each(block.length, [&](int i) { shared.values[i] = to_float(x.data[block.start + i]); });
     encode_block<Choice>(shared, block, wire.data);
   });
@@ -162,7 +160,7 @@ __device__ __forceinline__ void encode(Shared& shared, Span<const T> x, Table ta
 
 template <typename Choice, typename T>
 __device__ __forceinline__ void decode(Shared& shared, Span<const unsigned char> wire, Table table, Span<T> x) {
-  for_each_row<typename Choice::Format>(table, x.size, wire.size, [&](const typename Choice::Format::Row& block) {
+  for_each_row<typename Choice::Format>(table, x.size, wire.size, [&](const SparseBlock& block) {
     T* values = x.data + block.start;
     decode_block<Choice>(
         shared, block, wire.data,
@@ -175,7 +173,7 @@ __device__ __forceinline__ void decode(Shared& shared, Span<const unsigned char>
 
 template <typename Choice>
 __device__ __forceinline__ void decode_mean(Shared& shared, Rows rows, Table table, float divisor, Span<float> x) {
-  for_each_row<typename Choice::Format>(table, x.size, rows.row_bytes, [&](const typename Choice::Format::Row& block) {
+  for_each_row<typename Choice::Format>(table, x.size, rows.row_bytes, [&](const SparseBlock& block) {
     form_mean<Choice>(shared, block, rows, divisor);
     for_each(block.length, [&](int i) { x.data[block.start + i] = shared.values[i]; });
   });
@@ -184,7 +182,7 @@ __device__ __forceinline__ void decode_mean(Shared& shared, Rows rows, Table tab
 template <typename Choice>
 __device__ __forceinline__ void decode_mean_encode(Shared& shared, Rows rows, Table table, float divisor,
                                                    Span<unsigned char> wire) {
-  for_each_row<typename Choice::Format>(table, kAnyStart, wire.size, [&](const typename Choice::Format::Row& block) {
+  for_each_row<typename Choice::Format>(table, kAnyStart, wire.size, [&](const SparseBlock& block) {
     form_mean<Choice>(shared, block, rows, divisor);
     encode_block<Choice>(shared, block, wire.data);
   });
@@ -193,7 +191,7 @@ __device__ __forceinline__ void decode_mean_encode(Shared& shared, Rows rows, Ta
 template <typename Choice>
 __device__ __forceinline__ void encode_feedback(Shared& shared, Span<const float> x, Span<const float> residual,
                                                 Table table, Span<unsigned char> wire, Span<float> left_out) {
-  for_each_row<typename Choice::Format>(table, x.size, wire.size, [&](const typename Choice::Format::Row& block) {
+  for_each_row<typename Choice::Format>(table, x.size, wire.size, [&](const SparseBlock& block) {
     for_each(block.length, [&](int i) { shared.values[i] = x.data[block.start + i] + residual.data[block.start + i]; });
     const ValueCoder coder = encode_block<Choice>(shared, block, wire.data);
     const bool is_good = is_usable(coder);
@@ -258,4 +256,4 @@ __device__ __forceinline__ void encode_feedback(Shared& shared, Span<const float
     __shared__ sparse::Shared shared;                                                                                 \
     sparse::encode_feedback<Choice>(shared, x, residual, table, wire, left_out);                                      \
   }                                                                                                                   \
-  TORCHBAGUA_CUDA_CODEC_OF_FIELDS(codec, 1, sizeof(Choice::Format::Row) / sizeof(long long))
+  TORCHBAGUA_CUDA_CODEC_OF_FIELDS(codec, 1, sizeof(SparseBlock) / sizeof(long long))

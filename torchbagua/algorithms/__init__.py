@@ -12,7 +12,6 @@ from torchbagua.algorithms.gradient.compressed_all_reduce import (
     CompressedAllReduceAlgorithmImpl,
 )
 from torchbagua.algorithms.gradient.powersgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
-from torchbagua.algorithms.gradient.randomk import RandomKAlgorithm, RandomKAlgorithmImpl
 from torchbagua.algorithms.gradient.topk import TopKAlgorithm, TopKAlgorithmImpl
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.qadam.algorithm import QAdamAlgorithm, QAdamAlgorithmImpl
@@ -49,8 +48,6 @@ __all__ = [
     "QAdamAlgorithm",
     "QAdamAlgorithmImpl",
     "QAdamOptimizer",
-    "RandomKAlgorithm",
-    "RandomKAlgorithmImpl",
     "TopKAlgorithm",
     "TopKAlgorithmImpl",
     "available_algorithms",

@@ -1,12 +1,10 @@
 """What an attachment saves: the algorithm's state, and beside it what has to be the same where that is loaded."""
 
-import ast
-import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from torchbagua.algorithms.base import PLAIN_TYPES, Algorithm
+from torchbagua.algorithms.base import Algorithm
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.rank_state import check_rank_state
 from torchbagua.version import __version__
@@ -60,6 +58,11 @@ def check_saved(algorithm: Algorithm, impl: AlgorithmImpl, state: Mapping[str, A
             f"{sorted(state) if isinstance(state, Mapping) else state!r}"
         )
     described = _read(str(state["algorithm"]))
+    if described is None:
+        raise ValueError(
+            f"{_OWNER}: state must be what Attachment.state_dict returned, got one whose algorithm is not described in "
+            f"JSON: {state['algorithm']!r}"
+        )
     if described["version"] > FORMAT_VERSION:
         raise ValueError(
             f"{_OWNER}: state must be of format version {FORMAT_VERSION} or earlier, which torchbagua {__version__} "
@@ -86,26 +89,10 @@ def _depends_on_arguments(algorithm: Algorithm, impl: AlgorithmImpl) -> bool:
     return has_state or type(algorithm).state_arguments is not Algorithm.state_arguments
 
 
-def _read(text: str) -> dict[str, Any]:
-    """Return what `save_state` described; from before there was a version, what can be read from the repr there was."""
-    name, _, arguments = text.partition("(")
+def _read(text: str) -> dict[str, Any] | None:
+    """Return what `save_state` described; None if it did not write `text`."""
     try:
-        described: dict[str, Any] = json.loads(text)
+        described = json.loads(text)
     except json.JSONDecodeError:
-        described = {"version": 0, "algorithm": name, "arguments": _plain_arguments(f"_({arguments}")}
-    return described
-
-
-def _plain_arguments(call: str) -> dict[str, Any]:
-    """Return the keyword arguments of a call that are plain values."""
-    try:
-        parsed = ast.parse(call, mode="eval").body
-    except SyntaxError:  # an object in angle brackets
-        return {}
-    keywords = parsed.keywords if isinstance(parsed, ast.Call) else []
-    found: dict[str, Any] = {}
-    for keyword in keywords:
-        with contextlib.suppress(ValueError):
-            if keyword.arg is not None and isinstance(value := ast.literal_eval(keyword.value), PLAIN_TYPES):
-                found[keyword.arg] = value
-    return found
+        return None
+    return described if isinstance(described, dict) and "version" in described else None

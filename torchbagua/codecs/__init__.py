@@ -13,7 +13,6 @@ from torchbagua.codecs.blocks import TensorSpec, WireLayout
 from torchbagua.codecs.cast import Cast, Identity
 from torchbagua.codecs.minmax_uint4 import MinMaxUInt4
 from torchbagua.codecs.minmax_uint8 import MinMaxUInt8
-from torchbagua.codecs.randomk import RandomK
 from torchbagua.codecs.sign1bit import Sign1Bit
 from torchbagua.codecs.topk import TopK
 
@@ -27,7 +26,6 @@ __all__ = [
     "MinMaxUInt4",
     "MinMaxUInt8",
     "NativeBlockCodec",
-    "RandomK",
     "Sign1Bit",
     "TensorSpec",
     "TopK",
@@ -43,11 +41,6 @@ __all__ = [
 
 def check_compression(argument: str, compression: object) -> None:
     """Raise ValueError unless it is what an algorithm takes, and `by_name`. `argument` is how the error names it."""
-    if isinstance(compression, RandomK):
-        raise ValueError(
-            f"{argument} must not be RandomK, which draws other elements in each step, and is told the step by "
-            f"RandomKAlgorithm alone; got {compression!r}"
-        )
     if compression is None or isinstance(compression, Compressor):
         return
     if not isinstance(compression, str) or compression not in REGISTRY:

@@ -108,23 +108,19 @@ class NativeBlockCodec(BlockCodec):
     def block_format(self) -> BlockBytes:
         return CODECS[self.op_prefix]
 
-    def _table(self, layout: WireLayout) -> torch.Tensor:
-        """Return the table that the operations take now: that of the layout."""
-        return layout.table
-
     def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        self._op("encode")(x_N, self._table(layout), wire_W)
+        self._op("encode")(x_N, layout.table, wire_W)
 
     def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
-        self._op("decode")(wire_W, self._table(layout), x_N)
+        self._op("decode")(wire_W, layout.table, x_N)
 
     def decode_mean(self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
-        self._op("decode_mean")(wires_RW, self._table(layout), divisor, x_N)
+        self._op("decode_mean")(wires_RW, layout.table, divisor, x_N)
 
     def decode_mean_encode(
         self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:
-        self._op("decode_mean_encode")(wires_RW, self._table(layout), divisor, wire_W)
+        self._op("decode_mean_encode")(wires_RW, layout.table, divisor, wire_W)
 
     def encode_feedback(
         self,
@@ -134,7 +130,7 @@ class NativeBlockCodec(BlockCodec):
         wire_W: torch.Tensor,
         left_out_N: torch.Tensor,
     ) -> None:
-        self._op("encode_feedback")(x_N, residual_N, self._table(layout), wire_W, left_out_N)
+        self._op("encode_feedback")(x_N, residual_N, layout.table, wire_W, left_out_N)
 
     def decode_mean_encode_feedback(
         self,
@@ -150,7 +146,7 @@ class NativeBlockCodec(BlockCodec):
             super().decode_mean_encode_feedback(wires_RW, layout, divisor, residual_N, wire_W, left_out_N, memory_N)
             return
         op = self._op("decode_mean_encode_feedback")
-        op(wires_RW, self._table(layout), divisor, residual_N, wire_W, left_out_N)
+        op(wires_RW, layout.table, divisor, residual_N, wire_W, left_out_N)
 
     def _op(self, name: str) -> Callable[..., None]:
         op: Callable[..., None] = getattr(torch.ops.torchbagua, f"{self.op_prefix}_{name}")

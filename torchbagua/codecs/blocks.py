@@ -32,24 +32,17 @@ class TensorSpec:
         dtype: the dtype of the tensor.
         device: the device of the tensor.
         name: its name in events and errors.
-        segment_origins: for each segment the name of its parameter, and the element of that at which it begins.
     """
 
     segment_lengths: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     name: str
-    segment_origins: tuple[tuple[str, int], ...] = ()
 
     @property
     def num_elements(self) -> int:
         """How many elements the tensor has."""
         return sum(self.segment_lengths)
-
-    @property
-    def origins(self) -> tuple[tuple[str, int], ...]:
-        """`segment_origins`; without them, parameters are called by their numbers."""
-        return self.segment_origins or tuple((str(index), 0) for index in range(len(self.segment_lengths)))
 
     def block_bounds(self, block_elements: int) -> torch.Tensor:
         """Cut every segment into blocks of `block_elements`. The last block of a segment may be shorter.
@@ -92,15 +85,14 @@ class TensorSpec:
 
     def restricted_to(self, elements: slice, dtype: torch.dtype) -> "TensorSpec":
         """Return the description of a tensor of `dtype` that consists of some of the elements."""
-        lengths, origins = [], []
+        lengths = []
         start = 0
-        for length, (name, origin) in zip(self.segment_lengths, self.origins, strict=True):
+        for length in self.segment_lengths:
             first, last = max(start, elements.start), min(start + length, elements.stop)
             if first < last:
                 lengths.append(last - first)
-                origins.append((name, origin + first - start))
             start += length
-        return replace(self, segment_lengths=tuple(lengths), dtype=dtype, segment_origins=tuple(origins))
+        return replace(self, segment_lengths=tuple(lengths), dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -112,8 +104,8 @@ class WireLayout:
         elements: for each chunk, its slice of the tensor.
         byte_slices: for each chunk, its slice of the wire.
         table: an int64 tensor with a row for each block: its start and length in the tensor, and the offsets of header
-            and payload in the wire; of a sparse codec also how many elements are kept, and of RandomK the key by which
-            they are drawn. Without rows for a codec that has no blocks.
+            and payload in the wire; of a sparse codec also how many elements are kept. Without rows for a codec that
+            has no blocks.
         chunk_blocks: C + 1 indices of rows in `table`, for C chunks: those of chunk c begin at number c.
     """
 

@@ -115,9 +115,7 @@ class RankChunks:
             rows_each: how many each rank owns.
         """
         num_rows = rows_each * communicator.size
-        whole = replace(
-            row, segment_lengths=row.segment_lengths * num_rows, segment_origins=row.segment_origins * num_rows
-        )
+        whole = replace(row, segment_lengths=row.segment_lengths * num_rows)
         cuts = [rank * rows_each * row.num_elements for rank in range(communicator.size + 1)]
         return cls(communicator, compressor, whole, cuts)
 

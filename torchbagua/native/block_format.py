@@ -3,9 +3,8 @@
 A *block table* is an int64 tensor [B, 4] on the device of the data, one row for each block: `start`, the offset of the
 block in x in elements; `length`, its elements, at least 1; `header`, the offset in the wire of its header bytes, a
 multiple of 4; `payload`, the offset in the wire of its payload bytes. A sparse codec's is [B, 5], with `kept`, how many
-elements of the block travel; RandomK's is [B, 6], with `key`, by which these are drawn. What the blocks of one table
-write must not overlap, nor may a tensor that is written overlap one that is read: the result would depend on the
-kernel.
+elements of the block travel. What the blocks of one table write must not overlap, nor may a tensor that is written
+overlap one that is read: the result would depend on the kernel.
 
 Blocks of equal length are coded together as the rows of one matrix. Shapes: K blocks, L elements, H header bytes,
 P payload bytes; x: [N] float32, bfloat16 or float16; wire: [W] uint8; rows: [R, W], one wire of each sender.
@@ -42,15 +41,13 @@ UNUSABLE_MAGNITUDE = 0x7E800000  # bits of 2^126: no codec takes a magnitude fro
 class Group(NamedTuple):
     """Blocks that are alike: where they lie in x [K, L], and in the wire their headers [K, H] and payloads [K, P].
 
-    `kept` is how many elements of each travel; all of them where the codec is not sparse. `keys` [K, 1] are those by
-    which they are drawn; [K, 0] where none is.
+    `kept` is how many elements of each travel; all of them where the codec is not sparse.
     """
 
     elements: Tensor
     header: Tensor
     payload: Tensor
     kept: int
-    keys: Tensor
 
 
 class TableFormat(ABC):
@@ -126,7 +123,7 @@ class TableFormat(ABC):
         """The blocks that are alike; ValueError for one outside the wire, or x where its elements are counted."""
         self._check_blocks(operation, table, num_elements, wire_bytes)
         header_offsets = torch.arange(self.header_bytes, device=table.device)
-        alike = table[:, [1] if table.shape[1] == _DENSE_FIELDS else [1, _DENSE_FIELDS]]
+        alike = table[:, [1, *range(_DENSE_FIELDS, table.shape[1])]]
         for kind in alike.unique(dim=0):
             blocks = table[(alike == kind).all(dim=1)]
             length, *kept = kind.tolist()
@@ -137,7 +134,6 @@ class TableFormat(ABC):
                 blocks[:, 2:3] + header_offsets,
                 blocks[:, 3:4] + payload_offsets,
                 kept[0] if kept else length,
-                blocks[:, _DENSE_FIELDS + 1 :],
             )
 
     def _check_blocks(self, operation: str, table: Tensor, num_elements: int | None, wire_bytes: int) -> None:

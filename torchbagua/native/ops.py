@@ -91,9 +91,8 @@ class TensorKind(NamedTuple):
     shape: tuple[int | str, ...]
 
 
-# Of a row of a table: of any codec; of a sparse one, which has how many elements are kept; and of one that draws these
-# at random, by a key.
-_BLOCK_FIELDS, _SPARSE_FIELDS, _DRAWN_FIELDS = 4, 5, 6
+# Of a row of a table: of any codec; and of a sparse one, which has how many elements are kept.
+_BLOCK_FIELDS, _SPARSE_FIELDS = 4, 5
 
 # What the arguments of operations are; what a table holds is not looked at.
 ELEMENTS = TensorKind(ELEMENT_TYPES, ("N",))
@@ -102,7 +101,6 @@ WIRE = TensorKind((torch.uint8,), ("W",))
 ROWS = TensorKind((torch.uint8,), ("R", "W"))
 TABLE = TensorKind((torch.int64,), ("B", _BLOCK_FIELDS))
 SPARSE_TABLE = TensorKind((torch.int64,), ("B", _SPARSE_FIELDS))
-DRAWN_TABLE = TensorKind((torch.int64,), ("B", _DRAWN_FIELDS))
 DIVISOR = None  # a number, the only one there is
 
 
@@ -121,7 +119,7 @@ def check_arguments(name: str, kinds: Mapping[str, TensorKind | None], *argument
         arguments = tuple(given[argument] for argument in kinds)
     device = arguments[0].device
     # The last sizes of the tensors before, by what their kinds call them; a number is called itself.
-    sizes: dict[int | str, int] = {size: size for size in (_BLOCK_FIELDS, _SPARSE_FIELDS, _DRAWN_FIELDS)}
+    sizes: dict[int | str, int] = {size: size for size in (_BLOCK_FIELDS, _SPARSE_FIELDS)}
     for value, (argument, kind) in zip(arguments, kinds.items(), strict=True):
         if kind is None:
             if not 0 < ctypes.c_float(value).value < math.inf:

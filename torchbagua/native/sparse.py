@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,14 +25,10 @@ class SparseFormat(TableFormat):
     """The largest kept magnitude, float32, in the header; then what says which elements are kept, and a byte for each.
 
     A subclass says which are kept.
-
-    Attributes:
-        further_fields: what a row of its tables has besides, for a message.
     """
 
     header_bytes = 4
     table = SPARSE_TABLE
-    further_fields: ClassVar[str] = ""
 
     @abstractmethod
     def index_sizes(self, table: Tensor) -> Tensor:
@@ -56,8 +51,9 @@ class SparseFormat(TableFormat):
         """The indices [K, N] of such bytes, and whether an encoder may have written them, [K, 1] bool."""
 
     def allowed_rows(self) -> str:
-        rows = f"rows (start, length from 1 to {LONGEST_BLOCK}, header at a multiple of 4, payload, "
-        return f"{rows}kept from 1 to length{self.further_fields})"
+        return (
+            f"rows (start, length from 1 to {LONGEST_BLOCK}, header at a multiple of 4, payload, kept from 1 to length)"
+        )
 
     def are_allowed(self, table: Tensor) -> Tensor:
         length, kept = table[:, 1], table[:, 4]

@@ -18,7 +18,6 @@ from torchbagua.observe.events import ClockOffset, CommEvent, Run, TraceError
 from torchbagua.observe.summary import Summary
 
 _SUFFIX = ".jsonl.gz"
-_OLDER_SUFFIX = ".json.gz"  # of releases whose PerfettoTrace wrote what Perfetto reads
 _RUN_LINE = '{"torchbagua trace":1,'
 
 # JSON knows tuples, of which it makes lists, and not every kind of mapping. No event has itself within, which is not
@@ -177,8 +176,6 @@ def find_files(folder: Path) -> Found:
         hint = "; ".join(["", *problems])
         if below := sorted(path.parent.name for path in folder.glob(f"*/rank0{_SUFFIX}")):
             hint = f"; there are some in its folders {below[:5]}"
-        elif older := sorted(path.name for path in folder.glob(f"rank*{_OLDER_SUFFIX}")):
-            hint = f"; {older[0]} is of an earlier torchbagua; Perfetto opens it"
         raise ValueError(f"there is no rank*{_SUFFIX} of PerfettoTrace in {str(folder)!r}{hint}")
     for file in files:
         if file.run.id != files[0].run.id:

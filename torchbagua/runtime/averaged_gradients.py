@@ -11,7 +11,8 @@ def with_average(averages: Mapping[torch.Tensor, torch.Tensor]) -> list[torch.Te
     """Return those of some parameters into whose gradient DDP has put an average.
 
     What no rank has used it leaves as it was: None, or the zeros that zero_grad(set_to_none=False) has written. Where
-    the average is zero too, as of RandomK if only zeros are drawn, it has been put there for all that one can tell.
+    the average is zero too, since an algorithm has sent nothing of it say, it has been put there for all that one can
+    tell.
 
     Args:
         averages: by the parameter, the average that DDP had.

@@ -108,8 +108,7 @@ class BaguaBucket(BucketOperations):
     def spec(self) -> TensorSpec:
         """The lengths, dtype and device of `flat`, for collectives."""
         lengths = [flat_length(tensor.parameter) for tensor in self.tensors]
-        origins = [(tensor.name, 0) for tensor in self.tensors]
-        return TensorSpec(tuple(lengths), self.flat.dtype, self.flat.device, self.name, tuple(origins))
+        return TensorSpec(tuple(lengths), self.flat.dtype, self.flat.device, self.name)
 
     def parts(self, flat: torch.Tensor) -> list[tuple[BaguaTensor, torch.Tensor]]:
         """Return each tensor with its part of `flat`, elements in its `order`."""

@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.algorithms.gradient.powersgd import PowerSGDAlgorithm
-from torchbagua.algorithms.gradient.randomk import RandomKAlgorithm
 from torchbagua.algorithms.gradient.topk import TopKAlgorithm
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.compat.mlbench.base import Aggregation, AggregationFunction, Denominator, Member
 from torchbagua.compat.mlbench.centralized import AVG_WORLD, check_op, check_world_size, check_world_size_argument
+from torchbagua.compat.mlbench.random_elements import RandomElementsAlgorithm
 from torchbagua.observe.events import Observer
 from torchbagua.runtime.memory_order import flat_length
 
@@ -103,7 +103,7 @@ class AlgorithmAggregation(Aggregation):
 _SPARSE: Mapping[str, Callable[..., Algorithm]] = {
     "topk": TopKAlgorithm,
     "blockk": partial(TopKAlgorithm, selection="block"),
-    "randomk": RandomKAlgorithm,
+    "randomk": RandomElementsAlgorithm,
 }
 
 
@@ -111,7 +111,7 @@ class SparsifiedAggregation(AlgorithmAggregation):
     """The mean of a share of the gradients' elements, over all ranks. The rest is added to what is sent next.
 
     What is sent, and what is kept of each parameter, is that of `TopKAlgorithm`, with `selection="block"` for "blockk",
-    or of `RandomKAlgorithm`. All ranks get the same bits. The op is "avg_world"; `denom` is without effect.
+    or of `RandomElementsAlgorithm`. All ranks get the same bits. The op is "avg_world"; `denom` is without effect.
 
     - Errors change with each call whose mean is finite. With a GradScaler, call its `unscale_` first: errors are kept
       without the loss scale. A call with NaN or Inf on any rank leaves the errors as they are.
@@ -124,7 +124,8 @@ class SparsifiedAggregation(AlgorithmAggregation):
         model: the model whose gradients are aggregated.
         use_cuda: without effect, see `Aggregation`.
         compression: which elements are sent. "topk": the largest of each block. "blockk": those of the run of
-            neighbours with the largest norm. "randomk": those that all ranks draw alike.
+            neighbours with the largest norm. "randomk": ones that all ranks draw alike, sent in full
+            precision.
         ratio: the share of elements that is sent, above 0 and at most 1.
         process_group: see `Aggregation`.
         observers: see `Aggregation`.

@@ -97,8 +97,7 @@ def check_parameters_inside(module: torch.nn.Module, parts: Sequence[Communicati
 
 def spec_of_row(row: Row, x: torch.Tensor, name: str) -> TensorSpec:
     """Return what collectives are told of a row with the dtype and device of `x`, called `name`."""
-    lengths, origins = tuple(length for _, length in row), tuple((parameter, 0) for parameter, _ in row)
-    return TensorSpec(lengths, x.dtype, x.device, name, origins)
+    return TensorSpec(tuple(length for _, length in row), x.dtype, x.device, name)
 
 
 class RowAllReduce:
