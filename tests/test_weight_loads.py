@@ -386,8 +386,9 @@ def test_a_state_that_is_refused_decides_nothing() -> None:
         trainer = Trainer(group, MODEL, lr=0.01)
         with attached(trainer, DiLoCo(2)) as attachment:
             trainer.module.load_state_dict(new_state())
+            other = '{"version": 1, "algorithm": "ByteGradAlgorithm", "arguments": {}}'
             with pytest.raises(ValueError, match="attached is DiLoCoAlgorithm"):
-                attachment.load_state_dict({"algorithm": "ByteGradAlgorithm()", "impl": {}})
+                attachment.load_state_dict({"algorithm": other, "impl": {}})
             assert_same_weights([attachment.state_dict()["impl"]["theta"], new_state()])
 
     run_ranks(2, body)
