@@ -308,7 +308,7 @@ def _sharded(
     def wrap(setup: Setup) -> Entry:
         entry = Entry(setup.sharded(policy or MixedPrecisionPolicy()))
         if algorithm is not None:
-            entry.attach(algorithm, setup, quantize_weights="MinMaxUInt8" if in_8_bits else None)
+            entry.attach(algorithm, setup, quantize_weights="minmax_uint8" if in_8_bits else None)
             if not in_8_bits:
                 entry.recorder = None  # it hears nothing of weights in full precision
         return entry

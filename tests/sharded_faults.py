@@ -74,7 +74,7 @@ WAYS = {
     "four bits, not resharded": Way(tb.CompressedAllReduceAlgorithm(), reshards=False),
     "resharded to two": Way(tb.ByteGradAlgorithm(), reshards=2, sizes=(4,)),
     "gathered ahead": Way(tb.ByteGradAlgorithm(), prepare=gather_ahead),
-    "weights in 8 bits": Way(tb.ByteGradAlgorithm(), options=(("quantize_weights", "MinMaxUInt8"),)),
+    "weights in 8 bits": Way(tb.ByteGradAlgorithm(), options=(("quantize_weights", "minmax_uint8"),)),
     "replicas": Way(tb.ByteGradAlgorithm(), replicas=2, sizes=(4,)),
     "replicas, flat": Way(tb.ByteGradAlgorithm(hierarchical=False), replicas=2, sizes=(4,)),
     "decentralized": Way(tb.DecentralizedAlgorithm(hierarchical=False), replicas=2, sizes=(4,)),

@@ -57,7 +57,7 @@ def main() -> None:
             optimizer,
             "bytegrad",
             replicate_group=mesh.get_group("replicas") if way == "hook" else None,
-            quantize_weights="MinMaxUInt8" if way == "weights" else None,
+            quantize_weights="minmax_uint8" if way == "weights" else None,
         )
     start = time.monotonic()
     try:

@@ -345,12 +345,12 @@ def gather_weights() -> None:
         module(torch.ones(1, 10)).sum().backward()
 
     with pytest.raises(ValueError, match="ranks disagree in attach's argument quantize_weights"):
-        tb.attach(module, optimizer, BYTEGRAD, quantize_weights=["MinMaxUInt8", "MinMaxUInt4"][rank % 2])
+        tb.attach(module, optimizer, BYTEGRAD, quantize_weights=["minmax_uint8", "minmax_uint4"][rank % 2])
 
     long = fully_shard(nn.Sequential(nn.Linear(512, 512)))
     recorder = tb.observe.Recorder()
     optimizer = torch.optim.SGD(long.parameters(), lr=0.1)
-    with tb.attach(long, optimizer, "bytegrad", quantize_weights="MinMaxUInt8", observers=[recorder]):
+    with tb.attach(long, optimizer, "bytegrad", quantize_weights="minmax_uint8", observers=[recorder]):
         long.unshard()
     sent = [event for event in recorder.events if event.phase == "send"]
     row = -(-512 // size) * 513

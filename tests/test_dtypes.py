@@ -258,7 +258,7 @@ def test_buckets_take_what_they_can_carry() -> None:
         tensors = [tb.BaguaTensor("weight", torch.zeros(4, dtype=torch.float64))]
         bucket = tb.BaguaBucket("b", tensors, bagua_group, torch.zeros(4, dtype=torch.float64))
         with pytest.raises(ValueError, match=r"compression must be one that encodes torch\.float64, or None .* MinMax"):
-            bucket.append_centralized_synchronous_op(compression="MinMaxUInt8")
+            bucket.append_centralized_synchronous_op(compression="minmax_uint8")
         with pytest.raises(ValueError, match=r"flat must be real, complex numbers as pairs, got torch\.complex64"):
             tb.BaguaBucket("b", tensors, bagua_group, torch.zeros(4, dtype=torch.complex64))
 

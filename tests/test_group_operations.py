@@ -63,7 +63,7 @@ def test_the_mean_can_be_compressed_and_respect_nodes(device: torch.device) -> N
     given = [values_of(rank, (5000,), torch.float32, device) for rank in range(SIZE)]
 
     def body(group: tb.BaguaProcessGroup) -> torch.Tensor:
-        return group.all_reduce(given[group.rank].clone(), average=True, compression="MinMaxUInt8", hierarchical=True)
+        return group.all_reduce(given[group.rank].clone(), average=True, compression="minmax_uint8", hierarchical=True)
 
     means = on_ranks(device, body, nodes=[0, 0, 1])
     assert all(torch.equal(mean, means[0]) for mean in means)
@@ -156,7 +156,7 @@ def test_refusals() -> None:
             (lambda: group.all_reduce(x.T), r"all_reduce: x must be contiguous, got \[4, 3\] with strides"),
             (lambda: group.all_reduce(x.int()), "all_reduce: x must be floating-point or complex, got torch.int32"),
             (
-                lambda: group.all_reduce(x.double(), compression="MinMaxUInt8"),
+                lambda: group.all_reduce(x.double(), compression="minmax_uint8"),
                 "encodes torch.float64, got Min",
             ),
             (lambda: group.reduce_scatter(x[:2]), r"x must have a part for each of 3 ranks, got \[2, 4\]"),

@@ -293,10 +293,10 @@ def of_an_own_class() -> nn.Module:
         (sharded, "MinMaxUInt3", "must be None, a Compressor or one of .*, got 'MinMaxUInt3'"),
         (sharded, "sign1bit", "must not be a codec that needs error feedback, .* got 'sign1bit'"),
         (sharded, tb.codecs.TopK(), "must not be a codec that needs error feedback, .* got TopK"),
-        (lambda: nn.Linear(2, 2), "MinMaxUInt8", "must be None for Linear, on no part of which fully_shard was called"),
-        (with_own_all_gather, "MinMaxUInt8", "must be None where the module has the all-gather OwnAllGather already"),
-        (with_memory_of_the_group, "MinMaxUInt8", "must be None where .* all-gather ProcessGroupAllocAllGather"),
-        (of_an_own_class, "MinMaxUInt8", r"must be None where 0.weight says .* \(GathersItself.fsdp_pre_all_gather\)"),
+        (lambda: nn.Linear(2, 2), "minmax_uint8", "must be None for Linear, on no part of which fully_shard was "),
+        (with_own_all_gather, "minmax_uint8", "must be None where the module has the all-gather OwnAllGather already"),
+        (with_memory_of_the_group, "minmax_uint8", "must be None where .* all-gather ProcessGroupAllocAllGather"),
+        (of_an_own_class, "minmax_uint8", r"must be None where 0.weight says .* \(GathersItself.fsdp_pre_all_gather\)"),
     ],
 )
 def test_weights_that_are_not_quantised(make: object, quantize_weights: object, message: str) -> None:
@@ -308,7 +308,7 @@ def test_weights_that_are_not_quantised(make: object, quantize_weights: object, 
 def test_weights_are_not_both_averaged_and_quantised() -> None:
     module, group = sharded(), dist.group.WORLD
     with pytest.raises(ValueError, match="quantize_weights must be None with DecentralizedAlgorithm"):
-        tb.attach(module, optimizer_of(module), "decentralized", replicate_group=group, quantize_weights="MinMaxUInt8")
+        tb.attach(module, optimizer_of(module), "decentralized", replicate_group=group, quantize_weights="minmax_uint8")
 
 
 def test_strict_names_weights_that_no_codec_encodes() -> None:
@@ -321,7 +321,7 @@ def test_strict_names_weights_that_no_codec_encodes() -> None:
             optimizer_of(module),
             full,
             replicate_group=dist.group.WORLD,
-            quantize_weights="MinMaxUInt8",
+            quantize_weights="minmax_uint8",
             strict=True,
         )
     (param_group,) = fsdp_param_groups(module)
@@ -361,6 +361,6 @@ def test_an_algorithm_for_a_part_of_an_attached_module_is_refused() -> None:
         tb.attach(module[0], optimizer_of(module[0]), "bytegrad")
 
 
-@pytest.mark.parametrize("quantize_weights", [None, "MinMaxUInt8"])
+@pytest.mark.parametrize("quantize_weights", [None, "minmax_uint8"])
 def test_one_rank_trains_as_without(quantize_weights: str | None) -> None:
     assert_trains_as_without("bytegrad", quantize_weights=quantize_weights)

@@ -44,7 +44,7 @@ STEPS, STEPS_A_LINE, LR = 80, 8, 2e-3  # LR: the best for float32 of 1, 2, 4 and
 METHODS: dict[str, dict[str, Any]] = {
     "float32": {},
     "8-bit gradients": {"algorithm": "bytegrad"},
-    "8-bit weights too": {"algorithm": "bytegrad", "quantize_weights": "MinMaxUInt8"},
+    "8-bit weights too": {"algorithm": "bytegrad", "quantize_weights": "minmax_uint8"},
 }
 
 SOURCES = sorted(Path(argparse.__file__).parent.glob("*.py"))  # of Python's standard library

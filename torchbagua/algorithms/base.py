@@ -12,6 +12,7 @@ from torchbagua import native
 from torchbagua._description import describe
 from torchbagua._environment import environment
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.codecs import check_compression
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer, Run, check_observers
 from torchbagua.runtime.optimizer_steps import check_optimizer, unwrap
@@ -215,6 +216,13 @@ def check_flags(algorithm: Algorithm, *names: str) -> None:
     for name in names:
         if not isinstance(value := getattr(algorithm, name), bool):
             raise TypeError(f"{type(algorithm).__name__}: {name} must be True or False, got {value!r}")
+
+
+def check_codecs(algorithm: Algorithm, *names: str) -> None:
+    """Raise ValueError unless these arguments of `algorithm` are codecs. One that is a name gets its one spelling."""
+    for name in names:
+        codec = check_compression(f"{type(algorithm).__name__}: {name}", getattr(algorithm, name))
+        object.__setattr__(algorithm, name, codec)
 
 
 def check_at_least(algorithm: Algorithm, name: str, least: int, kind: Any = int) -> None:

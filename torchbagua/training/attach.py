@@ -100,7 +100,7 @@ def attach(
             get the parameters and buffers of the first of them. Then gradients are averaged over them too, or, by an
             algorithm that averages weights, which needs it for such a module, each rank's shards.
         quantize_weights: for a module on which fully_shard was called: the codec in whose bytes ranks gather the
-            weights, "MinMaxUInt8" for instance, by name or a Compressor that needs no error feedback. Forward and
+            weights, "minmax_uint8" for instance, by name or a Compressor that needs no error feedback. Forward and
             backward then compute with the decoded weights, which are the same on all ranks (qwZ of ZeRO++, Wang et al.,
             arXiv 2306.10209). The optimizer keeps its shards in full precision. By default weights are gathered in full
             precision too.
@@ -134,7 +134,7 @@ def attach(
     if not isinstance(strict, bool):
         raise TypeError(f"attach: strict must be True or False, got {strict!r}")
     check_replicate_group(module, replicate_group)
-    check_quantize_weights(module, quantize_weights, algorithm)
+    quantize_weights = check_quantize_weights(module, quantize_weights, algorithm)
     check_detached(module)
     ddps = ddps_of(module)
     within_nodes = algorithm.averages_gradients_within_nodes

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchbagua.algorithms.base import Algorithm, check_flags, register
+from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
 from torchbagua.algorithms.gradient.feedback import FeedbackImpl
 from torchbagua.algorithms.gradient.optimizer_advice import warn_of_sparse_means
-from torchbagua.codecs import by_name, check_compression, needs_feedback
+from torchbagua.codecs import by_name, needs_feedback
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.sparse import SparseCodec
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
@@ -76,9 +76,8 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
       each step, and set `impl.grad_scaler = scaler`.
 
     Args:
-        compression: "MinMaxUInt4", "MinMaxUInt8", "sign1bit", "topk", "blockk", "bfloat16" or "float16"; None
-            for full precision; or a Compressor, which may be one of yours. "sign1bit", "topk" and "blockk" need error
-            feedback.
+        compression: the name of a codec, see `torchbagua.codecs`; a Compressor, which may be one of yours; or None for
+            full precision.
         hierarchical: with several nodes of several ranks: `intra_compression` within nodes, `compression` between them.
         average: divide by the number of ranks; False gives the sum.
         intra_compression: how values are sent within a node, named as for `compression`; None for full precision. It
@@ -90,7 +89,7 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
         TypeError, ValueError: an argument does not fit.
     """
 
-    compression: str | Compressor | None = "MinMaxUInt4"
+    compression: str | Compressor | None = "minmax_uint4"
     hierarchical: bool = True
     average: bool = True
     _: KW_ONLY
@@ -100,8 +99,7 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
     def __post_init__(self) -> None:
         name = type(self).__name__
         check_flags(self, "hierarchical", "average", "error_feedback")
-        check_compression(f"{name}: compression", self.compression)
-        check_compression(f"{name}: intra_compression", self.intra_compression)
+        check_codecs(self, "compression", "intra_compression")
         if self.intra_compression is not None and not self.hierarchical:
             raise ValueError(
                 f"{name}: intra_compression must be None with hierarchical=False, which does not look at nodes, got "

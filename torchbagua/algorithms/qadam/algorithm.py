@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 
 from torchbagua._description import describe
-from torchbagua.algorithms.base import Algorithm, check_flags, register
+from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
-from torchbagua.codecs import by_name, check_compression, needs_feedback
+from torchbagua.codecs import by_name, needs_feedback
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.block_codec import check_block
 from torchbagua.codecs.cast import Identity
@@ -27,7 +27,7 @@ from torchbagua.runtime.parameter_state import residual_state
 from torchbagua.runtime.sub_buckets import append_sub_buckets, sub_bucket_of
 
 # How many elements share a header, where `block` does not say.
-_BLOCKS = {"MinMaxUInt4": MinMaxUInt4.block, "MinMaxUInt8": MinMaxUInt8.block, "sign1bit": Sign1Bit.block}
+_BLOCKS = {"minmax_uint4": MinMaxUInt4.block, "minmax_uint8": MinMaxUInt8.block, "sign1bit": Sign1Bit.block}
 _BLOCK_OF_CODEC = 0
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
@@ -59,7 +59,7 @@ class QAdamAlgorithm(Algorithm):
         hierarchical: with several nodes of several ranks: full precision within nodes, compressed between them.
         block: how many elements share a quantisation range or a scale, see `ByteGradAlgorithm`. 0, the default, becomes
             the codec's own: 128 in 4 bits, else 2048. Only the three codecs below that have names and blocks take it.
-        compression: "MinMaxUInt8", 8 bits; "MinMaxUInt4", 4 bits; or "sign1bit", a sign for each element and a scale
+        compression: "minmax_uint8", 8 bits; "minmax_uint4", 4 bits; or "sign1bit", a sign for each element and a scale
             for each block, which needs error feedback; "bfloat16" or "float16"; or a Compressor, which may be one of
             yours. Those that send some elements only, "topk" and "blockk", are refused: an element would arrive once in
             many steps, and larger than a step can use.
@@ -75,7 +75,7 @@ class QAdamAlgorithm(Algorithm):
     hierarchical: bool = True
     _: KW_ONLY
     block: int | None = _BLOCK_OF_CODEC
-    compression: str | Compressor = "MinMaxUInt8"
+    compression: str | Compressor = "minmax_uint8"
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class QAdamAlgorithm(Algorithm):
             )
 
     def _check_compression(self) -> None:
-        check_compression("QAdamAlgorithm: compression", self.compression)
+        check_codecs(self, "compression")
         if self.compression is None or isinstance(self.compression, Identity):
             raise ValueError(
                 "QAdamAlgorithm: compression must not be full precision, in which the mean of momenta is what the mean "

@@ -25,11 +25,11 @@ from torchbagua.training.sharded.rows import CommunicatingPart, Row, RowRunner, 
 
 def check_quantize_weights(
     module: torch.nn.Module, quantize_weights: str | Compressor | None, algorithm: Algorithm
-) -> None:
-    """Raise ValueError unless it is None, or the weights of `module` can be gathered in this codec's bytes."""
+) -> str | Compressor | None:
+    """Return the codec as `check_compression` does; ValueError unless it is None, or can gather `module`'s weights."""
+    quantize_weights = check_compression("attach: quantize_weights", quantize_weights)
     if quantize_weights is None:
-        return
-    check_compression("attach: quantize_weights", quantize_weights)
+        return None
     if needs_feedback(quantize_weights):
         raise ValueError(
             "attach: quantize_weights must not be a codec that needs error feedback, since what it leaves out of "
@@ -61,6 +61,7 @@ def check_quantize_weights(
                     f"attach: quantize_weights must be None where {names[id(parameter)]} says itself how it is "
                     f"gathered ({cls.__name__}.fsdp_pre_all_gather)"
                 )
+    return quantize_weights
 
 
 def gathered_by(
