@@ -110,7 +110,7 @@ class Entry:
         self.recorder = tb.observe.Recorder()
         if "replicate_group" not in options:  # whose process group is that of a copy, on one node
             options["process_group"] = setup.group()
-        attachment = tb.attach(self.module, self.optimizer, algorithm, observers=[self.recorder], **options)
+        attachment = tb.fsdp.attach(self.module, self.optimizer, algorithm, observers=[self.recorder], **options)
         self.close = attachment.detach
         return attachment
 

@@ -147,7 +147,7 @@ def train(trial: Trial, rank: int, report: Callable[..., None]) -> None:
     replicas = mesh.get_group("replicas") if way.replicas > 1 else None
     timeout = timedelta(seconds=ATTACH_TIMEOUT_S)
     options = dict(way.options)
-    with tb.attach(module, optimizer, way.algorithm, replicate_group=replicas, timeout=timeout, **options):
+    with tb.fsdp.attach(module, optimizer, way.algorithm, replicate_group=replicas, timeout=timeout, **options):
         while True:
             optimizer.zero_grad()
             module(torch.randn(8, 64)).square().mean().backward()

@@ -52,7 +52,7 @@ def main() -> None:
     if way == "backend":
         tb.fsdp.align_blocks(module)
     else:
-        attachment = tb.attach(
+        attachment = tb.fsdp.attach(
             module,
             optimizer,
             "bytegrad",

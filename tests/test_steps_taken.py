@@ -210,6 +210,8 @@ def test_several_optimizers_each_with_what_it_has_used() -> None:
 
 def test_a_weight_algorithm_hears_of_steps_too() -> None:
     class Steps(tb.Algorithm):
+        averages_weights = True
+
         def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
             return StepsImpl(process_group, self)
 

@@ -1,7 +1,6 @@
 """GradientAllReduce: the mean of gradients in full precision."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -26,8 +25,6 @@ class GradientAllReduceAlgorithm(Algorithm):
     Raises:
         TypeError: an argument is not True or False.
     """
-
-    averages_weights: ClassVar[bool | None] = False
 
     hierarchical: bool = False
     average: bool = True

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -26,8 +26,6 @@ class CompressedMeanAlgorithm(Algorithm):
         hierarchical, average, error_feedback: see `CompressedAllReduceAlgorithm`.
     """
 
-    averages_weights: ClassVar[bool | None] = False
-
     hierarchical: bool
     average: bool
     error_feedback: bool
@@ -35,6 +33,9 @@ class CompressedMeanAlgorithm(Algorithm):
     @abstractmethod
     def make_compressors(self) -> tuple[Compressor, Compressor]:
         """Return how values look that travel between all ranks, or between nodes; and within nodes."""
+
+    def make_codec(self) -> Compressor:
+        return self.make_compressors()[0]
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
         """Return `error_feedback`."""

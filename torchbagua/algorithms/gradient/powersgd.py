@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -12,7 +12,6 @@ from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags, r
 from torchbagua.algorithms.gradient.feedback import PhasedFeedbackImpl
 from torchbagua.algorithms.gradient.optimizer_advice import adam_among
 from torchbagua.codecs import by_name
-from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
 from torchbagua.collectives.low_rank_mean import LowRankMean
 from torchbagua.collectives.low_rank_state import LowRankState, MatrixShape, matrix_shape
@@ -63,8 +62,6 @@ class PowerSGDAlgorithm(Algorithm):
         TypeError, ValueError: an argument does not fit.
     """
 
-    averages_weights: ClassVar[bool | None] = False
-
     rank: int = 4
     start_step: int = 100
     min_rate: float = 2
@@ -100,6 +97,9 @@ class PowerSGDAlgorithm(Algorithm):
                 "QAdamAlgorithm in one bit, CompressedAllReduceAlgorithm() or ByteGradAlgorithm(), or train with SGD"
             )
 
+    def make_codec(self) -> "LowRank":
+        return LowRank(rank=self.rank)
+
     def make_impl(self, process_group: BaguaProcessGroup) -> "PowerSGDAlgorithmImpl":
         return PowerSGDAlgorithmImpl(process_group, self)
 
@@ -122,7 +122,7 @@ class PowerSGDAlgorithmImpl(PhasedFeedbackImpl):
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: PowerSGDAlgorithm) -> None:
         super().__init__(process_group, algorithm)
-        self.compressor: Compressor = LowRank(rank=algorithm.rank)
+        self.compressor = algorithm.make_codec()
         shapes = {"error": None, "factor": self._factor_shape}
         self._state = ParameterState("PowerSGDAlgorithm", self._make_state, shapes)
         self.parameter_state = self._state

@@ -122,6 +122,16 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
                     f"already, got {own[0]}"
                 )
 
+    def check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Warn as others do; but ValueError with a momentum, which uncompressed parameters would not have."""
+        if self.momentum is not None and (others := self.uncompressed(parameters)):
+            name, parameter = next(iter(others.items()))
+            raise ValueError(
+                f"TopKAlgorithm: with momentum={self.momentum} all parameters must be of a dtype that "
+                f"{self.make_codec()} encodes, got {parameter.dtype}, {name}: sent in full precision it would have none"
+            )
+        super().check_parameters(parameters)
+
     def make_impl(self, process_group: BaguaProcessGroup) -> "TopKAlgorithmImpl":
         return TopKAlgorithmImpl(process_group, self)
 
@@ -161,17 +171,6 @@ class TopKAlgorithmImpl(PhasedFeedbackImpl, CompressedAllReduceAlgorithmImpl):
         if self.algorithm.momentum is not None:
             self.algorithm.check_optimizers(self.optimizers)
         super().on_backward_begin()
-
-    def tell_uncompressed(self, parameters: Mapping[str, torch.Tensor], *, strict: bool = False) -> None:
-        """Warn as others do; but ValueError with a momentum, which those would not have."""
-        others = self.uncompressed(parameters)
-        if self.algorithm.momentum is not None and others:
-            name, parameter = next(iter(others.items()))
-            raise ValueError(
-                f"TopKAlgorithm: with momentum={self.algorithm.momentum} all parameters must be of a dtype that "
-                f"{self.compressor} encodes, got {parameter.dtype}, {name}: sent in full precision it would have none"
-            )
-        super().tell_uncompressed(parameters, strict=strict)
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         if self.algorithm.momentum is None or self.process_group.size > 1:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -68,8 +68,6 @@ class QAdamAlgorithm(Algorithm):
     Raises:
         TypeError, ValueError: an argument does not fit.
     """
-
-    averages_weights: ClassVar[bool | None] = False
 
     q_adam_optimizer: QAdamOptimizer = field(repr=False)
     hierarchical: bool = True
@@ -150,8 +148,22 @@ class QAdamAlgorithm(Algorithm):
         if self.q_adam_optimizer not in optimizers:
             raise ValueError("QAdamAlgorithm: q_adam_optimizer must be the optimizer that is attached, got another one")
 
+    def make_codec(self) -> Compressor:
+        own_block = {} if self.block == _BLOCK_OF_CODEC else {"block": self.block}
+        return by_name(self.compression, **own_block)
+
+    def uncompressed(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return those of the optimizer's that are sent in full precision, past their warm-up too."""
+        own, codec = {id(parameter) for parameter in self.q_adam_optimizer.parameters}, self.make_codec()
+        return {name: one for name, one in parameters.items() if id(one) in own and not encodes_momentum(codec, one)}
+
     def make_impl(self, process_group: BaguaProcessGroup) -> "QAdamAlgorithmImpl":
         return QAdamAlgorithmImpl(process_group, self)
+
+
+def encodes_momentum(codec: Compressor, parameter: torch.Tensor) -> bool:
+    """Return whether `codec` sends the momentum of `parameter`: not float64's, since momenta are sent in float32."""
+    return parameter.dtype in ELEMENT_TYPES and codec.encodes(parameter.dtype)
 
 
 class QAdamAlgorithmImpl(AlgorithmImpl):
@@ -162,8 +174,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def __init__(self, process_group: BaguaProcessGroup, algorithm: QAdamAlgorithm) -> None:
         super().__init__(process_group, algorithm)
         self.q_adam = algorithm.q_adam_optimizer
-        own_block = {} if algorithm.block == _BLOCK_OF_CODEC else {"block": algorithm.block}
-        self.compressor = by_name(algorithm.compression, **own_block)
+        self.compressor = algorithm.make_codec()
         self.parameter_state = residual_state("QAdamAlgorithm") if algorithm.error_feedback else None
         self._past_warmup: list[int] = []
         self._has_changed_kinds = False  # which travel as momenta, since the last backward
@@ -219,11 +230,6 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
                 self.init_operations(None, part)
             append_sub_buckets(bucket, parts)
 
-    def uncompressed(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return those of the optimizer's that travel in full precision, past their warm-up too."""
-        own = {id(parameter) for parameter in self.q_adam.parameters}
-        return {name: one for name, one in parameters.items() if id(one) in own and not self._encodes(one)}
-
     def close(self) -> None:
         super().close()
         self.q_adam.detach_averager(self)
@@ -247,11 +253,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     def _sends_momentum(self, parameter: torch.Tensor) -> bool:
         """Return whether the momentum travels; in full precision the gradient does, whose mean comes to the same."""
-        return self.q_adam.is_past_warmup(parameter) and self._encodes(parameter)
-
-    def _encodes(self, parameter: torch.Tensor) -> bool:
-        # Not float64, even where a codec of yours encodes it: momenta are sent in float32.
-        return parameter.dtype in ELEMENT_TYPES and self.compressor.encodes(parameter.dtype)
+        return self.q_adam.is_past_warmup(parameter) and encodes_momentum(self.compressor, parameter)
 
     @torch.no_grad()
     def _form_momenta(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:

@@ -105,6 +105,9 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
             )
         super().check_state({**saved, "warmup_steps": self.warmup_steps}, state, process_group)
 
+    def make_codec(self) -> Compressor:
+        return by_name(self.compression)
+
     def make_impl(self, process_group: BaguaProcessGroup) -> "AsyncModelAverageAlgorithmImpl":
         """Return the impl over `process_group`.
 
@@ -134,7 +137,7 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
     ) -> None:
         super().__init__(process_group, algorithm)
         self.clock = clock or MonotonicWaitClock()
-        self.compressor = by_name(algorithm.compression)
+        self.compressor = algorithm.make_codec()
         self._differences: dict[WeightBucket, CompressedDifferences] = {}
         self._is_enabled = True
         self._leaving_rank: int | None = None

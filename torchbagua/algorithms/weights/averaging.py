@@ -39,7 +39,7 @@ class ModelAveragingAlgorithm(Algorithm):
         TypeError, ValueError: an argument does not fit.
     """
 
-    averages_weights: ClassVar[bool | None] = True
+    averages_weights: ClassVar[bool] = True
 
     average_buffers: bool = True
     final_average: bool = True

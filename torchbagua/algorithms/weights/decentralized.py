@@ -213,6 +213,9 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
         check_codecs(self, "compression")
         check_ring_compression(type(self).__name__, self.compression)
 
+    def make_codec(self) -> Compressor:
+        return by_name(self.compression)
+
     def make_impl(self, process_group: BaguaProcessGroup) -> SynchronousAveragingImpl:
         """Return the impl over `process_group`."""
         return LowPrecisionDecentralizedAlgorithmImpl(process_group, self)
@@ -239,7 +242,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: LowPrecisionDecentralizedAlgorithm) -> None:
         super().__init__(process_group, algorithm)
-        self.compressor = by_name(algorithm.compression)
+        self.compressor = algorithm.make_codec()
         self._exchange: Job[None] | None = None
 
     def reset(self) -> None:

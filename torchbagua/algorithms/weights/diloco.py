@@ -137,6 +137,9 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
         if state["residuals"]["num_ranks"] == process_group.size:
             check_rank_state(owner, state["residuals"], (), process_group)
 
+    def make_codec(self) -> Compressor:
+        return by_name(self.compression)
+
     def make_impl(self, process_group: BaguaProcessGroup) -> "DiLoCoAlgorithmImpl":
         """Return the impl over `process_group`."""
         return DiLoCoAlgorithmImpl(process_group, self)
@@ -168,7 +171,7 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: DiLoCoAlgorithm) -> None:
         super().__init__(process_group, algorithm)
-        self.compressor = by_name(algorithm.compression)
+        self.compressor = algorithm.make_codec()
         self.shadow = self._new_shadow()
         self.num_dropped = 0
         self._residuals = self._new_residuals()
