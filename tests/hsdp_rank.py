@@ -276,6 +276,15 @@ def refuse_and_attach_to_one() -> None:
     with tb.fsdp.attach(module, optimizer, BYTEGRAD, replicate_group=replicas):
         module(torch.ones(1, 512)).sum().backward()
 
+    # A filter of one rank reaches the other meshes too, through whichever groups an attachment opens first.
+    for algorithm in (BYTEGRAD, tb.LowPrecisionDecentralizedAlgorithm()):
+        wide = fully_shard(nn.Linear(512, 512).double(), mesh=mesh["shards"])
+        optimizer = torch.optim.SGD(wide.parameters(), lr=0.1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if rank == 1 else "ignore", tb.UncompressedParametersWarning)
+            with pytest.raises(tb.UncompressedParametersWarning, match=r"the filter of rank \d makes this an error$"):
+                tb.fsdp.attach(wide, optimizer, algorithm, replicate_group=replicas)
+
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("replicas", "shards"))
     module = fully_shard(nn.Linear(512, 512), mesh=mesh["shards"])
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

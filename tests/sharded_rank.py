@@ -363,16 +363,21 @@ def gather_weights() -> None:
     fully_shard(mixed)
     whole = [one.full_tensor().detach() for one in mixed.parameters()]
     optimizer = torch.optim.SGD(mixed.parameters(), lr=0.1)
-    with tb.fsdp.attach(mixed, optimizer, BYTEGRAD, quantize_weights=EIGHT):
-        for told in (True, False):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                mixed.unshard()
-            assert all(map(torch.equal, mixed.parameters(), whole))
-            mixed.reshard()
-            assert [str(one.message).split(", because")[0] for one in caught] == [
-                "torchbagua: weights of FSDPLinear are gathered in full precision"
-            ] * told
+    message = "torchbagua: weights of FSDPLinear are gathered in full precision, because"
+    with warnings.catch_warnings():
+        # A filter of one rank: all raise, and nothing is installed.
+        warnings.simplefilter("error" if rank == 1 else "ignore", tb.UncompressedParametersWarning)
+        with pytest.raises(
+            tb.UncompressedParametersWarning, match=f"{message}.* filter of rank 1 makes this an error$"
+        ):
+            tb.fsdp.attach(mixed, optimizer, BYTEGRAD, quantize_weights=EIGHT)
+    with pytest.warns(tb.UncompressedParametersWarning, match=message):
+        attachment = tb.fsdp.attach(mixed, optimizer, BYTEGRAD, quantize_weights=EIGHT)
+    with attachment, warnings.catch_warnings():
+        warnings.simplefilter("error")  # attach has said it
+        mixed.unshard()
+        assert all(map(torch.equal, mixed.parameters(), whole))
+        mixed.reshard()
 
 
 class SentAsBfloat16(torch.Tensor):

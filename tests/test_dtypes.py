@@ -234,7 +234,7 @@ def test_a_filter_of_one_rank_makes_it_an_error_of_all(name: str) -> None:
         warnings.filterwarnings("error", category=tb.UncompressedParametersWarning, module="strict_rank")
         messages = run_ranks(3, body)
     assert "in full precision, because MinMaxUInt8" in messages[0]
-    assert messages[0].endswith("; a warning filter of rank 1 makes this an error")
+    assert messages[0].endswith("; the filter of rank 1 makes this an error")
     assert messages == [messages[0]] * 3
     assert set(threading.enumerate()) <= before, "no group was opened, and no lane goes on"
 

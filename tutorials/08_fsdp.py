@@ -18,8 +18,8 @@ computes, in forward and again in backward. Its gradients are then averaged, eac
     forward    gather block 0 | compute | gather block 1 | compute | ...
     backward   ... | gather block 1 | compute | average gradients 1 | gather block 0 | compute | average gradients 0
 
-`fsdp.attach` has the gradients sent in 8 bits, and with `quantize_weights` the weights too. All three take as many steps
-here, on the same batches. Every eighth step the loss on text that no rank trains on is printed.
+`fsdp.attach` has the gradients sent in 8 bits, and with `quantize_weights` the weights too. All three take as many
+steps here, on the same batches. Every eighth step the loss on text that no rank trains on is printed.
 """
 
 import argparse

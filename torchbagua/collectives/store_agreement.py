@@ -74,7 +74,7 @@ def agree_over_store(store: dist.Store, rank: int, size: int, own: Introduction,
             `store`.
         ValueError: ranks disagree; names the first setting in which they do, the first rank that differs from rank 0,
             and both values. The same on every rank.
-        UncompressedParametersWarning: a rank has a `refusal`; it names the rank. The same on every rank.
+        UncompressedParametersWarning: a rank has a `refusal`. The same on every rank.
     """
     return _Agreement(store, rank, size, timeout).reach(own)
 
@@ -125,11 +125,9 @@ class _Agreement:
         if len(first_ranks) > 1 or own.refusal is not None:
             ranks = list(first_ranks.values())
             told = self._read_or_withdraw([f"own/{rank}" for rank in ranks])
-            for rank, introduction in zip(ranks, told, strict=True):
+            for introduction in told:
                 if introduction["refusal"] is not None:
-                    return {
-                        "refusal": f"{introduction['refusal']}; a warning filter of rank {rank} makes this an error"
-                    }
+                    return {"refusal": introduction["refusal"]}
             error = _disagreement(dict(zip(ranks, (one["settings"] for one in told), strict=True)))
             if error is not None:
                 return {"error": error}

@@ -97,15 +97,20 @@ def install(
 ) -> Attachment:
     """Attach the algorithm of `setup` over `process_group`, or the module's own. Collective; see `attach`."""
     summary = _summary_among(observers, process_group)
+    group = process_group or setup.process_group()
+    refusal = warn_uncompressed(setup)
+    if refusal is not None:
+        rank = group.rank if isinstance(group, BaguaProcessGroup) else group.rank()
+        refusal += f"; the filter of rank {rank} makes this an error"
     try:
         impl = setup.algorithm.reify(
-            process_group or setup.process_group(),
+            group,
             optimizer=setup.optimizers,
             observers=[*observers, *([] if summary is None else [summary])],  # the same one twice is notified once
             timeout=timeout,
             must_agree=setup.must_agree(),
             run_settings=setup.run_settings(),
-            refusal=warn_uncompressed(setup),
+            refusal=refusal,
         )
     except UncompressedParametersWarning as warning:
         for group in setup.groups_opened_later():  # where ranks of other meshes would wait for this one
