@@ -1,4 +1,4 @@
-"""Bagua"s `algorithms.async_model_average`."""
+"""Bagua's `algorithms.async_model_average`."""
 
 from torchbagua.algorithms import AsyncModelAverageAlgorithm, AsyncModelAverageAlgorithmImpl
 

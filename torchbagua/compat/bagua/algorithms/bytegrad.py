@@ -1,4 +1,4 @@
-"""Bagua"s `algorithms.bytegrad`."""
+"""Bagua's `algorithms.bytegrad`."""
 
 from torchbagua.algorithms import ByteGradAlgorithm, ByteGradAlgorithmImpl
 

@@ -1,4 +1,4 @@
-"""Bagua"s `algorithms.decentralized`."""
+"""Bagua's `algorithms.decentralized`."""
 
 from torchbagua.algorithms import (
     DecentralizedAlgorithm,

@@ -1,4 +1,4 @@
-"""Bagua"s `algorithms.gradient_allreduce`."""
+"""Bagua's `algorithms.gradient_allreduce`."""
 
 from torchbagua.algorithms import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
 

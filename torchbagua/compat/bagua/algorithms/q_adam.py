@@ -1,4 +1,4 @@
-"""Bagua"s `algorithms.q_adam`."""
+"""Bagua's `algorithms.q_adam`."""
 
 from torchbagua.algorithms import QAdamAlgorithm, QAdamAlgorithmImpl, QAdamOptimizer
 
