@@ -209,7 +209,7 @@ def test_low_precision_on_one_node_is_bagua_s(size: int, interval: int) -> None:
 
 def test_low_precision_over_several_nodes_is_the_ring_of_nodes() -> None:
     def body(group: dist.ProcessGroup) -> list[str]:
-        algorithm = with_node_mean("low_precision_decentralized")
+        algorithm = with_node_mean(tb.LowPrecisionDecentralizedAlgorithm())
         names = []
         for nodes in ([0, 0, 1, 1], [0, 1, 2, 3], [0, 0, 0, 0]):
             impl = algorithm.reify(tb.BaguaProcessGroup(group, nodes=nodes))
@@ -219,7 +219,7 @@ def test_low_precision_over_several_nodes_is_the_ring_of_nodes() -> None:
 
     ring = "LowPrecisionDecentralizedAlgorithmImpl"
     assert run_ranks(4, body) == [[ring, ring, "NodeMeanImpl"]] * 4
-    for algorithm in (tb.LowPrecisionDecentralizedAlgorithm(hierarchical=False), tb.ByteGradAlgorithm(), "bytegrad"):
+    for algorithm in (tb.LowPrecisionDecentralizedAlgorithm(hierarchical=False), tb.ByteGradAlgorithm()):
         assert with_node_mean(algorithm) is algorithm
 
 

@@ -133,11 +133,6 @@ def names_to_ignore(module: torch.nn.Module) -> list[str]:
     return list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def ignore_names(module: torch.nn.Module, names: list[str]) -> None:
-    """Have every DDP of `module` that is made from now on ignore these."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
-
-
 def has_delayed_all_reduce(ddp: DistributedDataParallel) -> bool:
     """Return whether it was made with delay_all_reduce_named_params, whose gradients bypass communication hooks."""
     return bool(ddp._delay_all_reduce_params)

@@ -4,7 +4,7 @@ May import runtime and what is below it: they know no DDP, no FSDP2 and no GradS
 Begin with base.py, which describes an algorithm, and impl.py, which runs one; then gradient/bytegrad.py.
 """
 
-from torchbagua.algorithms.base import Algorithm, available_algorithms, get, register
+from torchbagua.algorithms.base import Algorithm, available_algorithms, get, init_for, register
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
 from torchbagua.algorithms.gradient.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
 from torchbagua.algorithms.gradient.compressed_all_reduce import (
@@ -52,5 +52,6 @@ __all__ = [
     "TopKAlgorithmImpl",
     "available_algorithms",
     "get",
+    "init_for",
     "register",
 ]

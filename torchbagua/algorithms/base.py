@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from torchbagua import native
 from torchbagua._description import describe
-from torchbagua._environment import environment
 from torchbagua._warnings import UncompressedParametersWarning, warn_user
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.codecs import check_compression
@@ -241,25 +240,16 @@ class Algorithm:
 
     def _describe_run(self, group: BaguaProcessGroup, run_settings: Mapping[str, str]) -> Run:
         name = type(self).__name__
-        return describe_run(
-            group, name, describe(self, name) if dataclasses.is_dataclass(self) else repr(self), run_settings
+        return Run(
+            id=group.id,
+            algorithm=name,
+            description=describe(self, name) if dataclasses.is_dataclass(self) else repr(self),
+            rank=group.rank,
+            nodes=tuple(group.nodes),
+            settings=run_settings,
+            board=group.board,
+            clock_offsets=group.clock_offsets,
         )
-
-
-def describe_run(
-    group: BaguaProcessGroup, algorithm: str, description: str, run_settings: Mapping[str, str] | None = None
-) -> Run:
-    """Return what traces are told of a run over `group`: the algorithm by its name, and with its arguments."""
-    return Run(
-        id=group.id,
-        algorithm=algorithm,
-        description=description,
-        rank=group.rank,
-        nodes=tuple(group.nodes),
-        settings={**(run_settings or {}), **{name: str(value) for name, value in environment().items()}},
-        board=group.board,
-        clock_offsets=group.clock_offsets,
-    )
 
 
 def check_flags(algorithm: Algorithm, *names: str) -> None:

@@ -1,7 +1,7 @@
 """AlgorithmImpl: what runs an algorithm. With Algorithm, the interface of the built-in ones and of users' own."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -124,6 +124,7 @@ class AlgorithmImpl:
         self._gpu: torch.device | None = None
         self._checked_dtypes: set[torch.dtype] = set()
         self._steps = StepsTaken(self)
+        self._at_close = ExitStack()
 
     @property
     def averages_weights(self) -> bool:
@@ -372,16 +373,21 @@ class AlgorithmImpl:
 
     def close(self) -> None:
         """Finish what is queued, and end the lane, the private groups and the traces. A second call does nothing."""
-        self._steps.close()
-        try:
-            self.lane.close()
-            if self.ends_in_order and not self.lane.has_failed:
-                self.process_group.shut_down_nccl()
-        finally:
-            if self.parameter_state is not None:
-                self.parameter_state.close()
-            self.process_group.close()  # before the traces, which may have much to write: peers hear of it at once
-            self.tracer.end()
+        with self._at_close:
+            self._steps.close()
+            try:
+                self.lane.close()
+                if self.ends_in_order and not self.lane.has_failed:
+                    self.process_group.shut_down_nccl()
+            finally:
+                if self.parameter_state is not None:
+                    self.parameter_state.close()
+                self.process_group.close()  # before the traces, which may have much to write: peers hear of it at once
+                self.tracer.end()
+
+    def on_close(self, callback: Callable[[], object]) -> None:
+        """Call `callback` when the impl is closed, as `Attachment.detach` does it. For adapters."""
+        self._at_close.callback(callback)
 
     def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
         """Set the module, and make the buckets of a weight algorithm. Collective on GPUs.

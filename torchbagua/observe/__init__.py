@@ -4,10 +4,11 @@ May import the modules that begin with _ alone; observers know events.py and not
 Begin with events.py, then summary.py.
 """
 
-from torchbagua.observe.events import Trace
+from torchbagua.observe.events import Details, Run, Trace
 from torchbagua.observe.perfetto import PerfettoTrace
 from torchbagua.observe.recorder import Recorder
 from torchbagua.observe.summary import Summary
 from torchbagua.observe.tensorboard import TensorBoardTrace
+from torchbagua.observe.tracer import Tracer
 
-__all__ = ["PerfettoTrace", "Recorder", "Summary", "TensorBoardTrace", "Trace"]
+__all__ = ["Details", "PerfettoTrace", "Recorder", "Run", "Summary", "TensorBoardTrace", "Trace", "Tracer"]

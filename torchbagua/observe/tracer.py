@@ -6,10 +6,12 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch.autograd import profiler
 
+from torchbagua._environment import environment
 from torchbagua._torch import is_profiling
 from torchbagua._warnings import warn_user_beside_error
 from torchbagua.observe.clocks import Clock, GpuClock, HostClock, TimedPhase, TimedStep, Timestamp
@@ -100,7 +102,9 @@ class Tracer:
         return any(trace.compares_clocks for trace in self._traces)
 
     def start(self, run: Run) -> None:
-        """Tell observers of the run."""
+        """Tell observers of the run. The machine and the software are added to its settings."""
+        software = {name: str(value) for name, value in environment().items()}
+        run = replace(run, settings={**run.settings, **software})
         self.algorithm = run.algorithm
         self.failures = run.failures
         self._is_started = True

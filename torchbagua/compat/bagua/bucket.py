@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchbagua.collectives.process_group import BaguaProcessGroup as CoreGroup
+import torchbagua as tb
 from torchbagua.compat.bagua.node_mean import is_single_node
-from torchbagua.compat.bagua.process_groups import BaguaProcessGroup
+from torchbagua.compat.bagua.process_groups import ProcessGroupFacade
 from torchbagua.compat.bagua.tensor import effective, proxy_of, replace_effective
-from torchbagua.runtime import bucket as core
-from torchbagua.runtime.memory_order import flat_length
 
 if TYPE_CHECKING:
     from torchbagua.compat.bagua.own_algorithm import OwnImpl
@@ -23,13 +21,15 @@ class DecentralizedOp:
     def __init__(self, peer_weight: torch.Tensor) -> None:
         self._peer_weight = peer_weight
 
-    def copy_back_peer_weight(self, bucket: "BaguaBucket") -> None:
+    def copy_back_peer_weight(self, bucket: "BucketFacade") -> None:
         """Replace what the tensors of the bucket stand for by the mean with the peers, once it is there."""
         bucket.write(self._peer_weight)
 
 
-class BaguaBucket:
-    """Bagua tensors that are communicated together. `AlgorithmImpl.tensors_to_buckets` makes them.
+class BucketFacade:
+    """Bagua's BaguaBucket: Bagua tensors that are communicated together. `AlgorithmImpl.tensors_to_buckets` makes them.
+
+    A `torchbagua.BaguaBucket` runs its operations.
 
     Args:
         tensors: Bagua tensors of one dtype, on one device.
@@ -60,16 +60,16 @@ class BaguaBucket:
         self.flatten = flatten
         self.padding_tensor: torch.Tensor | None = None
         # As they are laid out, without their values.
-        likes = [core.BaguaTensor(proxy_of(one).name, effective(one).detach().to("meta")) for one in self.tensors]
-        num_elements = sum(flat_length(one.parameter) for one in likes)
+        likes = [tb.BaguaTensor(proxy_of(one).name, effective(one).detach().to("meta")) for one in self.tensors]
+        num_elements = sum(_num_reals(like.parameter) for like in likes)
         if padding := -num_elements % alignment:
-            likes.append(core.BaguaTensor(f"bagua_padding_tensor_bucket_{name}", torch.empty(padding, device="meta")))
+            likes.append(tb.BaguaTensor(f"bagua_padding_tensor_bucket_{name}", torch.empty(padding, device="meta")))
         self._likes = likes
         flat = torch.zeros(num_elements + padding, dtype=dtype.to_real(), device=device)
         if padding:
             self.padding_tensor = flat[num_elements:]
         self._flat = flat
-        self._core: core.BaguaBucket | None = None
+        self._core: tb.BaguaBucket | None = None
         self._runner: OwnImpl | None = None
         self._writes_back = False
         self._ready: set[int] = set()
@@ -77,14 +77,14 @@ class BaguaBucket:
             proxy_of(tensor).bucket = self
         self.read()
 
-    def bind(self, runner: "OwnImpl", group: CoreGroup) -> core.BaguaBucket:
+    def bind(self, runner: "OwnImpl", group: tb.BaguaProcessGroup) -> tb.BaguaBucket:
         """Have `runner` run the bucket over `group`; return the core's bucket, which has the operations."""
         self._runner = runner
-        self._core = core.BaguaBucket(f"bucket {self.name}", self._likes, group, self._flat)
+        self._core = tb.BaguaBucket(f"bucket {self.name}", self._likes, group, self._flat)
         return self._core
 
     @property
-    def core(self) -> core.BaguaBucket:
+    def core(self) -> tb.BaguaBucket:
         """The core's bucket. Raises RuntimeError before there is one."""
         if self._core is None:
             raise RuntimeError(
@@ -94,7 +94,7 @@ class BaguaBucket:
         return self._core
 
     @property
-    def backend_bucket(self) -> "BaguaBucket":
+    def backend_bucket(self) -> "BucketFacade":
         """The bucket itself: Bagua's backend has buckets of its own, and this package has not."""
         return self
 
@@ -118,22 +118,22 @@ class BaguaBucket:
         """Return whether what the tensors stand for lies one after the other in memory."""
         return all(effective(tensor).data_ptr() == part.data_ptr() for tensor, part in self._views(self._flat))
 
-    def clear_ops(self) -> "BaguaBucket":
+    def clear_ops(self) -> "BucketFacade":
         """Remove all operations."""
         self.core.clear_ops()
         self._writes_back = False
         return self
 
     def append_python_op(
-        self, python_function: Callable[[str], None], group: BaguaProcessGroup | None = None
-    ) -> "BaguaBucket":
+        self, python_function: Callable[[str], None], group: ProcessGroupFacade | None = None
+    ) -> "BucketFacade":
         """Append a function of the name of the bucket. It changes what the tensors stand for, in place.
 
         It runs beside training, on a thread that runs all operations in their order.
         """
 
         @wraps(python_function)
-        def run(bucket: core.BaguaBucket, group: CoreGroup) -> None:
+        def run(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
             if not self.flatten:
                 self.write(bucket.flat)
             python_function(self.name)
@@ -148,8 +148,8 @@ class BaguaBucket:
         average: bool = True,
         scattergather: bool = False,
         compression: str | None = None,
-        group: BaguaProcessGroup | None = None,
-    ) -> "BaguaBucket":
+        group: ProcessGroupFacade | None = None,
+    ) -> "BucketFacade":
         """Append the mean, or sum, over all ranks; see `torchbagua.BaguaBucket`."""
         method = "append_centralized_synchronous_op"
         return self._append(method, hierarchical, average, scattergather, compression, group=group)
@@ -159,7 +159,7 @@ class BaguaBucket:
         peer_weight: torch.Tensor,
         hierarchical: bool = True,
         peer_selection_mode: str = "all",
-        group: BaguaProcessGroup | None = None,
+        group: ProcessGroupFacade | None = None,
     ) -> DecentralizedOp:
         """Append the mean with this rank's peers, in `peer_weight`; see `torchbagua.BaguaBucket`.
 
@@ -184,8 +184,8 @@ class BaguaBucket:
         right_peer_weight: torch.Tensor,
         hierarchical: bool = True,
         compression: str = "MinMaxUInt8",
-        group: BaguaProcessGroup | None = None,
-    ) -> "BaguaBucket":
+        group: ProcessGroupFacade | None = None,
+    ) -> "BucketFacade":
         """Append one round of the ring of compressed differences; see `torchbagua.BaguaBucket`.
 
         The three replicas are as `flattened_tensor` returns it. As in Bagua, on a single node, if `hierarchical`, it is
@@ -198,8 +198,8 @@ class BaguaBucket:
         return self._append(method, *replicas, hierarchical, compression, group=group)
 
     def append_asynchronous_model_average_op(
-        self, peer_selection_mode: str, group: BaguaProcessGroup | None = None
-    ) -> "BaguaBucket":
+        self, peer_selection_mode: str, group: ProcessGroupFacade | None = None
+    ) -> "BucketFacade":
         """Append the mean over all ranks, for a round that runs beside training; see `torchbagua.BaguaBucket`.
 
         What Bagua's method returns can lock weights. This package's asynchronous averaging needs no lock, see
@@ -207,13 +207,13 @@ class BaguaBucket:
         """
         return self._append("append_asynchronous_model_average_op", peer_selection_mode, group=group)
 
-    def _append(self, method: str, *arguments: Any, group: BaguaProcessGroup | None) -> "BaguaBucket":
+    def _append(self, method: str, *arguments: Any, group: ProcessGroupFacade | None) -> "BucketFacade":
         bucket = self.core
         getattr(bucket, method)(*arguments, group=self._core_group(group))
         self._writes_back = True
         return self
 
-    def _core_group(self, group: BaguaProcessGroup | None) -> CoreGroup:
+    def _core_group(self, group: ProcessGroupFacade | None) -> tb.BaguaProcessGroup:
         """Return the private groups for `group`, by default those of the algorithm."""
         assert self._runner is not None
         return self._runner.open_group(group, self.core.flat.device) or self.core.group
@@ -272,8 +272,16 @@ class BaguaBucket:
             effective(tensor).copy_(part)
 
     def _views(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        parts = flat.split([flat_length(one.parameter) for one in self._likes])
+        parts = flat.split([_num_reals(like.parameter) for like in self._likes])
         return [
             (tensor, like.order.shape(part))
             for tensor, like, part in zip(self.tensors, self._likes, parts, strict=False)  # padding has no tensor
         ]
+
+
+BaguaBucket = BucketFacade
+
+
+def _num_reals(tensor: torch.Tensor) -> int:
+    """Return how many elements of a flat tensor it takes: a complex number is two."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from torchbagua.algorithms.base import Algorithm
+from torchbagua import Algorithm
 from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel
-from torchbagua.compat.bagua.process_groups import BaguaProcessGroup, to_bagua_process_group
+from torchbagua.compat.bagua.process_groups import ProcessGroupFacade, to_bagua_process_group
 
 
 class BaguaModule:
@@ -20,7 +20,7 @@ class BaguaModule:
         self: Any,
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         algorithm: Algorithm | str,
-        process_group: torch.distributed.ProcessGroup | BaguaProcessGroup | None = None,
+        process_group: torch.distributed.ProcessGroup | ProcessGroupFacade | None = None,
         do_flatten: bool = True,
         *,
         grad_scaler: torch.amp.GradScaler | None = None,

@@ -6,71 +6,85 @@ from typing import Any
 
 import torch
 
-from torchbagua import algorithms, collectives
-from torchbagua.algorithms.rank_state import check_rank_state, owner_of
-from torchbagua.algorithms.weights.averaging import SynchronousAveragingImpl
-from torchbagua.runtime import bucket
-
-_NAME = "low_precision_decentralized"
+import torchbagua as tb
+from torchbagua import algorithms
 
 
-def is_single_node(group: collectives.BaguaProcessGroup) -> bool:
+def is_single_node(group: tb.BaguaProcessGroup) -> bool:
     """Return whether all ranks of the group, of which there are several, are on one node."""
     return group.size > 1 and len(group.node_ranks) == 1
 
 
-def with_node_mean(algorithm: algorithms.Algorithm | str) -> algorithms.Algorithm | str:
+def with_node_mean(algorithm: tb.Algorithm) -> tb.Algorithm:
     """Return `algorithm`, but Bagua's form of the hierarchical low-precision ring if it is this package's.
 
     Bagua averages the weights of a node in full precision, and uses the codec between nodes only. This package's
     compresses on a single node too.
     """
-    if algorithm == _NAME:
-        algorithm = algorithms.Algorithm.init(_NAME)
-    if type(algorithm) is not algorithms.LowPrecisionDecentralizedAlgorithm or not algorithm.hierarchical:
+    if type(algorithm) is not tb.LowPrecisionDecentralizedAlgorithm or not algorithm.hierarchical:
         return algorithm
-    return LowPrecisionDecentralizedAlgorithm(**{one.name: getattr(algorithm, one.name) for one in fields(algorithm)})
+    arguments = {field.name: getattr(algorithm, field.name) for field in fields(algorithm)}
+    return LowPrecisionDecentralizedAlgorithm(**arguments)
 
 
 @dataclass(frozen=True)
-class LowPrecisionDecentralizedAlgorithm(algorithms.LowPrecisionDecentralizedAlgorithm):
+class LowPrecisionDecentralizedAlgorithm(tb.LowPrecisionDecentralizedAlgorithm):
     """`torchbagua.LowPrecisionDecentralizedAlgorithm`, except on a single node.
 
     There the weights become the mean of all ranks, in full precision, after each step that communicates. It has the
     name of that class, which is in states and errors.
     """
 
-    def make_impl(self, process_group: collectives.BaguaProcessGroup) -> SynchronousAveragingImpl:
+    def make_impl(self, process_group: tb.BaguaProcessGroup) -> Any:
         """Return the impl over `process_group`."""
         return NodeMeanImpl(process_group, self) if is_single_node(process_group) else super().make_impl(process_group)
 
 
-class NodeMeanImpl(SynchronousAveragingImpl):
+class NodeMeanImpl(algorithms.DecentralizedAlgorithmImpl):
     """Replaces the weights by their mean after each step that is due. Nothing is in flight between two steps."""
 
-    algorithm: LowPrecisionDecentralizedAlgorithm
+    algorithm: LowPrecisionDecentralizedAlgorithm  # type: ignore[assignment]
 
-    def init_operations(self, module: torch.nn.Module | None, bucket: bucket.BaguaBucket) -> None:
+    def __init__(self, process_group: tb.BaguaProcessGroup, algorithm: LowPrecisionDecentralizedAlgorithm) -> None:
+        super().__init__(process_group, algorithm)  # type: ignore[arg-type]
+
+    @property
+    def is_due(self) -> bool:
+        """False: no round is formed beside a step."""
+        return False
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
         bucket.append_centralized_synchronous_op()
 
     def after_step(self) -> None:
         """Form the mean, after steps 1, k + 1, 2k + 1 and so on, as the ring does."""
-        is_due = self.is_due
+        is_due = not self.is_single_rank and self.step % self.algorithm.communication_interval == 0
         self.step += 1
         if is_due:
             self.weights.read()
-            self.submit_in_lockstep(lambda: [one.run() for one in self.buckets]).result()
+            self.submit_in_lockstep(lambda: [bucket.run() for bucket in self.buckets]).result()
             self.weights.write()
             self.num_rounds += 1
 
-    def receive_round(self) -> None:
-        """Nothing: `after_step` waits for the round."""
-
     def state_dict(self) -> dict[str, Any]:
         """Return the steps so far."""
-        return {**owner_of(self.process_group), "step": self.step}
+        return {**self._owner, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned. The replicas in a state of the ring are not needed."""
-        check_rank_state(type(self).__name__, state, ("step",), self.process_group)
+        keys = [*self._owner, "step"]
+        if not isinstance(state, Mapping) or not state.keys() >= set(keys):
+            got = sorted(state) if isinstance(state, Mapping) else repr(state)
+            raise ValueError(f"{type(self).__name__}.load_state_dict: state must have the keys {keys}, got {got}")
+        given = {name: state[name] for name in self._owner}
+        if given != self._owner:
+            raise ValueError(
+                f"{type(self).__name__}.load_state_dict: state must be of {self._owner}, got one of {given}; every "
+                "rank saves and loads its own. Where the number of ranks has changed, load the weights before "
+                "with_bagua, and no state"
+            )
         self.step = state["step"]
+
+    @property
+    def _owner(self) -> dict[str, int]:
+        return {"rank": self.process_group.rank, "num_ranks": self.process_group.size}

@@ -8,49 +8,47 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from torchbagua import algorithms, collectives
-from torchbagua.algorithms.base import PLAIN_TYPES
+import torchbagua as tb
 from torchbagua.compat.bagua import env
-from torchbagua.compat.bagua.algorithms.base import AlgorithmImpl
-from torchbagua.compat.bagua.bucket import BaguaBucket
-from torchbagua.compat.bagua.process_groups import BaguaProcessGroup
-from torchbagua.compat.bagua.tensor import BaguaTensor, effective, proxy_of
-from torchbagua.runtime import bucket
-from torchbagua.runtime.lane import Job
-from torchbagua.runtime.weight_buckets import WeightBuckets, parted
+from torchbagua.compat.bagua.algorithms.base import ImplFacade
+from torchbagua.compat.bagua.bucket import BucketFacade
+from torchbagua.compat.bagua.process_groups import ProcessGroupFacade
+from torchbagua.compat.bagua.tensor import TensorFacade, effective, proxy_of
 
 if TYPE_CHECKING:
     from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel
 
 
+_PLAIN_TYPES = (bool, int, float, str, type(None))
+
+
 def is_own(algorithm: object) -> bool:
     """Return whether an algorithm is written against Bagua's documentation: it says itself what `reify` returns."""
-    return isinstance(algorithm, algorithms.Algorithm) and type(algorithm).reify is not algorithms.Algorithm.reify
+    return isinstance(algorithm, tb.Algorithm) and type(algorithm).reify is not tb.Algorithm.reify
 
 
 @dataclass(frozen=True)
-class OwnAlgorithm(algorithms.Algorithm):
+class OwnAlgorithm(tb.Algorithm):
     """An algorithm of the user's, and the module that it is for."""
 
-    averages_weights: ClassVar[bool | None] = True
+    averages_weights: ClassVar[bool] = True
 
-    algorithm: algorithms.Algorithm
+    algorithm: tb.Algorithm
     bagua_ddp: "BaguaDistributedDataParallel" = field(repr=False)
 
     def arguments(self) -> dict[str, str]:
         """Return the name of the class, and those of its attributes that are plain."""
-        own = {name: repr(value) for name, value in vars(self.algorithm).items() if isinstance(value, PLAIN_TYPES)}
+        own = {name: repr(value) for name, value in vars(self.algorithm).items() if isinstance(value, _PLAIN_TYPES)}
         return {"algorithm": type(self.algorithm).__qualname__, **own}
 
-    def make_impl(self, process_group: collectives.BaguaProcessGroup) -> "OwnImpl":
+    def make_impl(self, process_group: tb.BaguaProcessGroup) -> "OwnImpl":
         """Return what runs what the user's `reify` returns."""
         impl: Any = self.algorithm.reify(self.bagua_ddp.process_group)  # type: ignore[arg-type]
-        if not isinstance(impl, AlgorithmImpl):
+        if not isinstance(impl, ImplFacade):
             raise TypeError(
                 f"{type(self.algorithm).__name__}.reify must return an AlgorithmImpl of torchbagua.compat.bagua, got "
                 f"{impl!r}; an algorithm with an impl of torchbagua's own overrides make_impl"
@@ -58,47 +56,45 @@ class OwnAlgorithm(algorithms.Algorithm):
         return OwnImpl(process_group, self, impl)
 
 
-class OwnImpl(algorithms.AlgorithmImpl):
-    """Runs an `AlgorithmImpl` of the user's.
+class OwnImpl(tb.AlgorithmImpl):
+    """Runs an AlgorithmImpl of the user's.
 
     Buckets run in their order, on all ranks the same, each when its tensors are ready and those before it have begun.
     """
 
     algorithm: OwnAlgorithm
 
-    def __init__(
-        self, process_group: collectives.BaguaProcessGroup, algorithm: OwnAlgorithm, impl: AlgorithmImpl
-    ) -> None:
+    def __init__(self, process_group: tb.BaguaProcessGroup, algorithm: OwnAlgorithm, impl: ImplFacade) -> None:
         super().__init__(process_group, algorithm)
         self.own = impl
-        self.own_buckets: list[BaguaBucket] = []
+        self.own_buckets: list[BucketFacade] = []
         self.ddp = algorithm.bagua_ddp
         self.ddp.runner = self
         self._are_weights = False
-        self._weights = WeightBuckets(process_group, type(impl).__name__)
+        self._weights = tb.WeightBuckets(process_group, type(impl).__name__)
         self._num_steps = 0
-        self._of_core: dict[bucket.BaguaBucket, BaguaBucket] = {}
-        self._order: deque[BaguaBucket] = deque()
-        self._running: list[tuple[BaguaBucket, Job[torch.Tensor]]] = []
-        self._groups: list[tuple[BaguaProcessGroup, collectives.BaguaProcessGroup]] = []
+        self._of_core: dict[tb.BaguaBucket, BucketFacade] = {}
+        self._order: deque[BucketFacade] = deque()
+        self._running: list[tuple[BucketFacade, Any]] = []
+        self._groups: list[tuple[ProcessGroupFacade, tb.BaguaProcessGroup]] = []
         self._reached: set[str] = set()  # in this backward, the parameters whose gradients are there
         self._on_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
 
-    def init_tensors(self, module: torch.nn.Module) -> list[bucket.BaguaTensor]:
+    def init_tensors(self, module: torch.nn.Module) -> list[tb.BaguaTensor]:
         self.ddp.parameters_to_ignore = sorted({*self.ddp.parameters_to_ignore, *self.ignored_names})
         tensors = self.own.init_tensors(self.ddp)
         parameters = {id(parameter) for parameter in module.parameters()}
         self._are_weights = any(id(effective(tensor)) in parameters for tensor in tensors)
-        return [bucket.BaguaTensor(proxy_of(tensor).name, tensor) for tensor in tensors]
+        return [tb.BaguaTensor(proxy_of(tensor).name, tensor) for tensor in tensors]
 
-    def tensors_to_buckets(self, tensors: list[bucket.BaguaTensor], do_flatten: bool) -> list[bucket.BaguaBucket]:
+    def tensors_to_buckets(self, tensors: list[tb.BaguaTensor], do_flatten: bool) -> list[tb.BaguaBucket]:
         suggested = _suggested([tensor.parameter for tensor in tensors])
         self.own_buckets = self.own.tensors_to_buckets(suggested, self.ddp.gradient_as_bucket_view)
         self._of_core = {one.bind(self, self.process_group): one for one in self.own_buckets}
         self._order = deque(self.own_buckets)
         return list(self._of_core)
 
-    def init_operations(self, module: torch.nn.Module | None, bucket: bucket.BaguaBucket) -> None:
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
         self.own.init_operations(self.ddp, self._of_core[bucket])
 
     def reset(self) -> None:
@@ -127,9 +123,8 @@ class OwnImpl(algorithms.AlgorithmImpl):
     def agree_on_overflow(self, found_inf: bool) -> bool:
         if not self.leaves_ranks_apart:
             return found_inf
-        world, progress = self.process_group.world, self._progress
-        agree = partial(collectives.require_same_progress, world, progress, "the search for Inf", int(found_inf))
-        return self.lane.submit(agree).result() == 1
+        agree = self._weights.comparison(self._progress, "the search for Inf", flag=found_inf)
+        return self.lane.submit(agree).result()
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -159,7 +154,7 @@ class OwnImpl(algorithms.AlgorithmImpl):
             job.result()
             one.end()
 
-    def open_group(self, group: BaguaProcessGroup | None, device: torch.device) -> collectives.BaguaProcessGroup | None:
+    def open_group(self, group: ProcessGroupFacade | None, device: torch.device) -> tb.BaguaProcessGroup | None:
         """Return the private groups for another group than that of the algorithm. Collective."""
         if group is None or group.torch_group is self.process_group.process_group:
             return None
@@ -222,7 +217,7 @@ class OwnImpl(algorithms.AlgorithmImpl):
         if self.ddp.find_unused_parameters:
             for name, parameter in self.ddp.bagua_build_params():
                 if name not in self._reached:
-                    self.own.init_backward_hook(self.ddp)(name, BaguaTensor.bagua_ensure_grad(parameter))
+                    self.own.init_backward_hook(self.ddp)(name, TensorFacade.bagua_ensure_grad(parameter))
         self._reached.clear()
         self.own.init_post_backward_hook(self.ddp)()
         waiting = [one for one in self._order if one.is_begun]
@@ -245,5 +240,17 @@ def _suggested(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     kinds: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault(effective(tensor).dtype, []).append(tensor)
-    cap = env.get_default_bucket_size()
-    return [one for alike in kinds.values() for one in parted(alike, cap, lambda tensor: effective(tensor).nbytes)]
+    return [part for alike in kinds.values() for part in _parted(alike, env.get_default_bucket_size())]
+
+
+def _parted(tensors: list[torch.Tensor], cap_bytes: int) -> list[list[torch.Tensor]]:
+    """Cut a list into parts of at most `cap_bytes`, or of one tensor."""
+    parts: list[list[torch.Tensor]] = []
+    num_bytes = cap_bytes
+    for tensor in tensors:
+        num_bytes += effective(tensor).nbytes
+        if num_bytes > cap_bytes:
+            parts.append([])
+            num_bytes = effective(tensor).nbytes
+        parts[-1].append(tensor)
+    return parts

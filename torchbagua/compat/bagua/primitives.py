@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from torchbagua.compat.bagua.arguments import bare, bytes_of, group_of
-from torchbagua.transport.private_groups import all_gather_equal, all_to_all_equal
 
 
 def send(tensor: torch.Tensor, dst: int, comm: object = None) -> None:
@@ -52,14 +51,16 @@ def allgather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: object
     if (group := group_of(comm)) is not None:
         own = bytes_of("allgather", "send_tensor", send_tensor)
         num_bytes = own.numel() * group.size()
-        all_gather_equal(group, bytes_of("allgather", "recv_tensor", recv_tensor, num_bytes, like=send_tensor), own)
+        result = bytes_of("allgather", "recv_tensor", recv_tensor, num_bytes, like=send_tensor)
+        dist.all_gather(list(result.tensor_split(group.size())), own, group)
 
 
 def allgather_inplace(tensor: torch.Tensor, comm: object = None) -> None:
     """Do what `allgather` does, in place: part r of `tensor`, of as many as there are ranks, is that of rank r."""
     if (group := group_of(comm)) is not None:
         values = bytes_of("allgather_inplace", "tensor", tensor, multiple_of=group.size())
-        all_gather_equal(group, values, values.chunk(group.size())[group.rank()].clone())
+        parts = list(values.tensor_split(group.size()))
+        dist.all_gather(parts, parts[group.rank()].clone(), group)
 
 
 def gather(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, dst: int, comm: object = None) -> None:
@@ -119,7 +120,7 @@ def alltoall(send_tensor: torch.Tensor, recv_tensor: torch.Tensor, comm: object 
     if (group := group_of(comm)) is not None:
         values = bytes_of("alltoall", "send_tensor", send_tensor, multiple_of=group.size())
         result = bytes_of("alltoall", "recv_tensor", recv_tensor, values.numel(), like=send_tensor)
-        all_to_all_equal(group, result, values)
+        dist.all_to_all_single(result, values, group=group)
 
 
 def alltoall_inplace(tensor: torch.Tensor, comm: object = None) -> None:

@@ -7,9 +7,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torchbagua import collectives
+import torchbagua as tb
 from torchbagua.compat.bagua import env
-from torchbagua.transport.private_groups import gloo_group, has_nccl, nccl_group
+from torchbagua.compat.bagua._torch import nccl_group
 
 
 class BaguaCommunicator:
@@ -38,8 +38,10 @@ class CommMember:
     NON_COMM_MEMBER = object()
 
 
-class BaguaProcessGroup:
-    """Bagua's process group: the ranks that train together. `new_group` and `from_torch_group` make one.
+class ProcessGroupFacade:
+    """Bagua's BaguaProcessGroup: the ranks that train together. `new_group` and `from_torch_group` make one.
+
+    It stands for a torch group; `open` returns the `torchbagua.BaguaProcessGroup` of these ranks.
 
     Attributes:
         torch_group: torch's group of these ranks; None on a rank that is no member.
@@ -74,11 +76,11 @@ class BaguaProcessGroup:
         """
         return self._communicator_of_nodes("inter")
 
-    def open(self) -> collectives.BaguaProcessGroup:
-        """Return a group of the core, which knows the nodes. Collective; close it."""
+    def open(self) -> tb.BaguaProcessGroup:
+        """Return torchbagua's group, which knows the nodes. Collective; close it."""
         if self.torch_group is None:
             raise ValueError(f"torchbagua.compat.bagua: this rank must be in the process group, which has {self.ranks}")
-        return collectives.BaguaProcessGroup(self.torch_group)
+        return tb.BaguaProcessGroup(self.torch_group)
 
     def _communicator_of_nodes(self, scope: str) -> object:
         if self.torch_group is None:
@@ -92,13 +94,19 @@ class BaguaProcessGroup:
             self._of_nodes["inter"] = self._sub_group(f"{opened.id}/leaders", leaders, opened)
         return self._of_nodes[scope]
 
-    def _sub_group(self, key: str, ranks: list[int], opened: collectives.BaguaProcessGroup) -> object:
+    def _sub_group(self, key: str, ranks: list[int], opened: tb.BaguaProcessGroup) -> object:
         assert self.torch_group is not None
         if opened.rank not in ranks:
             return CommMember.NON_COMM_MEMBER
         store = dist.PrefixStore(key, self.torch_group.get_group_store())
-        make = nccl_group if has_nccl(self.torch_group) else gloo_group
-        return BaguaCommunicator(make(store, ranks.index(opened.rank), len(ranks), opened.timeout))
+        place = (store, ranks.index(opened.rank), len(ranks))
+        if opened.has_nccl:
+            return BaguaCommunicator(nccl_group(*place, opened.timeout))
+        members = tb.BaguaProcessGroup(dist.ProcessGroup(*place), timeout=opened.timeout)
+        return BaguaCommunicator(members.world.gloo)
+
+
+BaguaProcessGroup = ProcessGroupFacade
 
 
 def is_initialized() -> bool:
@@ -150,7 +158,7 @@ def init_process_group(
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
 
 
-def new_group(ranks: Sequence[int] | None = None, stream: torch.cuda.Stream | None = None) -> BaguaProcessGroup:
+def new_group(ranks: Sequence[int] | None = None, stream: torch.cuda.Stream | None = None) -> ProcessGroupFacade:
     """Return a process group. Collective: every rank of the world calls it, also one that is no member.
 
     Args:
@@ -166,25 +174,25 @@ def new_group(ranks: Sequence[int] | None = None, stream: torch.cuda.Stream | No
     if unknown := [rank for rank in members if rank not in world.ranks]:
         raise ValueError(f"new_group: ranks must be below {len(world.ranks)}, got {unknown}")
     group = dist.new_group(members)
-    return BaguaProcessGroup(group if env.get_rank() in members else None, members, stream)
+    return ProcessGroupFacade(group if env.get_rank() in members else None, members, stream)
 
 
-def from_torch_group(group: dist.ProcessGroup, stream: torch.cuda.Stream | None = None) -> BaguaProcessGroup:
+def from_torch_group(group: dist.ProcessGroup, stream: torch.cuda.Stream | None = None) -> ProcessGroupFacade:
     """Return Bagua's process group of the ranks of a torch group."""
     try:
         ranks = dist.get_process_group_ranks(group)
     except KeyError:  # a group made by hand does not know its global ranks
         ranks = list(range(group.size()))
-    return BaguaProcessGroup(group, ranks, stream)
+    return ProcessGroupFacade(group, ranks, stream)
 
 
 def to_bagua_process_group(
-    process_group: dist.ProcessGroup | BaguaProcessGroup | None = None,
-) -> BaguaProcessGroup:
+    process_group: dist.ProcessGroup | ProcessGroupFacade | None = None,
+) -> ProcessGroupFacade:
     """Return Bagua's process group for that, for a torch group, or for the world (None)."""
     if process_group is None:
         return _get_default_group()
-    if isinstance(process_group, BaguaProcessGroup):
+    if isinstance(process_group, ProcessGroupFacade):
         return process_group
     if isinstance(process_group, dist.ProcessGroup):
         return from_torch_group(process_group)
@@ -194,7 +202,7 @@ def to_bagua_process_group(
     )
 
 
-def _get_default_group() -> BaguaProcessGroup:
+def _get_default_group() -> ProcessGroupFacade:
     """Return the world. Bagua's name, which its examples call."""
     if not dist.is_initialized():
         raise RuntimeError("torchbagua.compat.bagua: there is no default process group: call init_process_group first")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchbagua.compat.bagua._torch import has_nccl
 from torchbagua.compat.bagua.arguments import bare, group_of
-from torchbagua.transport.private_groups import has_nccl
 
 
 class ReduceOp(IntEnum):

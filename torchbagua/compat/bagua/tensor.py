@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from torchbagua.compat.bagua.bucket import BaguaBucket
+    from torchbagua.compat.bagua.bucket import BucketFacade
 
 Getter = Callable[[torch.Tensor], torch.Tensor]
 Setter = Callable[[torch.Tensor, torch.Tensor], None]
@@ -32,7 +32,7 @@ class Proxy:
     module_name: str | None
     getter: Getter | None
     setter: Setter | None
-    bucket: "BaguaBucket | None" = None
+    bucket: "BucketFacade | None" = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
@@ -81,8 +81,8 @@ def replace_effective(tensor: torch.Tensor, view: torch.Tensor) -> None:
             effective(tensor).set_(view)  # type: ignore[call-overload]
 
 
-class BaguaTensor:
-    """The methods that importing `torchbagua.compat.bagua` gives to torch.Tensor."""
+class TensorFacade:
+    """Bagua's BaguaTensor: the methods that importing `torchbagua.compat.bagua` gives to torch.Tensor."""
 
     @property
     def bagua_tensor_name(self: Any) -> str:
@@ -131,7 +131,7 @@ class BaguaTensor:
     ) -> torch.Tensor:
         """Return a Bagua tensor in the same memory; this one stays as it is. See `ensure_bagua_tensor`."""
         view = self.view(self.dtype)
-        return BaguaTensor.ensure_bagua_tensor(view, name, module_name, getter_closure, setter_closure)
+        return TensorFacade.ensure_bagua_tensor(view, name, module_name, getter_closure, setter_closure)
 
     def bagua_getter_closure(self: Any) -> torch.Tensor:
         """Return what the tensor stands for."""
@@ -173,7 +173,7 @@ class BaguaTensor:
 
     def bagua_mark_communication_ready_without_synchronization(self: Any) -> None:
         """Do what `bagua_mark_communication_ready` does."""
-        BaguaTensor.bagua_mark_communication_ready(self)
+        TensorFacade.bagua_mark_communication_ready(self)
 
     def bagua_set_storage(self: Any, storage: torch.UntypedStorage, storage_offset: int = 0) -> None:
         """Have what the tensor stands for lie in `storage`, from that element on."""
@@ -183,8 +183,11 @@ class BaguaTensor:
         replace_effective(self, view)
 
 
+BaguaTensor = TensorFacade
+
+
 def install() -> None:
     """Give torch.Tensor the methods."""
-    for name, member in vars(BaguaTensor).items():
+    for name, member in vars(TensorFacade).items():
         if "bagua" in name:
             setattr(torch.Tensor, name, member)

@@ -1,5 +1,6 @@
 """mlbench's Aggregation: a model's gradients or weights put together over the ranks, when you call it."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -9,14 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchbagua.algorithms.base import describe_run
-from torchbagua.collectives.agreement import all_reduce_max, fingerprint
-from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.observe.events import Details, Observer, check_observers
-from torchbagua.observe.tracer import Tracer
-from torchbagua.runtime.bucket import check_elements
-from torchbagua.transport.errors import CommunicationError
-from torchbagua.transport.private_groups import gloo_group
+from torchbagua import BaguaProcessGroup, CommunicationError, Observer
+from torchbagua.collectives import all_reduce_max
+from torchbagua.compat.mlbench.arguments import check_observers, check_values
+from torchbagua.observe import Details, Run, Tracer
 
 Denominator = float | torch.Tensor | None
 AggregationFunction = Callable[..., None]
@@ -24,6 +21,7 @@ AggregationFunction = Callable[..., None]
 
 
 A = TypeVar("A", bound="Aggregation")
+_TIMEOUT_ALONE = timedelta(minutes=1)
 
 
 class Member(NamedTuple):
@@ -155,17 +153,24 @@ class Aggregation:
     def _open(self) -> BaguaProcessGroup:
         own = {"the aggregation": self._owner}
         own |= {f"{self._owner}'s argument {name}": value for name, value in self._arguments().items()}
-        given = self._process_group
-        if given is None:
-            given = dist.group.WORLD or gloo_group(dist.HashStore(), 0, 1, timedelta(minutes=1))
-        opening = given.duplicate if isinstance(given, BaguaProcessGroup) else partial(BaguaProcessGroup, given)
+        given = self._process_group or dist.group.WORLD
+        if isinstance(given, BaguaProcessGroup):
+            opening = given.duplicate
+        elif given is not None:
+            opening = partial(BaguaProcessGroup, given)
+        else:  # this rank alone
+            opening = partial(BaguaProcessGroup, dist.ProcessGroup(dist.HashStore(), 0, 1), timeout=_TIMEOUT_ALONE)
         group = opening(observers=self._observers, must_agree=own)
         try:
             group.open()
             self._check_group(group)
             group.compare_clocks()
             if group.tracer.is_on:
-                group.tracer.start(describe_run(group, self._owner, self._description))
+                run = Run(
+                    id=group.id, algorithm=self._owner, description=self._description, rank=group.rank,
+                    nodes=tuple(group.nodes), settings={}, board=group.board, clock_offsets=group.clock_offsets,
+                )  # fmt: skip
+                group.tracer.start(run)
         except BaseException:
             group.close()
             raise
@@ -206,7 +211,7 @@ class Aggregation:
         }
         for name, one in named.items():
             values = one.grad if of_gradients and one.grad is not None else one
-            check_elements(f"{self._owner}: {what} of {name}", values)
+            check_values(f"{self._owner}: {what} of {name}", values)
         with self._tracer.span("wait"):
             is_there = [not of_gradients or one.grad is not None for one in named.values()]
             call = f"{what}, by_layer={by_layer}, op={op!r}"
@@ -241,7 +246,7 @@ class Aggregation:
                 raise problem
             return list(is_there)
         layout = [(name, tuple(one.shape), str(one.dtype), one.device.type) for name, one in named.items()]
-        digest = fingerprint((self._num_calls, call, layout))
+        digest = _fingerprint((self._num_calls, call, layout))
         largest = self._largest([digest, -digest, 0 if problem is None else rank + 1, not all(is_there)])
         self._num_calls += 1
         if problem is not None:
@@ -275,6 +280,11 @@ class Aggregation:
         parts = result.reshape(-1).split([one.numel() for one in values])
         for one, part in zip(values, parts, strict=True):
             one.copy_(part.view(one.shape))
+
+
+def _fingerprint(value: object) -> int:
+    """Return a number that tells `value`, by its repr, from others."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:5], "big")
 
 
 def _member(name: str, parameter: torch.Tensor, of_gradients: bool) -> Member:

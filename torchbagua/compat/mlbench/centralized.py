@@ -9,10 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchbagua.codecs.base import divide
-from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua import BaguaProcessGroup, Observer
+from torchbagua.codecs import sum_dtype
 from torchbagua.compat.mlbench.base import Aggregation, Denominator
-from torchbagua.observe.events import Observer
 
 AVG_WORLD = "avg_world"
 """The op that divides by the number of ranks."""
@@ -66,10 +65,10 @@ class AllReduceAggregation(Aggregation):
         if not self.divide_before and op == AVG_WORLD:
             return self._reduce(data, average=True)
         if self.divide_before:
-            divide(data, divisor, data)
+            divide(data, divisor)
         data = self._reduce(data)
         if not self.divide_before:
-            divide(data, divisor, data)
+            divide(data, divisor)
         return data
 
     def _reduce(self, data: torch.Tensor, *, average: bool = False) -> torch.Tensor:
@@ -88,6 +87,13 @@ class AllReduceAggregation(Aggregation):
 
     def _check_group(self, group: BaguaProcessGroup) -> None:
         check_world_size(self._owner, self.world_size, group.size)
+
+
+def divide(data: torch.Tensor, divisor: float) -> None:
+    """Divide in place, in the dtype of sums."""
+    # By a tensor on the device: on CUDA, division by a Python number is a multiplication by its reciprocal.
+    by = torch.full((1,) * data.dim(), divisor, dtype=sum_dtype(data.dtype), device=data.device)
+    torch.div(data, by, out=data)
 
 
 def check_op(owner: str, what: str, op: str, allowed: Sequence[str]) -> None:

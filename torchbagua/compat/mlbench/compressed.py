@@ -7,16 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchbagua.algorithms.base import Algorithm
-from torchbagua.algorithms.gradient.powersgd import PowerSGDAlgorithm
-from torchbagua.algorithms.gradient.topk import TopKAlgorithm
-from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua import Algorithm, AlgorithmImpl, BaguaProcessGroup, Observer, PowerSGDAlgorithm, TopKAlgorithm
 from torchbagua.compat.mlbench.base import Aggregation, AggregationFunction, Denominator, Member
 from torchbagua.compat.mlbench.centralized import AVG_WORLD, check_op, check_world_size, check_world_size_argument
 from torchbagua.compat.mlbench.random_elements import RandomElementsAlgorithm
-from torchbagua.observe.events import Observer
-from torchbagua.runtime.memory_order import flat_length
 
 
 class AlgorithmAggregation(Aggregation):
@@ -74,7 +68,8 @@ class AlgorithmAggregation(Aggregation):
     def _check_group(self, group: BaguaProcessGroup) -> None:
         self._algorithm.prepare()
         self._impl = self._algorithm.make_impl(group)
-        self._impl.tell_uncompressed({name: one for name, one in self._model.named_parameters() if one.requires_grad})
+        trained = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
+        self._algorithm.check_parameters(trained)
         self._impl.set_module(self._model)
 
     def _aggregate(self, what: str, model: torch.nn.Module, op: str, denom: Denominator, *, by_layer: bool) -> None:
@@ -89,7 +84,7 @@ class AlgorithmAggregation(Aggregation):
         if index == 0:
             # As on a rank that takes no steps: what is staged is committed together with the mean.
             impl.begin_backward(has_joined=True)
-        flat = members[0].values.new_empty(sum(map(flat_length, parameters)))
+        flat = members[0].values.new_empty(sum(one.values.numel() for one in members))
         bucket = impl.gradient_bucket(parameters, flat, index=index)
         gradients = [one.parameter.grad for one in members if one.parameter.grad is not None]  # all of them
         places = list(zip(gradients, (part for _, part in bucket.views(flat)), strict=True))

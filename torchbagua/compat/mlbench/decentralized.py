@@ -7,13 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from torchbagua.codecs.blocks import TensorSpec
-from torchbagua.collectives.neighbourhood_mean import NeighbourhoodMean, neighbourhood_mean
-from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.collectives.topology import Topology
+from torchbagua import BaguaBucket, BaguaProcessGroup, BaguaTensor, Observer, Topology
 from torchbagua.compat.mlbench.base import Aggregation, Denominator
 from torchbagua.compat.mlbench.centralized import AVG_WORLD, check_op
-from torchbagua.observe.events import Observer
 
 
 @dataclass(frozen=True)
@@ -28,6 +24,9 @@ class Neighbours(Topology):
 
     def neighbours(self, rank: int, size: int, round: int) -> Mapping[int, float]:
         return {peer: weight for peer, weight in enumerate(self.matrix[rank]) if weight}
+
+    def check(self, owner: str, size: int, members: str = "ranks") -> None:
+        """Nothing: the aggregation has checked the matrix."""
 
 
 class DecentralizedAggregation(Aggregation):
@@ -77,19 +76,23 @@ class DecentralizedAggregation(Aggregation):
         self.neighbors = neighbors
         self.weights = _with_own(self._owner, rank, neighbors, weights)
         self._topology: Neighbours | None = None
-        self._means: dict[TensorSpec, NeighbourhoodMean] = {}
+        self._buckets: dict[tuple[object, ...], BaguaBucket] = {}
 
     def _agg(self, data: torch.Tensor, op: str, denom: Denominator = None) -> torch.Tensor:
         group = self.group
         if not self.neighbors:
             return data
         assert self._topology is not None
-        spec = TensorSpec((data.numel(),), data.dtype, data.device, self._name)
-        if spec not in self._means:
-            self._means[spec] = neighbourhood_mean(group, self._topology, spec, hierarchical=False)
-        out = torch.empty_like(data.view(-1))
-        self._means[spec](data.view(-1), out, 0)
-        return out
+        key = (self._name, data.numel(), data.dtype, data.device)
+        if key not in self._buckets:
+            like = BaguaTensor(self._name, torch.empty(data.numel(), dtype=data.dtype, device="meta"))
+            bucket = BaguaBucket(self._name, [like], group, torch.empty_like(data.view(-1)))
+            self._buckets[key] = bucket.append_decentralized_synchronous_op(bucket.flat, False, self._topology)
+        bucket = self._buckets[key]
+        bucket.flat.copy_(data.view(-1))
+        for operation in bucket.operations:  # `BaguaBucket.run` would tell observers of a bucket, as the caller does
+            operation.run(bucket)
+        return bucket.flat
 
     def _check_op(self, op: str) -> None:
         check_op(self._owner, "Decentralized aggregation", op, [AVG_WORLD])

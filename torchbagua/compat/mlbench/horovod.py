@@ -10,14 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchbagua._environment import environment
-from torchbagua.codecs.base import divide
-from torchbagua.collectives.broadcast import broadcast_tensors
-from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua import BaguaProcessGroup, Observer
+from torchbagua.collectives import broadcast_tensors
 from torchbagua.compat.mlbench.base import Denominator
-from torchbagua.compat.mlbench.centralized import AllReduceAggregation
-from torchbagua.observe.events import Details, Observer, Run
-from torchbagua.observe.tracer import Tracer
+from torchbagua.compat.mlbench.centralized import AllReduceAggregation, divide
+from torchbagua.observe import Details, Run, Tracer
 
 _RECIPE = (
     "horovod 0.28.1 does not build with a torch newer than 2.0 as it is: unpack its source package, write "
@@ -91,7 +88,7 @@ class AllReduceAggregationHVD(AllReduceAggregation):
             with self._tracer.span("send", details):
                 wide = self._hvd.allreduce(wide, op=self._hvd.Sum)
             if average:
-                divide(wide, float(size), wide)
+                divide(wide, float(size))
             data = wide.to(data.dtype)
         return data
 
@@ -106,10 +103,9 @@ class AllReduceAggregationHVD(AllReduceAggregation):
             rank, size = self._rank_and_size
             number = self._largest([secrets.randbits(62)])[0]  # on all ranks, whether or not they have observers
             if self._own_tracer.is_on:
-                settings = {name: str(value) for name, value in environment().items()}
                 run = Run(
                     id=f"{number:016x}", algorithm=self._owner, description=self._description, rank=rank,
-                    nodes=(0,) * size, settings=settings, board=None,
+                    nodes=(0,) * size, settings={}, board=None,
                 )  # fmt: skip
                 self._own_tracer.start(run)
         return self._own_tracer

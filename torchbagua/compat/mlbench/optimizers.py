@@ -6,14 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchbagua._torch import unhooked_step
-from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua import BaguaProcessGroup, Observer
+from torchbagua.compat.mlbench._torch import unhooked_step
 from torchbagua.compat.mlbench.base import Aggregation
 from torchbagua.compat.mlbench.centralized import AVG_WORLD, AllReduceAggregation
 from torchbagua.compat.mlbench.compressed import PowerAggregation
 from torchbagua.compat.mlbench.decentralized import DecentralizedAggregation
-from torchbagua.observe.events import Observer
-from torchbagua.runtime.optimizer_steps import parameters_of
 
 Closure = Callable[[], float] | None
 Group = dist.ProcessGroup | BaguaProcessGroup | None
@@ -66,7 +64,7 @@ class AggregatingOptimizer(torch.optim.Optimizer):
         }
         try:
             if (scale := scaling.get("grad_scale")) is not None:
-                for parameter in parameters_of(self):
+                for parameter in self._trained():
                     if parameter.grad is not None:
                         parameter.grad.div_(scale.to(parameter.device))
             if self._of_gradients:
@@ -84,8 +82,11 @@ class AggregatingOptimizer(torch.optim.Optimizer):
         return loss
 
     def _has_finite_gradients(self) -> bool:
-        gradients = [one.grad for one in parameters_of(self) if one.grad is not None]
+        gradients = [parameter.grad for parameter in self._trained() if parameter.grad is not None]
         return all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
 
 def _record(tracker: Any, what: str) -> None:

@@ -1,6 +1,6 @@
 """Bagua's `algorithms`: the algorithms of this package under its module paths, and the base classes of own ones."""
 
-from torchbagua.algorithms.base import Algorithm
+from torchbagua.algorithms import Algorithm
 from torchbagua.compat.bagua.algorithms import async_model_average, bytegrad, decentralized, gradient_allreduce, q_adam
 from torchbagua.compat.bagua.algorithms.base import AlgorithmImpl, GlobalAlgorithmRegistry
 

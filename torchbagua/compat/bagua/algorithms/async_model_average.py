@@ -1,5 +1,5 @@
 """Bagua's `algorithms.async_model_average`."""
 
-from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithm, AsyncModelAverageAlgorithmImpl
+from torchbagua.algorithms import AsyncModelAverageAlgorithm, AsyncModelAverageAlgorithmImpl
 
 __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl"]

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchbagua.algorithms.base import Algorithm, available_algorithms, get, register
-from torchbagua.compat.bagua.bucket import BaguaBucket
-from torchbagua.compat.bagua.process_groups import BaguaProcessGroup
-from torchbagua.compat.bagua.tensor import BaguaTensor, proxy_of
+from torchbagua.algorithms import Algorithm, available_algorithms, get, register
+from torchbagua.compat.bagua.bucket import BucketFacade
+from torchbagua.compat.bagua.process_groups import ProcessGroupFacade
+from torchbagua.compat.bagua.tensor import TensorFacade, proxy_of
 
 if TYPE_CHECKING:
     from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry"]
 
 
-class AlgorithmImpl:
-    """The running part of an algorithm that is written against Bagua's documentation.
+class ImplFacade:
+    """Bagua's AlgorithmImpl: the running part of an algorithm that is written against Bagua's documentation.
 
     `Algorithm.reify` returns one. This one averages nothing, since it appends no operations: a subclass overrides
     `init_operations`, and whatever else it does in another way. By default gradients are communicated, in buckets as
@@ -27,7 +27,7 @@ class AlgorithmImpl:
         process_group: the ranks that train together.
     """
 
-    def __init__(self, process_group: BaguaProcessGroup) -> None:
+    def __init__(self, process_group: ProcessGroupFacade) -> None:
         self.process_group = process_group
 
     def need_reset(self) -> bool:
@@ -37,8 +37,8 @@ class AlgorithmImpl:
     def init_tensors(self, bagua_ddp: "BaguaDistributedDataParallel") -> list[torch.Tensor]:
         """Return the Bagua tensors to communicate: by default the parameters, each standing for its gradient."""
         return [
-            BaguaTensor.ensure_bagua_tensor(
-                BaguaTensor.bagua_ensure_grad(parameter),
+            TensorFacade.ensure_bagua_tensor(
+                TensorFacade.bagua_ensure_grad(parameter),
                 name,
                 bagua_ddp.bagua_module_name,
                 getter_closure=lambda parameter: parameter.grad,  # type: ignore[arg-type,return-value]
@@ -47,14 +47,14 @@ class AlgorithmImpl:
             for name, parameter in reversed(bagua_ddp.bagua_build_params())
         ]
 
-    def tensors_to_buckets(self, tensors: list[list[torch.Tensor]], do_flatten: bool) -> list[BaguaBucket]:
+    def tensors_to_buckets(self, tensors: list[list[torch.Tensor]], do_flatten: bool) -> list[BucketFacade]:
         """Return the buckets: by default one for each list of `tensors`.
 
         Args:
             tensors: what `init_tensors` returned, in lists of one dtype and 10 MiB, in its order.
             do_flatten: what `with_bagua` was given.
         """
-        return [BaguaBucket(one, name=str(index), flatten=do_flatten) for index, one in enumerate(tensors)]
+        return [BucketFacade(one, name=str(index), flatten=do_flatten) for index, one in enumerate(tensors)]
 
     def init_forward_pre_hook(self, bagua_ddp: "BaguaDistributedDataParallel") -> Callable[[Any], None]:
         """Return a function to call before each forward in training, with the inputs of the module."""
@@ -67,8 +67,8 @@ class AlgorithmImpl:
         """
 
         def hook(name: str, parameter: torch.Tensor) -> None:
-            if BaguaTensor.is_bagua_tensor(parameter) and proxy_of(parameter).bucket is not None:
-                BaguaTensor.bagua_mark_communication_ready(parameter)
+            if TensorFacade.is_bagua_tensor(parameter) and proxy_of(parameter).bucket is not None:
+                TensorFacade.bagua_mark_communication_ready(parameter)
 
         return hook
 
@@ -82,8 +82,11 @@ class AlgorithmImpl:
         """Return a function to call after each step of each optimizer, with that optimizer."""
         return lambda optimizer: None
 
-    def init_operations(self, bagua_ddp: "BaguaDistributedDataParallel", bucket: BaguaBucket) -> None:
+    def init_operations(self, bagua_ddp: "BaguaDistributedDataParallel", bucket: BucketFacade) -> None:
         """Append to `bucket` the operations that are to run on it."""
+
+
+AlgorithmImpl = ImplFacade
 
 
 class _Registry:

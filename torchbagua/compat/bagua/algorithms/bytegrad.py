@@ -1,5 +1,5 @@
 """Bagua's `algorithms.bytegrad`."""
 
-from torchbagua.algorithms.gradient.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
+from torchbagua.algorithms import ByteGradAlgorithm, ByteGradAlgorithmImpl
 
 __all__ = ["ByteGradAlgorithm", "ByteGradAlgorithmImpl"]

@@ -1,6 +1,6 @@
 """Bagua's `algorithms.decentralized`."""
 
-from torchbagua.algorithms.weights.decentralized import (
+from torchbagua.algorithms import (
     DecentralizedAlgorithm,
     DecentralizedAlgorithmImpl,
     LowPrecisionDecentralizedAlgorithm,

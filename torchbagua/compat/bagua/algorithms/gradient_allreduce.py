@@ -1,5 +1,5 @@
 """Bagua's `algorithms.gradient_allreduce`."""
 
-from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
+from torchbagua.algorithms import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
 
 __all__ = ["GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]

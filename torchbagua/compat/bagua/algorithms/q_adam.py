@@ -1,6 +1,5 @@
 """Bagua's `algorithms.q_adam`."""
 
-from torchbagua.algorithms.qadam.algorithm import QAdamAlgorithm, QAdamAlgorithmImpl
-from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
+from torchbagua.algorithms import QAdamAlgorithm, QAdamAlgorithmImpl, QAdamOptimizer
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]

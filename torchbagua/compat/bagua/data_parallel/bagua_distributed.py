@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from torchbagua import algorithms, collectives
-from torchbagua._torch import ignore_names, names_to_ignore
+import torchbagua as tb
+from torchbagua import algorithms
+from torchbagua.collectives import broadcast_tensors
 from torchbagua.compat.bagua import env
+from torchbagua.compat.bagua._torch import ignore_names
+from torchbagua.compat.bagua.data_parallel.driven_ddp import DrivenForward
 from torchbagua.compat.bagua.node_mean import with_node_mean
 from torchbagua.compat.bagua.own_algorithm import OwnAlgorithm, OwnImpl, is_own
-from torchbagua.compat.bagua.process_groups import BaguaProcessGroup
-from torchbagua.training.attach import attach
+from torchbagua.compat.bagua.process_groups import ProcessGroupFacade
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -47,8 +49,8 @@ class BaguaDistributedDataParallel:
         self,
         module: torch.nn.Module,
         optimizers: Optimizers,
-        algorithm: algorithms.Algorithm | str,
-        process_group: BaguaProcessGroup,
+        algorithm: tb.Algorithm | str,
+        process_group: ProcessGroupFacade,
         bagua_module_name: str | None = None,
         gradient_as_bucket_view: bool = True,
         find_unused_parameters: bool = False,
@@ -64,22 +66,31 @@ class BaguaDistributedDataParallel:
         self.find_unused_parameters = find_unused_parameters
         self.require_backward_grad_sync = True
         self.bagua_train_step_counter = 0
-        self.parameters_to_ignore = _ignored(module)
+        self.parameters_to_ignore = ignore_names(module, getattr(module, "_bagua_params_and_buffers_to_ignore", ()))
         self.runner: OwnImpl | None = None
         own_group = _open_unless_world(process_group)
+        ended_by = f"{'model.bagua_ddp' if ddp is None else 'ddp.inner'}.attachment.detach()"
+        driven: DrivenForward | None = None
         try:
-            self.attachment = attach(
+            algorithm = self._adapt(algorithm)
+            if ddp is None and not algorithm.averages_weights:
+                assert process_group.torch_group is not None
+                driven = DrivenForward(module, process_group.torch_group, self._ddp_arguments())
+                ddp = driven.ddp
+            self.attachment = tb.attach(
                 module if ddp is None else ddp,
                 self.bagua_optimizers,
-                OwnAlgorithm(algorithm, self) if is_own(algorithm) else with_node_mean(algorithm),  # type: ignore[arg-type]
+                algorithm,
                 process_group=own_group,
                 grad_scaler=grad_scaler,
-                ddp_arguments=None if ddp is not None else self._ddp_arguments(),
             )
         finally:
             if own_group is not None:
                 own_group.close()  # the algorithm has a copy of its own
-        self.attachment.impl.ended_by = f"{'model.bagua_ddp' if ddp is None else 'ddp.inner'}.attachment.detach()"
+        self.attachment.impl.ended_by = ended_by
+        if driven is not None:
+            driven.install()
+            self.attachment.impl.on_close(driven.remove)
         if ddp is not None:
             self.attachment.broadcast_optimizers()  # which attach does where it is given no DDP
 
@@ -125,8 +136,17 @@ class BaguaDistributedDataParallel:
         """Give all ranks rank 0's parameters, and the state of its optimizers. Collective."""
         world = self.attachment.impl.process_group.world
         parameters = [parameter for _, parameter in self.bagua_build_params()]
-        collectives.broadcast_tensors(world, parameters, "the parameters")
+        broadcast_tensors(world, parameters, "the parameters")
         self.attachment.broadcast_optimizers()
+
+    def _adapt(self, algorithm: tb.Algorithm | str) -> tb.Algorithm:
+        """Return the algorithm to attach."""
+        algorithm = algorithms.init_for(algorithm, self.bagua_optimizers)
+        if not isinstance(algorithm, tb.Algorithm):
+            raise TypeError(
+                f"torchbagua.compat.bagua: algorithm must be an Algorithm or a registered name, got {algorithm!r}"
+            )
+        return OwnAlgorithm(algorithm, self) if is_own(algorithm) else with_node_mean(algorithm)
 
     def _ddp_arguments(self) -> dict[str, Any]:
         return {
@@ -146,15 +166,6 @@ def buffers_option(are_broadcast: bool) -> dict[str, Any]:
     return {renamed if has_new else "broadcast_buffers": False}
 
 
-def _ignored(module: torch.nn.Module) -> list[str]:
-    """Return the names that Bagua's list and DDP's have, and have DDP know them all."""
-    of_ddp = names_to_ignore(module)
-    names = sorted({*of_ddp, *getattr(module, "_bagua_params_and_buffers_to_ignore", ())})
-    if len(names) > len(of_ddp):
-        ignore_names(module, names)
-    return names
-
-
-def _open_unless_world(process_group: BaguaProcessGroup) -> collectives.BaguaProcessGroup | None:
+def _open_unless_world(process_group: ProcessGroupFacade) -> tb.BaguaProcessGroup | None:
     is_world = process_group.torch_group is torch.distributed.group.WORLD
     return None if is_world else process_group.open()

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch.nn import parallel
 
-from torchbagua import algorithms
+import torchbagua as tb
 from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel, buffers_option
 from torchbagua.compat.bagua.own_algorithm import is_own
-from torchbagua.compat.bagua.process_groups import BaguaProcessGroup, to_bagua_process_group
-from torchbagua.training.comm_hook import comm_hook
+from torchbagua.compat.bagua.process_groups import ProcessGroupFacade, to_bagua_process_group
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
@@ -47,17 +46,17 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         output_device: int | torch.device | None = None,
         dim: int = 0,
         broadcast_buffers: bool = True,
-        process_group: torch.distributed.ProcessGroup | BaguaProcessGroup | None = None,
+        process_group: torch.distributed.ProcessGroup | ProcessGroupFacade | None = None,
         bucket_cap_mb: float = 25,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
         optimizers: Sequence[torch.optim.Optimizer] = (),
-        algorithm: algorithms.Algorithm | None = None,
+        algorithm: tb.Algorithm | None = None,
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        algorithm = algorithms.GradientAllReduceAlgorithm() if algorithm is None else algorithm
+        algorithm = tb.GradientAllReduceAlgorithm() if algorithm is None else algorithm
         optimizers = optimizers or algorithm.own_optimizers()
         if not optimizers and (algorithm.averages_weights is not False or is_own(algorithm)):
             raise ValueError(
@@ -80,7 +79,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._impl: Any = None
         if not optimizers:
             self._impl = algorithm.reify(self.process_group)
-            self.register_comm_hook(self._impl, comm_hook)
+            self.register_comm_hook(self._impl, tb.comm_hook)
             return
         self.inner = BaguaDistributedDataParallel(
             module,
