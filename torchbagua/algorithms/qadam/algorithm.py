@@ -11,10 +11,10 @@ from torchbagua._description import describe
 from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
-from torchbagua.codecs import by_name, needs_feedback
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.block_codec import check_block
 from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.lookup import by_name, needs_feedback
 from torchbagua.codecs.minmax_uint4 import MinMaxUInt4
 from torchbagua.codecs.minmax_uint8 import MinMaxUInt8
 from torchbagua.codecs.sign1bit import Sign1Bit
