@@ -75,6 +75,10 @@ docs: $(STAMPS)/docs ## build the documentation in site/, and check it
 	$(BIN)/zensical build --clean --strict
 	$(BIN)/python docs_build/check.py site
 
+.PHONY: tables
+tables: $(STAMPS)/dev ## write the documentation's lists of algorithms, after one was added
+	$(BIN)/python docs_build/tables.py
+
 .PHONY: docs-serve
 docs-serve: $(STAMPS)/docs ## show the documentation on localhost:8000, anew whenever a page changes
 	$(BIN)/python docs_build/vendor.py

@@ -20,12 +20,12 @@ MODULES = (
     "torchbagua.compat.mlbench",
     "torchbagua.codecs",
     "torchbagua.collectives.topology",
+    "torchbagua.fsdp",
     "torchbagua.observe",
 )
 # Public too: their objects are handed to users, or an algorithm of one's own is written with them.
 FURTHER = (
-    "torchbagua.algorithms.AsyncModelAverageAlgorithmImpl",
-    "torchbagua.observe.events.Run",
+    "torchbagua.algorithms.weights.asynchronous.AsyncModelAverageAlgorithmImpl",
     "torchbagua.runtime.lane.Job",
     "torchbagua.runtime.lane.Lane",
     "torchbagua.runtime.parameter_state.BucketState",

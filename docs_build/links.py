@@ -6,6 +6,8 @@ from typing import Any
 import griffe
 
 NAME = re.compile(r"(?<![\[`])`([A-Za-z_][\w.]*)`(?!`)")
+# Below the package: modules whose names a docstring gives without their paths.
+PUBLIC_MODULES = ("codecs", "collectives.topology", "observe", "runtime.parameter_state", "runtime.weight_buckets")
 
 
 class Links(griffe.Extension):
@@ -13,7 +15,7 @@ class Links(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Go through all docstrings."""
-        modules = [pkg, *(pkg[name] for name in ("compressors", "topology", "traces", "state", "weights"))]
+        modules = [pkg, *(pkg[name] for name in PUBLIC_MODULES)]
         self.public = {name: f"{module.path}.{name}" for module in reversed(modules) for name in module.members}
         self.visit(pkg)
 

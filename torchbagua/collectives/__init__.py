@@ -4,20 +4,10 @@ May import transport, codecs and what is below them; only these packages call to
 Begin with process_group.py, then centralized_mean.py and two_phase_mean.py.
 """
 
-from torchbagua.collectives.agreement import all_reduce_max
-from torchbagua.collectives.broadcast import broadcast_tensors
+from torchbagua.collectives.agreement import all_reduce_max as all_reduce_max
+from torchbagua.collectives.broadcast import broadcast_tensors as broadcast_tensors
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.topology import AllRanks, Graph, Ring, ShiftOne, Topology
 from torchbagua.transport.errors import CommunicationError
 
-__all__ = [
-    "AllRanks",
-    "BaguaProcessGroup",
-    "CommunicationError",
-    "Graph",
-    "Ring",
-    "ShiftOne",
-    "Topology",
-    "all_reduce_max",
-    "broadcast_tensors",
-]
+__all__ = ["AllRanks", "BaguaProcessGroup", "CommunicationError", "Graph", "Ring", "ShiftOne", "Topology"]

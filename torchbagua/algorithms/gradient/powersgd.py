@@ -71,6 +71,8 @@ class PowerSGDAlgorithm(Algorithm):
     hierarchical: bool = True
     seed: int = 0
 
+    error_feedback = True  # and no argument: factors leave nearly everything out
+
     def __post_init__(self) -> None:
         check_flags(self, "warm_start", "hierarchical")
         check_at_least(self, "rank", 1)

@@ -1,0 +1,212 @@
+"""The documentation against the package: its lists, the page of all public names, and the paths that it mentions."""
+
+import ast
+import importlib
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+import torchbagua as tb
+from documentation import PAGES, ROOT
+from torchbagua.algorithms.base import get
+from torchbagua.cli import __main__ as command_line
+from torchbagua.codecs.base import REGISTRY
+
+PACKAGE = ROOT / "torchbagua"
+REFERENCE = ROOT / "docs" / "api" / "index.md"
+PUBLIC_MODULES = ("", ".algorithms", ".codecs", ".collectives", ".compat.mlbench", ".fsdp", ".observe")
+TABLES = runpy.run_path(str(ROOT / "docs_build" / "tables.py"))
+
+
+# Lists that are made from the registries
+
+
+@pytest.mark.parametrize("name", TABLES["FILES"])
+def test_lists_are_those_of_the_registries(name: str) -> None:
+    assert (ROOT / name).read_text(encoding="utf-8") == TABLES["updated"](name), "run `make tables`"
+
+
+def test_each_list_stands_in_one_file() -> None:
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in TABLES["FILES"]]
+    found = [marked["name"] for text in texts for marked in TABLES["LIST"].finditer(text)]
+    assert sorted(found) == sorted(make.__name__ for make in TABLES["LISTS"])
+
+
+def test_the_table_of_algorithms_has_every_registered_one() -> None:
+    table = (ROOT / "docs" / "algorithms" / "index.md").read_text(encoding="utf-8")
+    own = [name for name in tb.available_algorithms() if get(name).__module__.startswith("torchbagua.")]
+    assert own
+    assert [name for name in own if f'| `"{name}"` |' not in table] == []
+
+
+def test_wire_formats_have_every_registered_codec() -> None:
+    page = (ROOT / "docs" / "wire-formats.md").read_text(encoding="utf-8")
+    table = page.split("## The bytes of a chunk")[1].split("\n### ")[0]
+    own = [name for name, make in REGISTRY.items() if make.__module__.startswith("torchbagua.")]
+    assert own
+    assert [name for name in own if f'`"{name}"`' not in table] == []
+
+
+# Pages that recommend algorithms, or report measurements of them, choose which they name.
+CHOSEN = {"README.md", "docs/choose.md", "docs/benchmarks.md"}
+
+
+def test_other_pages_do_not_list_the_algorithms() -> None:
+    """A page that names more than three of them in a paragraph or a table would have to be edited for the next one."""
+    classes = {type(entry.algorithm).__name__ for entry in TABLES["entries"]()}
+    lists = []
+    for page in PAGES:
+        name = page.relative_to(ROOT).as_posix()
+        if name in CHOSEN or name in TABLES["FILES"]:
+            continue
+        for paragraph in re.split(r"\n\s*\n", page.read_text(encoding="utf-8")):
+            if len(classes & set(re.findall(r"\w+Algorithm\b", paragraph))) > 3:
+                lists.append(f"{name}: {paragraph[:80]}")
+    assert lists == []
+
+
+# The page of all public names
+
+
+class Row(NamedTuple):
+    """A row of the table in docs/api/index.md."""
+
+    group: str
+    module: str
+    names: list[str]
+
+
+def rows() -> list[Row]:
+    """Return the rows of the table, each with its group: an empty one is that of the row before."""
+    found: list[Row] = []
+    for line in REFERENCE.read_text(encoding="utf-8").splitlines():
+        if row := re.fullmatch(r"\| (?:\[?([^|\]]*)\]?(?:\([^)]*\))?)? ?\| `([\w.]+)` \| (.*) \|", line):
+            group = row[1].strip() or found[-1].group
+            found.append(Row(group, row[2], re.findall(r"`([^`]+)`", row[3])))
+    return found
+
+
+def module_at(path: str) -> ModuleType:
+    """Return the module that users reach as `path`: one to import, or an attribute of its parent, as tb.topology is."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        parent, _, name = path.rpartition(".")
+        module: ModuleType = getattr(importlib.import_module(parent), name)
+        return module
+
+
+def constant(path: Path, name: str) -> Any:
+    """Return the literal that the module in a file assigns to a name. The module is not imported."""
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == name:
+            return ast.literal_eval(statement.value)
+    raise AssertionError(f"{path} assigns nothing to {name}")
+
+
+def adapters() -> dict[str, list[str]]:
+    """Return the public names of each module that adapts a framework, which is not imported."""
+    found = {}
+    for path in sorted((PACKAGE / "integrations").glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if re.search(r"^from torchbagua\.integrations\.common import .*\bframework\b", text, re.MULTILINE):
+            definitions = [
+                statement for statement in ast.parse(text).body if isinstance(statement, ast.FunctionDef | ast.ClassDef)
+            ]
+            found[f"torchbagua.integrations.{path.stem}"] = [
+                definition.name for definition in definitions if not definition.name.startswith("_")
+            ]
+    return found
+
+
+def public_names() -> Iterator[tuple[str, str]]:
+    """Yield every public name with its module. One that several modules export is yielded for each."""
+    for suffix in PUBLIC_MODULES:
+        module = importlib.import_module(f"torchbagua{suffix}")
+        for name in module.__all__:
+            if not isinstance(getattr(module, name), ModuleType):
+                yield module.__name__, name
+    for path in constant(ROOT / "docs_build" / "check.py", "FURTHER"):
+        module_path, _, name = path.rpartition(".")
+        yield module_path, name
+    for module_path, names in adapters().items():
+        yield from ((module_path, name) for name in names)
+    yield from (("torchbagua", command) for command in command_line._COMMANDS)
+
+
+def identity(module: str, name: str) -> tuple[object, str]:
+    """Return a key that is the same wherever a name is exported."""
+    if module.startswith("torchbagua.integrations.") or name in command_line._COMMANDS:
+        return module, name
+    return id(getattr(module_at(module), name)), name
+
+
+def test_the_reference_lists_every_public_name() -> None:
+    table = rows()
+    listed = {identity(row.module, name) for row in table for name in row.names}
+    missing = {}
+    for module, name in public_names():
+        if identity(module, name) not in listed:
+            groups = dict.fromkeys(row.group for row in table if row.module == module)
+            missing[f"{module}.{name}"] = f"belongs in one of the groups {list(groups)}"
+    assert missing == {}
+
+
+def test_the_reference_lists_nothing_else() -> None:
+    public = {identity(module, name) for module, name in public_names()}
+    listed = [(row.module, name) for row in rows() for name in row.names]
+    surplus = [f"{module}.{name}" for module, name in listed if identity(module, name) not in public]
+    assert surplus == []
+    assert sorted(set(listed)) == sorted(listed)
+
+
+def test_the_reference_names_every_public_module() -> None:
+    modules = {row.module for row in rows()}
+    exported = {f"torchbagua.{name}" for name in tb.__all__ if isinstance(getattr(tb, name), ModuleType)}
+    compat = {f"torchbagua.compat.{path.parent.name}" for path in (PACKAGE / "compat").glob("*/__init__.py")}
+    assert (exported | compat | set(adapters())) - modules == set()
+
+
+def test_the_reference_fits_on_one_screen() -> None:
+    assert len(REFERENCE.read_text(encoding="utf-8").splitlines()) <= 60
+
+
+# Paths that pages and docstrings mention
+
+FOLDERS = "torchbagua|csrc_cuda|tests|docs_build|benchmarks|tutorials"
+FILE = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})/(?:[\w-]+/)*(?:[\w-]+\.\w+)?(?![\w<*-])")
+DOTTED = re.compile(r"(?<![\w./-])(?:torchbagua|tb)(?:\.[A-Za-z_]\w*)+(?![\w/-])")
+
+
+def exists(dotted: str) -> bool:
+    """Whether a dotted name is a module, or what a chain of attributes from a module leads to."""
+    parts = re.sub(r"^tb\b", "torchbagua", dotted).split(".")
+    if parts[1] == "integrations":
+        module = ".".join(parts[:3])
+        return (
+            len(parts) == 2 or parts[2:] == ["common"] or parts[3:] in [[], *([n] for n in adapters().get(module, []))]
+        )
+    value: Any = tb
+    for index, part in enumerate(parts[1:], 2):
+        if not hasattr(value, part):
+            try:
+                importlib.import_module(".".join(parts[:index]))
+            except ImportError:
+                return False
+        if not hasattr(value, part):
+            return False
+        value = getattr(value, part)
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_mentions_what_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    paths = FILE.findall(text)
+    assert [path for path in paths if not (ROOT / path).exists() and not (page.parent / path).exists()] == []
+    assert [name for name in DOTTED.findall(text) if not exists(name)] == []
