@@ -1,6 +1,6 @@
 """The algorithms, and the registry of their names.
 
-May import runtime and what is below it: they know no DDP, no FSDP2 and no GradScaler.
+May import runtime and what is below it; nothing here imports DDP or FSDP2.
 Begin with base.py, which describes an algorithm, and impl.py, which runs one; then gradient/bytegrad.py.
 """
 

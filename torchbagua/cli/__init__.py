@@ -1,1 +1,5 @@
-"""The command `torchbagua`: one module a subcommand, each with `main(arguments) -> exit status`."""
+"""The command `torchbagua`: one module a subcommand, each with `main(arguments) -> exit status`.
+
+May import everything; nothing imports it.
+Begin with __main__.py, which imports and runs the subcommand; then trace.py.
+"""

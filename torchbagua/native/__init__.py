@@ -1,4 +1,4 @@
-"""The compiled kernels: each operation in plain torch too, and what builds, loads and launches them.
+"""Compiled kernels, the same operations in plain torch, and the code that builds, loads and launches the kernels.
 
 May import observe and the modules that begin with _. Importing it registers operations; it compiles and loads nothing.
 Begin with ops.py, the table of operations, then loader.py.

@@ -1,4 +1,4 @@
-"""What is told of communication, and to whom: events, the tracer that makes them, and observers that show them.
+"""Events of communication, the tracer that emits them, and the observers that show them.
 
 May import the modules that begin with _ alone; observers know events.py and not the tracer.
 Begin with events.py, then summary.py.

@@ -1,5 +1,5 @@
 """Algorithms that average gradients, bucket by bucket, during backward.
 
 May import what algorithms may.
-Begin with all_reduce.py, then compressed_all_reduce.py, of which bytegrad.py and topk.py are made.
+Begin with all_reduce.py, then compressed_all_reduce.py, which bytegrad.py and topk.py build on.
 """
