@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-import torchbagua.compat.bagua  # noqa: F401 - gives modules with_bagua
+import torchbagua.compat.bagua
 from ranks import run_ranks
 from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel, buffers_option
 from torchbagua.compat.bagua.process_groups import from_torch_group
@@ -169,7 +169,9 @@ def test_another_ddp_around_it_is_refused_when_it_is_called(is_first: bool) -> N
         ddp = DistributedDataParallel(module, process_group=group) if is_first else None
         module.with_bagua(torch.optim.SGD(module.parameters(), lr=0.1), "gradient_allreduce", group)
         ddp = ddp or DistributedDataParallel(nn.Sequential(module), process_group=group)
-        with pytest.raises(RuntimeError, match="Linear was wrapped in DistributedDataParallel, which averages gradients"):
+        with pytest.raises(
+            RuntimeError, match="Linear was wrapped in DistributedDataParallel, which averages gradients"
+        ):
             ddp(torch.ones(1, 4))
         assert torch.equal(gradients_of(module, group.rank()), torch.full((2, 4), 1.5))
         module.bagua_ddp.attachment.detach()

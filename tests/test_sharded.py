@@ -144,12 +144,6 @@ def test_modules_that_are_refused(make: object, message: str) -> None:
         tb.attach(module, optimizer_of(module), "bytegrad")
 
 
-def test_ddp_arguments_are_refused() -> None:
-    module = sharded()
-    with pytest.raises(ValueError, match="ddp_arguments must be None for a module on which fully_shard was called"):
-        tb.attach(module, optimizer_of(module), "bytegrad", ddp_arguments={})
-
-
 @pytest.mark.parametrize("group", [[0, 1], dist.GroupMember.NON_GROUP_MEMBER], ids=["ranks", "not a member"])
 def test_replicate_group_must_be_a_group(group: object) -> None:
     module = sharded()

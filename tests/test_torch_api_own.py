@@ -570,7 +570,11 @@ class TooEarly(Mean):
         (Twice, RuntimeError, r"2\.bias was marked ready twice, and bucket 0 has not run in between: .* not ready"),
         (Raises, RuntimeError, r"fail on bucket 0 failed on rank \d: ArithmeticError: as it was told to"),
         (TooEarly, RuntimeError, "bucket 0 has no algorithm yet: append operations in init_operations"),
-        (lambda group: object(), TypeError, r"Own\.reify must return an AlgorithmImpl of torchbagua\.compat\.bagua, got"),
+        (
+            lambda group: object(),
+            TypeError,
+            r"Own\.reify must return an AlgorithmImpl of torchbagua\.compat\.bagua, got",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(impl: Any, error: type[Exception], message: str) -> None:
