@@ -169,9 +169,7 @@ def test_another_ddp_around_it_is_refused_when_it_is_called(is_first: bool) -> N
         ddp = DistributedDataParallel(module, process_group=group) if is_first else None
         module.with_bagua(torch.optim.SGD(module.parameters(), lr=0.1), "gradient_allreduce", group)
         ddp = ddp or DistributedDataParallel(nn.Sequential(module), process_group=group)
-        with pytest.raises(
-            RuntimeError, match="Linear was wrapped in DistributedDataParallel, which averages gradients"
-        ):
+        with pytest.raises(RuntimeError, match="Linear was wrapped in DistributedDataParallel, which averages"):
             ddp(torch.ones(1, 4))
         assert torch.equal(gradients_of(module, group.rank()), torch.full((2, 4), 1.5))
         module.bagua_ddp.attachment.detach()
