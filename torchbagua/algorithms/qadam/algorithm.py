@@ -10,6 +10,7 @@ import torch
 from torchbagua._description import describe
 from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.optimizer_steps import unwrap
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
 from torchbagua.codecs import by_name, needs_feedback
 from torchbagua.codecs.base import Compressor
@@ -22,7 +23,6 @@ from torchbagua.collectives.agreement import require_same_progress
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.runtime.bucket import BaguaBucket
-from torchbagua.runtime.optimizer_steps import unwrap
 from torchbagua.runtime.parameter_state import residual_state
 from torchbagua.runtime.sub_buckets import append_sub_buckets, sub_bucket_of
 
