@@ -41,7 +41,9 @@ class QAdamOptimizer(torch.optim.Adam):
     Args:
         params: real parameters, or groups of them. For float64 ones every step is computed in float64.
         lr: the learning rate, as in Adam.
-        warmup_steps: how many updates a parameter gets before its second moment stands still.
+        warmup_steps: how many training steps update a parameter before its second moment is frozen. It counts the steps
+            that the optimizer takes: accumulated backward passes are one step, and a step that GradScaler skips is
+            none. Nor is, for a parameter, a step in which it has no gradient.
         betas: decay of the two moments, as in Adam.
         eps: what is added to the denominator, as in Adam.
         weight_decay: as in Adam.
