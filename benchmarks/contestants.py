@@ -110,7 +110,7 @@ class Entry:
         self.recorder = tb.observe.Recorder()
         if "replicate_group" not in options:  # whose process group is that of a copy, on one node
             options["process_group"] = setup.group()
-        attachment = tb.attach(self.module, self.optimizer, algorithm, observers=[self.recorder], **options)
+        attachment = tb.fsdp.attach(self.module, self.optimizer, algorithm, observers=[self.recorder], **options)
         self.close = attachment.detach
         return attachment
 
@@ -308,7 +308,7 @@ def _sharded(
     def wrap(setup: Setup) -> Entry:
         entry = Entry(setup.sharded(policy or MixedPrecisionPolicy()))
         if algorithm is not None:
-            entry.attach(algorithm, setup, quantize_weights="MinMaxUInt8" if in_8_bits else None)
+            entry.attach(algorithm, setup, quantize_weights="minmax_uint8" if in_8_bits else None)
             if not in_8_bits:
                 entry.recorder = None  # it hears nothing of weights in full precision
         return entry

@@ -105,7 +105,7 @@ def sharded(label: str, algorithm: tb.Algorithm | None, **options: Any) -> Conte
         return fully_shard(model, mesh=mesh)  # type: ignore[return-value]  # it is the model, of another class
 
     def start(module: nn.Module, optimizer: Optimizer, _: int) -> tuple[Optimizer, tb.Attachment | None]:
-        return optimizer, None if algorithm is None else tb.attach(module, optimizer, algorithm, **options)
+        return optimizer, None if algorithm is None else tb.fsdp.attach(module, optimizer, algorithm, **options)
 
     return Contestant(label, start, lambda _: f"fully_shard, {algorithm}, {options}", tasks=["gpt"], wrap=wrap)
 
@@ -173,7 +173,7 @@ CONTESTANTS: dict[str, Contestant] = {
         f"fsdp_weights_{bits}{'_gradients_8' * (gradients == 8)}": sharded(
             f"FSDP2, weights in {bits} bits, gradients in {gradients}",
             tb.ByteGradAlgorithm() if gradients == 8 else tb.CompressedAllReduceAlgorithm(None),
-            quantize_weights=f"MinMaxUInt{bits}",
+            quantize_weights=f"minmax_uint{bits}",
         )
         for bits in (8, 4)
         for gradients in (32, 8)

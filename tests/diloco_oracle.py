@@ -27,7 +27,7 @@ class OuterRounds:
 
     Args:
         start: what the shadow weights begin with, and buffers, by name.
-        algorithm: with a `compression` of None or "MinMaxUInt4", and error feedback.
+        algorithm: with a `compression` of None or "minmax_uint4", and error feedback.
         fragments: the fragment of each parameter.
         nodes: of the ranks, where nodes are the workers, and the ranks of each hold the same parameters.
     """

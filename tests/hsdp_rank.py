@@ -182,7 +182,7 @@ def train(way: str, name: str) -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     recorder = tb.observe.Recorder()
     if way == "hook":
-        attachment = tb.attach(
+        attachment = tb.fsdp.attach(
             module,
             optimizer,
             case.algorithm,
@@ -268,19 +268,30 @@ def refuse_and_attach_to_one() -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     replicas = mesh.get_group("replicas")
     with pytest.raises(ValueError, match="disagree in the rank that holds a shard"):
-        tb.attach(module, optimizer, BYTEGRAD, replicate_group=mesh.get_group("shards"))
+        tb.fsdp.attach(module, optimizer, BYTEGRAD, replicate_group=mesh.get_group("shards"))
     with pytest.raises(ValueError, match="disagree in the algorithm"):
-        tb.attach(module, optimizer, BYTEGRAD if rank < 2 else FOUR_BITS, replicate_group=replicas)
+        tb.fsdp.attach(module, optimizer, BYTEGRAD if rank < 2 else FOUR_BITS, replicate_group=replicas)
     with pytest.raises(ValueError, match="disagree in attach's argument quantize_weights"):
-        tb.attach(module, optimizer, BYTEGRAD, replicate_group=replicas, quantize_weights=[EIGHT, None][rank // 2])
-    with tb.attach(module, optimizer, BYTEGRAD, replicate_group=replicas):
+        tb.fsdp.attach(module, optimizer, BYTEGRAD, replicate_group=replicas, quantize_weights=[EIGHT, None][rank // 2])
+    with tb.fsdp.attach(module, optimizer, BYTEGRAD, replicate_group=replicas):
         module(torch.ones(1, 512)).sum().backward()
+
+    # A filter of one rank reaches the other meshes too, through whichever groups an attachment opens first.
+    for algorithm in (BYTEGRAD, tb.LowPrecisionDecentralizedAlgorithm()):
+        wide = fully_shard(nn.Linear(512, 512).double(), mesh=mesh["shards"])
+        optimizer = torch.optim.SGD(wide.parameters(), lr=0.1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if rank == 1 else "ignore", tb.UncompressedParametersWarning)
+            with pytest.raises(tb.UncompressedParametersWarning, match=r"the filter of rank \d makes this an error$"):
+                tb.fsdp.attach(wide, optimizer, algorithm, replicate_group=replicas)
 
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("replicas", "shards"))
     module = fully_shard(nn.Linear(512, 512), mesh=mesh["shards"])
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     recorder = tb.observe.Recorder()
-    with tb.attach(module, optimizer, "bytegrad", replicate_group=mesh.get_group("replicas"), observers=[recorder]):
+    with tb.fsdp.attach(
+        module, optimizer, "bytegrad", replicate_group=mesh.get_group("replicas"), observers=[recorder]
+    ):
         module(torch.ones(1, 512)).sum().backward()
     sent = [event for event in recorder.events if event.phase == "send"]
     assert 3.9 * sum(one.wire_bytes for one in sent) < sum(one.raw_bytes for one in sent)

@@ -27,7 +27,7 @@ NUM_STEPS = 9  # heaps of threads grow in some, above all under load
 ALGORITHMS: dict[str, Callable[[], tb.Algorithm]] = {
     "GradientAllReduce": tb.GradientAllReduceAlgorithm,
     "ByteGrad": tb.ByteGradAlgorithm,
-    "4 bits, error feedback": lambda: tb.CompressedAllReduceAlgorithm("MinMaxUInt4", error_feedback=True),
+    "4 bits, error feedback": lambda: tb.CompressedAllReduceAlgorithm("minmax_uint4", error_feedback=True),
     "bfloat16": lambda: tb.CompressedAllReduceAlgorithm("bfloat16"),
     "TopK": tb.TopKAlgorithm,
     "PowerSGD": lambda: tb.PowerSGDAlgorithm(start_step=2),

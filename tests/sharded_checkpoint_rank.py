@@ -55,7 +55,7 @@ def main(action: str, name: str, folder: Path) -> None:
     else:
         algorithm, options = tb.ByteGradAlgorithm(), {}
     if action == "save":
-        with tb.attach(module, optimizer, algorithm, **options) as attachment:
+        with tb.fsdp.attach(module, optimizer, algorithm, **options) as attachment:
             train(module, optimizer, range(3))
             with attachment.averaged_weights():
                 dcp.save(states(module, optimizer), checkpoint_id=folder)
@@ -69,7 +69,7 @@ def main(action: str, name: str, folder: Path) -> None:
     dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(module, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizers"])
     expected = torch.load(folder / "whole.pt", weights_only=True)
-    with tb.attach(module, optimizer, algorithm, **options):
+    with tb.fsdp.attach(module, optimizer, algorithm, **options):
         state = whole_state(module, optimizer)
         assert state.keys() == expected.keys()
         # Adam's moments are each replica's own, and of those of two replicas the checkpoint holds some of each.

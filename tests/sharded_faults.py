@@ -74,7 +74,7 @@ WAYS = {
     "four bits, not resharded": Way(tb.CompressedAllReduceAlgorithm(), reshards=False),
     "resharded to two": Way(tb.ByteGradAlgorithm(), reshards=2, sizes=(4,)),
     "gathered ahead": Way(tb.ByteGradAlgorithm(), prepare=gather_ahead),
-    "weights in 8 bits": Way(tb.ByteGradAlgorithm(), options=(("quantize_weights", "MinMaxUInt8"),)),
+    "weights in 8 bits": Way(tb.ByteGradAlgorithm(), options=(("quantize_weights", "minmax_uint8"),)),
     "replicas": Way(tb.ByteGradAlgorithm(), replicas=2, sizes=(4,)),
     "replicas, flat": Way(tb.ByteGradAlgorithm(hierarchical=False), replicas=2, sizes=(4,)),
     "decentralized": Way(tb.DecentralizedAlgorithm(hierarchical=False), replicas=2, sizes=(4,)),
@@ -147,7 +147,7 @@ def train(trial: Trial, rank: int, report: Callable[..., None]) -> None:
     replicas = mesh.get_group("replicas") if way.replicas > 1 else None
     timeout = timedelta(seconds=ATTACH_TIMEOUT_S)
     options = dict(way.options)
-    with tb.attach(module, optimizer, way.algorithm, replicate_group=replicas, timeout=timeout, **options):
+    with tb.fsdp.attach(module, optimizer, way.algorithm, replicate_group=replicas, timeout=timeout, **options):
         while True:
             optimizer.zero_grad()
             module(torch.randn(8, 64)).square().mean().backward()

@@ -52,12 +52,12 @@ def main() -> None:
     if way == "backend":
         tb.fsdp.align_blocks(module)
     else:
-        attachment = tb.attach(
+        attachment = tb.fsdp.attach(
             module,
             optimizer,
             "bytegrad",
             replicate_group=mesh.get_group("replicas") if way == "hook" else None,
-            quantize_weights="MinMaxUInt8" if way == "weights" else None,
+            quantize_weights="minmax_uint8" if way == "weights" else None,
         )
     start = time.monotonic()
     try:

@@ -18,14 +18,14 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def assert_trains_as_without(algorithm: str, **options: Any) -> None:
-    """That with `algorithm` and these options of `attach` the weights are the same, to the bit."""
+    """That with `algorithm` and these options of `fsdp.attach` the weights are the same, to the bit."""
     torch.manual_seed(0)
     x, weights = torch.randn(8, 4), []
     for attached in (False, True):
         torch.manual_seed(1)
         module = sharded()
         optimizer = optimizer_of(module)
-        attachment = tb.attach(module, optimizer, algorithm, **options) if attached else None
+        attachment = tb.fsdp.attach(module, optimizer, algorithm, **options) if attached else None
         for _ in range(2):
             optimizer.zero_grad()
             module(x).square().sum().backward()

@@ -71,7 +71,7 @@ class Case:
         nodes: whether ranks are on two nodes.
         compiles: whether a layer is compiled.
         freezes: whether a bias is frozen in the second step, and free again in the third.
-        weights: attach's quantize_weights.
+        weights: fsdp.attach's quantize_weights.
     """
 
     algorithm: tb.Algorithm = BYTEGRAD
@@ -224,7 +224,7 @@ def train(case: Case) -> None:
     group = tb.BaguaProcessGroup(dist.group.WORLD, nodes=nodes) if case.nodes else None
     recorder = tb.observe.Recorder()
     before = comms(module)
-    attachment = tb.attach(
+    attachment = tb.fsdp.attach(
         module,
         optimizer,
         case.algorithm,
@@ -329,7 +329,7 @@ def gather_weights() -> None:
     for async_op in (False, True):
         with torch.no_grad():
             module(torch.ones(1, 10))  # leaves whole weights behind, which were not coded
-        with tb.attach(module, optimizer, BYTEGRAD, quantize_weights=EIGHT):
+        with tb.fsdp.attach(module, optimizer, BYTEGRAD, quantize_weights=EIGHT):
             handle = module.unshard(async_op=async_op)
             if handle is not None:
                 handle.wait()
@@ -339,18 +339,18 @@ def gather_weights() -> None:
         for one, expected in zip(module.parameters(), whole, strict=True):
             assert torch.equal(one.nan_to_num(7e7), expected.nan_to_num(7e7))
 
-    with tb.attach(module, optimizer, BYTEGRAD, quantize_weights="bfloat16"):
+    with tb.fsdp.attach(module, optimizer, BYTEGRAD, quantize_weights="bfloat16"):
         with torch.inference_mode():
             module(torch.ones(1, 10))
         module(torch.ones(1, 10)).sum().backward()
 
     with pytest.raises(ValueError, match="ranks disagree in attach's argument quantize_weights"):
-        tb.attach(module, optimizer, BYTEGRAD, quantize_weights=["MinMaxUInt8", "MinMaxUInt4"][rank % 2])
+        tb.fsdp.attach(module, optimizer, BYTEGRAD, quantize_weights=["minmax_uint8", "minmax_uint4"][rank % 2])
 
     long = fully_shard(nn.Sequential(nn.Linear(512, 512)))
     recorder = tb.observe.Recorder()
     optimizer = torch.optim.SGD(long.parameters(), lr=0.1)
-    with tb.attach(long, optimizer, "bytegrad", quantize_weights="MinMaxUInt8", observers=[recorder]):
+    with tb.fsdp.attach(long, optimizer, "bytegrad", quantize_weights="minmax_uint8", observers=[recorder]):
         long.unshard()
     sent = [event for event in recorder.events if event.phase == "send"]
     row = -(-512 // size) * 513
@@ -363,16 +363,21 @@ def gather_weights() -> None:
     fully_shard(mixed)
     whole = [one.full_tensor().detach() for one in mixed.parameters()]
     optimizer = torch.optim.SGD(mixed.parameters(), lr=0.1)
-    with tb.attach(mixed, optimizer, BYTEGRAD, quantize_weights=EIGHT):
-        for told in (True, False):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                mixed.unshard()
-            assert all(map(torch.equal, mixed.parameters(), whole))
-            mixed.reshard()
-            assert [str(one.message).split(", because")[0] for one in caught] == [
-                "torchbagua: weights of FSDPLinear are gathered in full precision"
-            ] * told
+    message = "torchbagua: weights of FSDPLinear are gathered in full precision, because"
+    with warnings.catch_warnings():
+        # A filter of one rank: all raise, and nothing is installed.
+        warnings.simplefilter("error" if rank == 1 else "ignore", tb.UncompressedParametersWarning)
+        with pytest.raises(
+            tb.UncompressedParametersWarning, match=f"{message}.* filter of rank 1 makes this an error$"
+        ):
+            tb.fsdp.attach(mixed, optimizer, BYTEGRAD, quantize_weights=EIGHT)
+    with pytest.warns(tb.UncompressedParametersWarning, match=message):
+        attachment = tb.fsdp.attach(mixed, optimizer, BYTEGRAD, quantize_weights=EIGHT)
+    with attachment, warnings.catch_warnings():
+        warnings.simplefilter("error")  # attach has said it
+        mixed.unshard()
+        assert all(map(torch.equal, mixed.parameters(), whole))
+        mixed.reshard()
 
 
 class SentAsBfloat16(torch.Tensor):

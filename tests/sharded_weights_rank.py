@@ -116,7 +116,7 @@ class Trainer:
     def attach(self, algorithm: tb.Algorithm, **options: Any) -> tb.Attachment:
         replicas = self.mesh["replicas"].get_group()
         where = {"replicate_group": replicas} if self.is_sharded else {"process_group": tb.BaguaProcessGroup(replicas)}
-        self.attachment = tb.attach(self.net, self.optimizer, algorithm, **where, **options)
+        self.attachment = tb.fsdp.attach(self.net, self.optimizer, algorithm, **where, **options)
         return self.attachment
 
     def backward(self, step: int) -> None:
@@ -330,7 +330,7 @@ def skip_together(mesh: DeviceMesh) -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.125)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     replicas = mesh["replicas"].get_group()
-    with tb.attach(module, optimizer, "decentralized", grad_scaler=scaler, replicate_group=replicas):
+    with tb.fsdp.attach(module, optimizer, "decentralized", grad_scaler=scaler, replicate_group=replicas):
         for step in range(3):
             optimizer.zero_grad()
             weights = torch.ones(37)
@@ -350,16 +350,16 @@ def refuse(mesh: DeviceMesh) -> None:
     """Ranks that hold other shards; and nodes over which nobody averages gradients."""
     trainer, _ = trainers_of(Case(diloco()), mesh)
     with pytest.raises(ValueError, match="the shard that it holds"):
-        tb.attach(trainer.net, trainer.optimizer, "diloco", replicate_group=mesh["shards"].get_group())
+        tb.fsdp.attach(trainer.net, trainer.optimizer, "diloco", replicate_group=mesh["shards"].get_group())
     mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicas", "shards"))
     module = fully_shard(nn.Linear(8, 4), mesh=mesh["shards"])
     optimizer = torch.optim.SGD(module.parameters(), lr=0.125)
     replicas = mesh["replicas"].get_group()
     groups = [tb.BaguaProcessGroup(replicas, nodes=[0, 0, 1, 1]) for _ in range(3)]
     with pytest.raises(ValueError, match=r"hierarchical must be False .* replicate_group .* \[\[0, 1\], \[2, 3\]\]"):
-        tb.attach(module, optimizer, "diloco", replicate_group=replicas, process_group=groups[0])
+        tb.fsdp.attach(module, optimizer, "diloco", replicate_group=replicas, process_group=groups[0])
     for group, algorithm in zip(groups[1:], [tb.DecentralizedAlgorithm(), diloco(hierarchical=False)], strict=True):
-        with tb.attach(module, optimizer, algorithm, replicate_group=replicas, process_group=group):
+        with tb.fsdp.attach(module, optimizer, algorithm, replicate_group=replicas, process_group=group):
             for step in range(3):
                 optimizer.zero_grad()
                 module(data_of(step, dist.get_rank(), 0)).square().mean().backward()

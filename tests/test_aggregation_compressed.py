@@ -216,7 +216,7 @@ def test_what_is_refused() -> None:
     for ratio in (0, 1.5, -0.1):
         with pytest.raises(ValueError, match="ratio must be above 0 and at most 1"):
             SparsifiedAggregation(model, ratio=ratio)
-    for compression in ("MinMaxUInt8", "bytegrad", None):
+    for compression in ("minmax_uint8", "bytegrad", None):
         with pytest.raises(ValueError, match=r"compression must be one of \['.*topk'"):
             SparsifiedAggregation(model, compression=compression)
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):

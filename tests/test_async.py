@@ -81,7 +81,7 @@ def test_ranks_of_different_speed_and_length_end_with_equal_weights() -> None:
     assert rounds[1] > rounds[0]
 
 
-@pytest.mark.parametrize("compression", [None, "MinMaxUInt8"])
+@pytest.mark.parametrize("compression", [None, "minmax_uint8"])
 def test_abort_and_resume(compression: str | None) -> None:
     def body(rank: int, trainer: Trainer, attachment: tb.Attachment) -> list[Weights]:
         impl = attachment.impl

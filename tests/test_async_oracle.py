@@ -99,7 +99,7 @@ class CompressedDifferences:
 
     def __init__(self, size: int, compression: str | None) -> None:
         self.mean: oracle.Array = np.zeros(size, F32)
-        in_4_bits = compression == "MinMaxUInt4"
+        in_4_bits = compression == "minmax_uint4"
         coding = (128, oracle.quantise_block_4_bits) if in_4_bits else (2048, oracle.quantise_block)
         self.two_phase = oracle.TwoPhaseResiduals(lambda row: oracle.quantise(row, [size], *coding))
 
@@ -117,9 +117,9 @@ class CompressedDifferences:
         (Normed, 4, None),
         (Normed, 8, None),
         (Wide, 2, None),
-        (Normed, 2, "MinMaxUInt4"),
-        (Normed, 4, "MinMaxUInt8"),
-        (Wide, 2, "MinMaxUInt8"),
+        (Normed, 2, "minmax_uint4"),
+        (Normed, 4, "minmax_uint8"),
+        (Wide, 2, "minmax_uint8"),
     ],
 )
 @pytest.mark.parametrize("bucket_cap_mb", [8.0, 0.001], ids=["one bucket", "several"])

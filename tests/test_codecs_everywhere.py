@@ -48,7 +48,7 @@ def cast(dtype: torch.dtype) -> oracle.Coded:
 
 
 CODECS: dict[str, tuple[str | Compressor, int, oracle.Coded]] = {
-    "4 bits": ("MinMaxUInt4", 128, oracle.quantise_block_4_bits),
+    "4 bits": ("minmax_uint4", 128, oracle.quantise_block_4_bits),
     "8 bits, of other blocks": (MinMaxUInt8(64), 64, oracle.quantise_block),
     "bfloat16": ("bfloat16", 2048, cast(torch.bfloat16)),
     "float16": ("float16", 2048, cast(torch.float16)),
@@ -120,10 +120,31 @@ def test_what_qadam_refuses(compression: Any, message: str) -> None:
         tb.QAdamAlgorithm(adam, compression=compression)
 
 
-def test_qadam_takes_a_block_for_codecs_by_name_alone() -> None:
+def test_qadam_has_the_blocks_of_its_codec() -> None:
     adam = tb.QAdamOptimizer([torch.nn.Parameter(torch.zeros(1))])
-    with pytest.raises(ValueError, match=r"^QAdamAlgorithm: block must be left out with compression=.*, got 64"):
-        tb.QAdamAlgorithm(adam, compression=MinMaxUInt8(128), block=64)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'block'"):
+        tb.QAdamAlgorithm(adam, block=64)  # type: ignore[call-arg]
+
+
+def test_ranks_that_spell_a_codec_differently_agree() -> None:
+    """One gives Bagua's alias. An algorithm, and what is saved and traced of it, has the one spelling."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        spelling = ["MinMaxUInt8", "minmax_uint8"][group.rank()]
+        adam = tb.QAdamOptimizer([torch.nn.Parameter(torch.zeros(1))])
+        for algorithm in (
+            tb.CompressedAllReduceAlgorithm(spelling, intra_compression=spelling),
+            tb.QAdamAlgorithm(adam, compression=spelling, error_feedback=True),
+            tb.LowPrecisionDecentralizedAlgorithm(compression=spelling),
+            tb.AsyncModelAverageAlgorithm(compression=spelling),
+            tb.DiLoCoAlgorithm(compression=spelling),
+        ):
+            assert "='minmax_uint8'" in repr(algorithm)
+            impl = algorithm.reify(group)
+            assert "MinMaxUInt8" not in str(algorithm.state_arguments(impl.process_group))
+            impl.close()
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("compression", ["sign1bit", "topk", Sign1Bit(8), TopK(), "blockk", "int4"])

@@ -54,7 +54,7 @@ def test_long_tensor_where_a_node_has_one_rank() -> None:
     assert [result.unique().tolist() for result in run_ranks(3, body)] == [[3.0]] * 3
 
 
-@pytest.mark.parametrize("compression", [None, "MinMaxUInt8", "sign1bit", "bfloat16", "float16"])
+@pytest.mark.parametrize("compression", [None, "minmax_uint8", "sign1bit", "bfloat16", "float16"])
 def test_tensor_of_fewer_blocks_than_ranks(compression: str | None) -> None:
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         flat = torch.full((3,), 3.0 * group.rank())
@@ -171,15 +171,15 @@ def test_not_a_group() -> None:
 
 
 CODECS = {
-    "MinMaxUInt8": (2048, quantise_block),
-    "MinMaxUInt4": (128, quantise_block_4_bits),
+    "minmax_uint8": (2048, quantise_block),
+    "minmax_uint4": (128, quantise_block_4_bits),
     "sign1bit": (2048, sign_block),
 }
 
 
 @pytest.mark.parametrize("compression", CODECS)
 @pytest.mark.parametrize("nodes", [None, [0, 1, 0]], ids=str)
-@pytest.mark.parametrize("intra_compression", [None, "MinMaxUInt8"])
+@pytest.mark.parametrize("intra_compression", [None, "minmax_uint8"])
 def test_compressed_mean_is_the_oracles(
     compression: str, nodes: list[int] | None, intra_compression: str | None
 ) -> None:
@@ -213,7 +213,7 @@ def test_the_ring_in_4_bits_is_the_oracles() -> None:
         replicas = [torch.zeros_like(flat) for _ in range(3)]
         first = tb.BaguaBucket("weights", tensors, bagua_group, flat)
         first.append_low_precision_decentralized_synchronous_op(*replicas, compression=None)
-        bucket.append_low_precision_decentralized_synchronous_op(*replicas, compression="MinMaxUInt4")
+        bucket.append_low_precision_decentralized_synchronous_op(*replicas, compression="minmax_uint4")
         results = []
         for number, values in enumerate(rows[group.rank()]):
             flat.copy_(values)

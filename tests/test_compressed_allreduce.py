@@ -16,7 +16,7 @@ from training import Run, Tower, build, flat, train
 
 def test_two_levels_are_the_oracles() -> None:
     nodes = [0, 0, 1, 1]
-    algorithm = tb.CompressedAllReduceAlgorithm(MinMaxUInt4(block=8), intra_compression="MinMaxUInt8")
+    algorithm = tb.CompressedAllReduceAlgorithm(MinMaxUInt4(block=8), intra_compression="minmax_uint8")
     model = build(Tower)
     runs = run_ranks(4, lambda group: train(group, model, algorithm, nodes=nodes, bucket_cap_mb=0.01))
     for step, averaged in enumerate(runs[0].averaged):
@@ -28,7 +28,7 @@ def test_two_levels_are_the_oracles() -> None:
             assert torch.equal(gradient.flatten(), torch.from_numpy(expected)), name
 
 
-@pytest.mark.parametrize("compression", ["MinMaxUInt8", MinMaxUInt8(2048)], ids=str)
+@pytest.mark.parametrize("compression", ["minmax_uint8", MinMaxUInt8(2048)], ids=str)
 def test_in_8_bits_it_is_bytegrad(compression: Any) -> None:
     def run(algorithm: tb.Algorithm) -> list[Run]:
         model = build(Tower)
@@ -55,12 +55,15 @@ def test_it_is_printed_and_pickled() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"compression": "uint4"}, r"compression must be None, a Compressor or one of \['MinMaxUInt4', .*got 'uint4'"),
+        (
+            {"compression": "uint4"},
+            r"compression must be None, a Compressor or one of \[.*'minmax_uint4', .*got 'uint4'",
+        ),
         ({"compression": 4}, "compression must be None, a Compressor or one of .*got 4"),
         ({"intra_compression": "uint4"}, "intra_compression must be None, a Compressor or one of .*got 'uint4'"),
         (
-            {"intra_compression": "MinMaxUInt8", "hierarchical": False},
-            "intra_compression must be None with hierarchical=False, .*got 'MinMaxUInt8'",
+            {"intra_compression": "minmax_uint8", "hierarchical": False},
+            "intra_compression must be None with hierarchical=False, .*got 'minmax_uint8'",
         ),
         ({"compression": "sign1bit"}, "compression 'sign1bit' needs error_feedback=True"),
         ({"compression": Sign1Bit(8)}, r"compression Sign1Bit\(block=8\) needs error_feedback=True"),

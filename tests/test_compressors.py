@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
+from torchbagua import codecs
 from torchbagua.codecs import (
     BlockK,
     Cast,
@@ -21,7 +22,11 @@ from torchbagua.codecs import (
     TensorSpec,
     TopK,
     by_name,
+    check_compression,
+    needs_feedback,
+    register_compressor,
 )
+from torchbagua.codecs.base import REGISTRY
 from torchbagua.codecs.sparse import SparseCodec
 
 COMPRESSORS: list[Compressor] = [
@@ -319,17 +324,28 @@ def test_topk_bad_arguments() -> None:
 
 
 def test_names() -> None:
-    assert by_name("MinMaxUInt4") == MinMaxUInt4()
+    assert by_name("minmax_uint4") == MinMaxUInt4()
     assert by_name("sign1bit") == Sign1Bit()
-    assert by_name("MinMaxUInt8") == MinMaxUInt8()
-    assert by_name("MinMaxUInt8") != Sign1Bit()
+    assert by_name("minmax_uint8") == MinMaxUInt8()
+    assert by_name("minmax_uint8") != Sign1Bit()
+    assert all(f'"{name}"' in (codecs.__doc__ or "") for name in REGISTRY)
+
+
+def test_baguas_spelling_is_an_alias() -> None:
+    assert check_compression("", "MinMaxUInt8") == "minmax_uint8"
+    assert by_name("MinMaxUInt8", block=8) == MinMaxUInt8(8)
+    assert not needs_feedback("MinMaxUInt8")
+    with pytest.raises(ValueError, match="named 'MinMaxUInt8' is registered already"):
+        register_compressor("MinMaxUInt8", MinMaxUInt4)
 
 
 def test_unknown_names() -> None:
     with pytest.raises(
         ValueError,
-        match=r"one of \['MinMaxUInt4', 'MinMaxUInt8', 'bfloat16', 'blockk', 'float16', 'sign1bit', 'topk'\], got 'u",
+        match=r"one of \['bfloat16', 'blockk', 'float16', 'minmax_uint4', 'minmax_uint8', 'sign1bit', 'topk'\], got 'u",
     ):
         by_name("uint4")
+    with pytest.raises(ValueError, match=r"one of .*'minmax_uint4', .*got 'MinMaxUInt4'"):
+        by_name("MinMaxUInt4")
     with pytest.raises(ValueError, match="Cast: dtype must be one of"):
         Cast("float8")

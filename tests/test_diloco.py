@@ -55,7 +55,7 @@ def fragments_on(attachment: tb.Attachment) -> dict[str, int]:
     return dict(attachment.impl._fragments)
 
 
-@pairwise(size=[2, 4, 8], compression=[None, "MinMaxUInt4"], fragments=[1, 2, 3], delay=[0, 1], cap_mb=[8.0, 0.001])
+@pairwise(size=[2, 4, 8], compression=[None, "minmax_uint4"], fragments=[1, 2, 3], delay=[0, 1], cap_mb=[8.0, 0.001])
 def test_rounds_are_those_of_the_oracle(
     device: torch.device, size: int, compression: str | None, fragments: int, delay: int, cap_mb: float
 ) -> None:
@@ -152,7 +152,7 @@ def test_ranks_with_the_same_batches_are_one_worker(size: int) -> None:
         assert_same_weights([weights, weights_of(worker)])
 
 
-@pytest.mark.parametrize("compression", ["MinMaxUInt8", "sign1bit", "topk", "bfloat16"])
+@pytest.mark.parametrize("compression", ["minmax_uint8", "sign1bit", "topk", "bfloat16"])
 def test_shadow_weights_are_equal_with_any_codec(compression: str) -> None:
     """(d); and what is left out is sent later, so that none of them fails."""
     model = build(Normed)
@@ -399,7 +399,7 @@ def test_a_state_of_a_single_rank() -> None:
     run_ranks(2, load)
 
 
-@pytest.mark.parametrize(("saved", "attached"), [(None, "MinMaxUInt4"), ("MinMaxUInt4", None), ("topk", "sign1bit")])
+@pytest.mark.parametrize(("saved", "attached"), [(None, "minmax_uint4"), ("minmax_uint4", None), ("topk", "sign1bit")])
 def test_a_state_under_another_compression(saved: str | None, attached: str | None) -> None:
     """Residuals are taken over; where full precision follows they are dropped, and it says so."""
     model = build(Normed)

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import threading
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -210,20 +212,31 @@ def test_attach_tells_once_what_it_cannot_compress(name: str) -> None:
 
 
 @COMPRESSING
-def test_strict_raises_instead(name: str) -> None:
+def test_a_filter_of_one_rank_makes_it_an_error_of_all(name: str) -> None:
+    """Filters are of the process, and these ranks are threads: so the filter is for the module that one rank calls."""
     model = build(Wide)
+    caller: dict[str, Any] = {"__name__": "strict_rank"}
+    exec("def call(function, *arguments): return function(*arguments)", caller)
 
-    def body(group: dist.ProcessGroup) -> None:
+    def body(group: dist.ProcessGroup) -> str:
         ddp, optimizer = wrapped(group, model)
-        with pytest.raises(ValueError, match=r"attach: strict=True, and .* in full precision, because MinMaxUInt8"):
-            tb.attach(ddp, optimizer, name, strict=True)
+        call = caller["call"] if group.rank() == 1 else lambda function, *arguments: function(*arguments)
+        with pytest.raises(tb.UncompressedParametersWarning) as raised:
+            call(tb.attach, ddp, optimizer, name)
         for algorithm in ("gradient_allreduce", "decentralized", "async"):  # which compress nothing
-            tb.attach(ddp, optimizer, algorithm, strict=True).detach()
-        tb.attach(*wrapped(group, build(Tower)), name if name != "qadam" else "bytegrad", strict=True).detach()
-        with pytest.raises(TypeError, match="attach: strict must be True or False, got 1"):
-            tb.attach(ddp, optimizer, "gradient_allreduce", strict=1)
+            call(tb.attach, ddp, optimizer, algorithm).detach()
+        call(tb.attach, *wrapped(group, build(Tower)), name if name != "qadam" else "bytegrad").detach()
+        return str(raised.value)
 
-    run_ranks(2, body)
+    before = set(threading.enumerate())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tb.UncompressedParametersWarning)
+        warnings.filterwarnings("error", category=tb.UncompressedParametersWarning, module="strict_rank")
+        messages = run_ranks(3, body)
+    assert "in full precision, because MinMaxUInt8" in messages[0]
+    assert messages[0].endswith("; the filter of rank 1 makes this an error")
+    assert messages == [messages[0]] * 3
+    assert set(threading.enumerate()) <= before, "no group was opened, and no lane goes on"
 
 
 def test_the_plain_hook_tells_once() -> None:
@@ -258,7 +271,7 @@ def test_buckets_take_what_they_can_carry() -> None:
         tensors = [tb.BaguaTensor("weight", torch.zeros(4, dtype=torch.float64))]
         bucket = tb.BaguaBucket("b", tensors, bagua_group, torch.zeros(4, dtype=torch.float64))
         with pytest.raises(ValueError, match=r"compression must be one that encodes torch\.float64, or None .* MinMax"):
-            bucket.append_centralized_synchronous_op(compression="MinMaxUInt8")
+            bucket.append_centralized_synchronous_op(compression="minmax_uint8")
         with pytest.raises(ValueError, match=r"flat must be real, complex numbers as pairs, got torch\.complex64"):
             tb.BaguaBucket("b", tensors, bagua_group, torch.zeros(4, dtype=torch.complex64))
 

@@ -32,8 +32,8 @@ from ranks import run_ranks
 from training import Branches, Tower, build
 
 CODECS = {
-    "MinMaxUInt8": (2048, oracle.quantise_block),
-    "MinMaxUInt4": (128, oracle.quantise_block_4_bits),
+    "minmax_uint8": (2048, oracle.quantise_block),
+    "minmax_uint4": (128, oracle.quantise_block_4_bits),
     "sign1bit": (2048, oracle.sign_block),
 }
 

@@ -179,7 +179,7 @@ def test_mypy_refuses_a_misspelt_detail(tmp_path: Path) -> None:
         "    return Details(opration='all_to_all')\n"
     )
     ours = Path(tb.__file__).parent
-    files = [str(path) for path in (snippet, ours / "collectives" / "communicator.py", ours / "events.py")]
+    files = [str(path) for path in (snippet, ours / "transport" / "communicator.py", ours / "observe" / "events.py")]
     # As a program: of what it holds here, the garbage collector and attach would look at all, in every later test.
     command = [sys.executable, "-m", "mypy", "--follow-imports=skip", f"--cache-dir={tmp_path}", *files]
     told = programs.run(command, check=False).stdout

@@ -23,7 +23,7 @@ def test_operations_are_named_where_one_looks_for_them() -> None:
     def body(group: dist.ProcessGroup) -> None:
         bucket = bucket_of(group)
         spare = torch.zeros(3, 6)
-        bucket.append_python_op(halve).append_centralized_synchronous_op(compression="MinMaxUInt8")
+        bucket.append_python_op(halve).append_centralized_synchronous_op(compression="minmax_uint8")
         bucket.append_decentralized_synchronous_op(spare[0], peer_selection_mode=tb.topology.Ring())
         bucket.append_low_precision_decentralized_synchronous_op(*spare, compression=None)
         bucket.append_asynchronous_model_average_op(snapshot=spare[0])

@@ -418,7 +418,7 @@ def test_nothing_grows_and_no_graph_is_kept(num_steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compression", "least", "most"), [("MinMaxUInt8", 0.97, 1.03), ("sign1bit", 1.3, float("inf"))]
+    ("compression", "least", "most"), [("minmax_uint8", 0.97, 1.03), ("sign1bit", 1.3, float("inf"))]
 )
 def test_the_norm_that_clipping_sees(compression: str, least: float, most: float) -> None:
     """In 8 bits that of the mean gradient; in one bit a larger one, and QAdamAlgorithm says not to clip."""

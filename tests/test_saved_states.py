@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 import torchbagua as tb
 from ranks import run_ranks
 from saved_states import END, FOLDER, STOP, Trainer
+from torchbagua.codecs import Sign1Bit
 
 LABELS = ["0.1.0"]
 LESS_THAN_A_TENSOR_MB = 1e-6
@@ -29,7 +30,7 @@ HARMLESS: dict[str, list[dict[str, Any]]] = {
     "shift_one": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}],
     "low_precision": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}, {"hierarchical": False, "final_average": False}],
     "diloco": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}, {"hierarchical": False, "final_average": False}],
-    "qadam": [{"hierarchical": False, "block": 64}],
+    "qadam": [{"hierarchical": False, "compression": Sign1Bit(64)}],
 }
 
 
@@ -106,7 +107,7 @@ def test_an_earlier_release_s_distributed_checkpoint_goes_on(tmp_path: Path, nam
 AVERAGING = [tb.DecentralizedAlgorithm(), tb.LowPrecisionDecentralizedAlgorithm(), tb.AsyncModelAverageAlgorithm()]
 WITHOUT_BUFFERS = [dataclasses.replace(algorithm, average_buffers=False) for algorithm in AVERAGING]
 ONE_BIT = {"compression": "sign1bit", "error_feedback": True}
-EIGHT_BITS = {"compression": "MinMaxUInt8", "error_feedback": True}
+EIGHT_BITS = {"compression": "minmax_uint8", "error_feedback": True}
 LOW = tb.LowPrecisionDecentralizedAlgorithm
 DILOCO = tb.DiLoCoAlgorithm
 FEEDBACK = partial(tb.ByteGradAlgorithm, error_feedback=True)
@@ -153,7 +154,7 @@ def load_one_into_another(
         (EIGHT_BITS, {}, "error_feedback=True, .*attached is error_feedback=False; attach as"),
         ({}, EIGHT_BITS, "error_feedback=False, .*attached is error_feedback=True; attach as"),
         (DILOCO(), DILOCO(outer_lr=0.5), "outer_lr=0.7, .*attached is outer_lr=0.5; attach as"),
-        (ONE_BIT, EIGHT_BITS, "compression='sign1bit', .*attached is compression='MinMaxUInt8'; attach as"),
+        (ONE_BIT, EIGHT_BITS, "compression='sign1bit', .*attached is compression='minmax_uint8'; attach as"),
         (tb.ByteGradAlgorithm(), tb.GradientAllReduceAlgorithm(), "is of ByteGradAlgorithm, attached is GradientAll"),
     ],
 )  # fmt: skip
@@ -186,8 +187,8 @@ def test_replicas_of_nodes_depend_on_the_nodes(
         (tb.DecentralizedAlgorithm(), tb.DecentralizedAlgorithm(True, "shift_one", 2), (None, None)),
         (tb.ByteGradAlgorithm(), tb.ByteGradAlgorithm(False, False, block=64), (None, None)),
         (FEEDBACK(), FEEDBACK(False, False, block=64), (NODES, [0, 1, 0, 1])),
-        (DILOCO(3, delay=2), DILOCO(5, compression="MinMaxUInt8", bucket_cap_mb=1), (None, None)),
-        ({"hierarchical": False, **ONE_BIT}, {"block": 64, **ONE_BIT}, (NODES, NODES)),
+        (DILOCO(3, delay=2), DILOCO(5, compression="minmax_uint8", bucket_cap_mb=1), (None, None)),
+        ({"hierarchical": False, **ONE_BIT}, {**ONE_BIT, "compression": Sign1Bit(64)}, (NODES, NODES)),
         ({"hierarchical": True, **ONE_BIT}, {"hierarchical": False, **ONE_BIT}, (NODES, NODES)),
     ],
 )

@@ -148,13 +148,13 @@ def test_modules_that_are_refused(make: object, message: str) -> None:
 def test_replicate_group_must_be_a_group(group: object) -> None:
     module = sharded()
     with pytest.raises(TypeError, match=r"replicate_group must be a torch\.distributed\.ProcessGroup .* got"):
-        tb.attach(module, optimizer_of(module), "bytegrad", replicate_group=group)  # type: ignore[arg-type]
+        tb.fsdp.attach(module, optimizer_of(module), "bytegrad", replicate_group=group)  # type: ignore[arg-type]
 
 
 def test_replicate_group_is_for_sharded_modules() -> None:
     module = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="attach: replicate_group must be None for Linear, on no part of which"):
-        tb.attach(module, optimizer_of(module), "decentralized", replicate_group=dist.group.WORLD)
+        tb.fsdp.attach(module, optimizer_of(module), "decentralized", replicate_group=dist.group.WORLD)
 
 
 def test_replicas_need_the_hook_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,14 +163,14 @@ def test_replicas_need_the_hook_for_themselves(monkeypatch: pytest.MonkeyPatch) 
     # Other ranks may have none, and would wait for this one.
     monkeypatch.setattr(tb.Algorithm, "reify", lambda *_, **__: pytest.fail("refused after ranks have communicated"))
     with pytest.raises(ValueError, match=r"attach: the module has the all-reduce hook .* already"):
-        tb.attach(module, optimizer_of(module), "bytegrad", replicate_group=dist.group.WORLD)
+        tb.fsdp.attach(module, optimizer_of(module), "bytegrad", replicate_group=dist.group.WORLD)
     (param_group,) = fsdp_param_groups(module)
     assert fsdp_all_reduce_hook(param_group) is hook
 
 
 def test_gradients_that_were_never_averaged_are_told_of() -> None:
     module = sharded()
-    attachment = tb.attach(module, optimizer_of(module), "bytegrad", replicate_group=dist.group.WORLD)
+    attachment = tb.fsdp.attach(module, optimizer_of(module), "bytegrad", replicate_group=dist.group.WORLD)
     module.set_requires_all_reduce(False)
     module(torch.ones(1, 4)).sum().backward()
     assert not module[0].weight.grad.full_tensor().any()
@@ -183,7 +183,7 @@ def test_gradients_that_were_never_averaged_are_told_of() -> None:
 def test_micro_steps_that_were_given_up_are_in_no_mean() -> None:
     module = sharded()
     optimizer = optimizer_of(module)
-    with tb.attach(module, optimizer, tb.CompressedAllReduceAlgorithm(None), replicate_group=dist.group.WORLD):
+    with tb.fsdp.attach(module, optimizer, tb.CompressedAllReduceAlgorithm(None), replicate_group=dist.group.WORLD):
         module.set_requires_all_reduce(False)
         module(torch.full((1, 4), 100.0)).sum().backward()
         optimizer.zero_grad()
@@ -194,7 +194,7 @@ def test_micro_steps_that_were_given_up_are_in_no_mean() -> None:
 
 def test_micro_steps_must_reach_the_same_parameters() -> None:
     module = sharded()
-    attachment = tb.attach(module, optimizer_of(module), "bytegrad", replicate_group=dist.group.WORLD)
+    attachment = tb.fsdp.attach(module, optimizer_of(module), "bytegrad", replicate_group=dist.group.WORLD)
     module.set_requires_all_reduce(False)
     module(torch.ones(1, 4)).sum().backward()
     module.set_requires_all_reduce(True)
@@ -287,41 +287,44 @@ def of_an_own_class() -> nn.Module:
         (sharded, "MinMaxUInt3", "must be None, a Compressor or one of .*, got 'MinMaxUInt3'"),
         (sharded, "sign1bit", "must not be a codec that needs error feedback, .* got 'sign1bit'"),
         (sharded, tb.codecs.TopK(), "must not be a codec that needs error feedback, .* got TopK"),
-        (lambda: nn.Linear(2, 2), "MinMaxUInt8", "must be None for Linear, on no part of which fully_shard was called"),
-        (with_own_all_gather, "MinMaxUInt8", "must be None where the module has the all-gather OwnAllGather already"),
-        (with_memory_of_the_group, "MinMaxUInt8", "must be None where .* all-gather ProcessGroupAllocAllGather"),
-        (of_an_own_class, "MinMaxUInt8", r"must be None where 0.weight says .* \(GathersItself.fsdp_pre_all_gather\)"),
+        (lambda: nn.Linear(2, 2), "minmax_uint8", "must be None for Linear, on no part of which fully_shard was "),
+        (with_own_all_gather, "minmax_uint8", "must be None where the module has the all-gather OwnAllGather already"),
+        (with_memory_of_the_group, "minmax_uint8", "must be None where .* all-gather ProcessGroupAllocAllGather"),
+        (of_an_own_class, "minmax_uint8", r"must be None where 0.weight says .* \(GathersItself.fsdp_pre_all_gather\)"),
     ],
 )
 def test_weights_that_are_not_quantised(make: object, quantize_weights: object, message: str) -> None:
     module = make()  # type: ignore[operator]
     with pytest.raises(ValueError, match=f"attach: quantize_weights {message}"):
-        tb.attach(module, optimizer_of(module), "bytegrad", quantize_weights=quantize_weights)  # type: ignore[arg-type]
+        tb.fsdp.attach(module, optimizer_of(module), "bytegrad", quantize_weights=quantize_weights)  # type: ignore[arg-type]
 
 
 def test_weights_are_not_both_averaged_and_quantised() -> None:
     module, group = sharded(), dist.group.WORLD
     with pytest.raises(ValueError, match="quantize_weights must be None with DecentralizedAlgorithm"):
-        tb.attach(module, optimizer_of(module), "decentralized", replicate_group=group, quantize_weights="MinMaxUInt8")
-
-
-def test_strict_names_weights_that_no_codec_encodes() -> None:
-    module = fully_shard(nn.Linear(4, 3).double())
-    message = "strict=True, and weights of FSDPLinear are gathered in full precision, .* does not encode torch.float64"
-    full = tb.CompressedAllReduceAlgorithm(None)
-    with pytest.raises(ValueError, match=message):
-        tb.attach(
-            module,
-            optimizer_of(module),
-            full,
-            replicate_group=dist.group.WORLD,
-            quantize_weights="MinMaxUInt8",
-            strict=True,
+        tb.fsdp.attach(
+            module, optimizer_of(module), "decentralized", replicate_group=group, quantize_weights="minmax_uint8"
         )
+
+
+def test_weights_that_no_codec_encodes_are_named() -> None:
+    module = fully_shard(nn.Linear(4, 3).double())
+    message = "weights of FSDPLinear are gathered in full precision, .* does not encode torch.float64"
+    full = tb.CompressedAllReduceAlgorithm(None)
+    options = {"replicate_group": dist.group.WORLD, "quantize_weights": "minmax_uint8"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tb.UncompressedParametersWarning)
+        with pytest.raises(tb.UncompressedParametersWarning, match=message):
+            tb.fsdp.attach(module, optimizer_of(module), full, **options)
     (param_group,) = fsdp_param_groups(module)
     assert fsdp_all_gather(param_group)[1]
     assert fsdp_reduce_scatter(param_group)[1]
     assert fsdp_all_reduce_hook(param_group) is None
+    with pytest.warns(tb.UncompressedParametersWarning, match=message) as told:
+        attachment = tb.fsdp.attach(module, optimizer_of(module), full, **options)
+    with attachment:
+        module(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    assert len(told) == 1
 
 
 def test_parts_that_communicate_together_are_attached_together() -> None:
@@ -355,6 +358,6 @@ def test_an_algorithm_for_a_part_of_an_attached_module_is_refused() -> None:
         tb.attach(module[0], optimizer_of(module[0]), "bytegrad")
 
 
-@pytest.mark.parametrize("quantize_weights", [None, "MinMaxUInt8"])
+@pytest.mark.parametrize("quantize_weights", [None, "minmax_uint8"])
 def test_one_rank_trains_as_without(quantize_weights: str | None) -> None:
     assert_trains_as_without("bytegrad", quantize_weights=quantize_weights)

@@ -573,7 +573,7 @@ class TooEarly(Mean):
         (
             lambda group: object(),
             TypeError,
-            r"Own\.reify must return an AlgorithmImpl of torchbagua\.compat",
+            r"Own\.reify must return an AlgorithmImpl of torchbagua\.compat\.bagua",
         ),
     ],
 )

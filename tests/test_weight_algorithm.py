@@ -18,6 +18,8 @@ from training import build
 class AveragingAlgorithm(tb.Algorithm):
     """A weight algorithm: every rank takes its own steps, and weights are averaged after each."""
 
+    averages_weights = True
+
     def make_impl(self, process_group: tb.BaguaProcessGroup) -> "AveragingImpl":
         return AveragingImpl(process_group)
 
@@ -107,6 +109,15 @@ def test_half_a_weight_algorithm_is_refused() -> None:
 
     with pytest.raises(TypeError, match="HalfImpl overrides tensors_to_buckets without init_tensors"):
         run_ranks(1, lambda group: HalfAlgorithm().reify(group))
+
+
+def test_an_algorithm_says_what_its_impl_averages() -> None:
+    class Silent(AveragingAlgorithm):
+        averages_weights = False
+
+    message = "Silent: averages_weights must say what AveragingImpl does, which averages weights since it overrides"
+    with pytest.raises(TypeError, match=message):
+        run_ranks(2, lambda group: Silent().reify(group))
 
 
 def test_second_attachment_is_refused_beside_a_weight_algorithm() -> None:

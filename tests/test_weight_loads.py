@@ -31,7 +31,7 @@ SYNCHRONOUS = {
 }
 ASYNC = {
     "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=1),
-    "async in 8 bits": tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, compression="MinMaxUInt8"),
+    "async in 8 bits": tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, compression="minmax_uint8"),
 }
 EVERY = pytest.mark.parametrize("name", [*SYNCHRONOUS, *ASYNC])
 SOME = pytest.mark.parametrize("name", ["streaming diloco", "decentralized", "low precision", "async in 8 bits"])
@@ -170,7 +170,7 @@ def test_training_is_what_it_is_when_loaded_before_attach(name: str) -> None:
             assert_same_weights(pair)
 
 
-@pytest.mark.parametrize("compression", [None, "MinMaxUInt4"])
+@pytest.mark.parametrize("compression", [None, "minmax_uint4"])
 @pytest.mark.parametrize("outer_optimizer", [None, torch.optim.Adagrad], ids=str)
 def test_momentum_and_residuals_start_anew(compression: str | None, outer_optimizer: Any) -> None:
     """After the last round of a run, a load is as a new attachment; Adagrad has a state before its first step."""
@@ -386,8 +386,9 @@ def test_a_state_that_is_refused_decides_nothing() -> None:
         trainer = Trainer(group, MODEL, lr=0.01)
         with attached(trainer, DiLoCo(2)) as attachment:
             trainer.module.load_state_dict(new_state())
+            other = '{"version": 1, "algorithm": "ByteGradAlgorithm", "arguments": {}}'
             with pytest.raises(ValueError, match="attached is DiLoCoAlgorithm"):
-                attachment.load_state_dict({"algorithm": "ByteGradAlgorithm()", "impl": {}})
+                attachment.load_state_dict({"algorithm": other, "impl": {}})
             assert_same_weights([attachment.state_dict()["impl"]["theta"], new_state()])
 
     run_ranks(2, body)

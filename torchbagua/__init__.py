@@ -1,6 +1,7 @@
 """torchbagua: data-parallel training in plain PyTorch that sends less, or waits less."""
 
 from torchbagua import fsdp, observe
+from torchbagua._warnings import UncompressedParametersWarning
 from torchbagua.algorithms.base import Algorithm, available_algorithms, register
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm
 from torchbagua.algorithms.gradient.bytegrad import ByteGradAlgorithm
@@ -48,6 +49,7 @@ __all__ = [
     "QAdamOptimizer",
     "TopKAlgorithm",
     "Topology",
+    "UncompressedParametersWarning",
     "WeightBuckets",
     "__version__",
     "attach",

@@ -15,6 +15,14 @@ _IMPORT = "<frozen importlib"
 _FILES = (contextlib.__file__, threading.__file__)
 
 
+class UncompressedParametersWarning(RuntimeWarning):
+    """Parameters are sent in full precision, because the codec does not encode their dtype.
+
+    Make it an error with `warnings.simplefilter("error", torchbagua.UncompressedParametersWarning)`: `attach` then
+    raises it, on all ranks, as soon as the filter of one rank says so.
+    """
+
+
 def warn_user(message: str, category: type[Warning] = RuntimeWarning) -> None:
     """Give a warning, by default a RuntimeWarning, at the innermost line that is neither torchbagua's nor torch's.
 

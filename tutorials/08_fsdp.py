@@ -18,8 +18,8 @@ computes, in forward and again in backward. Its gradients are then averaged, eac
     forward    gather block 0 | compute | gather block 1 | compute | ...
     backward   ... | gather block 1 | compute | average gradients 1 | gather block 0 | compute | average gradients 0
 
-`attach` has the gradients sent in 8 bits, and with `quantize_weights` the weights too. All three take as many steps
-here, on the same batches. Every eighth step the loss on text that no rank trains on is printed.
+`fsdp.attach` has the gradients sent in 8 bits, and with `quantize_weights` the weights too. All three take as many
+steps here, on the same batches. Every eighth step the loss on text that no rank trains on is printed.
 """
 
 import argparse
@@ -44,7 +44,7 @@ STEPS, STEPS_A_LINE, LR = 80, 8, 2e-3  # LR: the best for float32 of 1, 2, 4 and
 METHODS: dict[str, dict[str, Any]] = {
     "float32": {},
     "8-bit gradients": {"algorithm": "bytegrad"},
-    "8-bit weights too": {"algorithm": "bytegrad", "quantize_weights": "MinMaxUInt8"},
+    "8-bit weights too": {"algorithm": "bytegrad", "quantize_weights": "minmax_uint8"},
 }
 
 SOURCES = sorted(Path(argparse.__file__).parent.glob("*.py"))  # of Python's standard library
@@ -111,7 +111,7 @@ def train(arguments: dict[str, Any]) -> tuple[list[float], list[float], float]:
     recorder = tb.observe.Recorder()  # notes what is sent
 
     losses, seconds = [], [0.0]
-    with tb.attach(model, optimizer, **arguments, observers=[recorder]) if arguments else contextlib.nullcontext():
+    with tb.fsdp.attach(model, optimizer, **arguments, observers=[recorder]) if arguments else contextlib.nullcontext():
         for _ in range(STEPS // STEPS_A_LINE):
             dist.barrier()
             start_s = time.perf_counter()

@@ -10,10 +10,14 @@ import torch.distributed as dist
 
 from torchbagua import native
 from torchbagua._description import describe
+from torchbagua._warnings import UncompressedParametersWarning, warn_user
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.optimizer_steps import check_optimizer, unwrap
+from torchbagua.codecs import check_compression
+from torchbagua.codecs.base import Compressor
+from torchbagua.codecs.cast import Identity
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer, Run, check_observers
-from torchbagua.runtime.optimizer_steps import check_optimizer, unwrap
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
@@ -24,11 +28,11 @@ class Algorithm:
     A subclass implements `make_impl`. The ranks compare its dataclass fields when it is attached or reified.
 
     Attributes:
-        averages_weights: True if it averages weights, False if it averages gradients. None leaves the answer to
-            `AlgorithmImpl.averages_weights`.
+        averages_weights: whether it averages weights, by an impl that overrides `AlgorithmImpl.init_tensors`. If not,
+            it averages gradients.
     """
 
-    averages_weights: ClassVar[bool | None] = None
+    averages_weights: ClassVar[bool] = False
 
     @property
     def averages_gradients_within_nodes(self) -> bool:
@@ -61,6 +65,35 @@ class Algorithm:
         Override it if the algorithm uses no kernels, or has more to do.
         """
         native.load()
+
+    def make_codec(self) -> Compressor:
+        """Return the codec of the gradients or weights that it sends: by default that of full precision."""
+        return Identity()
+
+    def uncompressed(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return those of `parameters` that are sent in full precision because the codec does not encode them.
+
+        Override it if the algorithm compresses some parameters only.
+        """
+        encodes = self.make_codec().encodes
+        return {name: parameter for name, parameter in parameters.items() if not encodes(parameter.dtype.to_real())}
+
+    def check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Warn of those of `parameters` that are `uncompressed`, by an UncompressedParametersWarning that names them.
+
+        An override may raise ValueError if the algorithm cannot be attached to a module with these parameters.
+        """
+        found = self.uncompressed(parameters)
+        if not found:
+            return
+        names, dtypes = list(found), {parameter.dtype for parameter in found.values()}
+        warn_user(
+            f"torchbagua: {type(self).__name__} sends {len(names)} of {len(parameters)} parameters in full precision, "
+            f"because {self.make_codec()} does not encode {' or '.join(sorted(map(str, dtypes)))}: "
+            f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}, "
+            f"{sum(parameter.nbytes for parameter in found.values()):,} bytes each time they are sent",
+            UncompressedParametersWarning,
+        )
 
     def arguments(self) -> dict[str, str]:
         """Return what must be the same on all ranks, by name: the dataclass fields that `repr` shows, as text.
@@ -133,6 +166,7 @@ class Algorithm:
         timeout: timedelta | None = None,
         must_agree: Mapping[str, Any] | None = None,
         run_settings: Mapping[str, str] | None = None,
+        refusal: str | None = None,
     ) -> AlgorithmImpl:
         """Bind the algorithm to a process group. Collective: the ranks compare it, and open private groups.
 
@@ -147,9 +181,13 @@ class Algorithm:
             timeout: the longest wait for another rank; by default that of `process_group`.
             must_agree: further values that must be the same on all ranks, by the name that an error gives them.
             run_settings: what traces note of the run beside the algorithm and its group, by name.
+            refusal: an UncompressedParametersWarning that a filter makes an error on this rank. All ranks raise it,
+                before a group is opened.
 
         Raises:
-            TypeError: `process_group` is not a process group, or `optimizer` is not an optimizer.
+            TypeError: `process_group` is not a process group, `optimizer` is not an optimizer, or `make_impl` returned
+                something else than an impl of this kind.
+            UncompressedParametersWarning: a rank has a `refusal`.
             ValueError: ranks disagree in the algorithm, its arguments or the package's version, or `optimizer` does not
                 fit.
             TimeoutError: a rank did not call it in time.
@@ -169,14 +207,17 @@ class Algorithm:
         own |= {f"{type(self).__name__}'s argument {name}": value for name, value in self.arguments().items()}
         own.update(must_agree or {})
         if isinstance(process_group, BaguaProcessGroup):
-            group = process_group.duplicate(timeout=timeout, observers=observers, must_agree=own)
+            group = process_group.duplicate(timeout=timeout, observers=observers, must_agree=own, refusal=refusal)
         else:
-            group = BaguaProcessGroup(process_group, timeout=timeout, observers=observers, must_agree=own)
+            group = BaguaProcessGroup(
+                process_group, timeout=timeout, observers=observers, must_agree=own, refusal=refusal
+            )
         try:
             group.open()
             impl = self.make_impl(group)
             if not isinstance(impl, AlgorithmImpl):
                 raise TypeError(f"{type(self).__name__}.make_impl must return an AlgorithmImpl, got {impl!r}")
+            self._check_kind(impl)
             impl.watch_steps(optimizers or self.own_optimizers())
             group.compare_clocks()
             if group.tracer.is_on:
@@ -185,6 +226,17 @@ class Algorithm:
         except BaseException:
             group.close()
             raise
+
+    def _check_kind(self, impl: AlgorithmImpl) -> None:
+        if impl.averages_weights == self.averages_weights:
+            return
+        name, impl_name = type(self).__name__, type(impl).__name__
+        kinds = ("averages gradients", "averages weights")
+        raise TypeError(
+            f"{name}: averages_weights must say what {impl_name} does, which {kinds[impl.averages_weights]} since it "
+            f"{'overrides' if impl.averages_weights else 'does not override'} init_tensors, got "
+            f"averages_weights={self.averages_weights}"
+        )
 
     def _describe_run(self, group: BaguaProcessGroup, run_settings: Mapping[str, str]) -> Run:
         name = type(self).__name__
@@ -205,6 +257,13 @@ def check_flags(algorithm: Algorithm, *names: str) -> None:
     for name in names:
         if not isinstance(value := getattr(algorithm, name), bool):
             raise TypeError(f"{type(algorithm).__name__}: {name} must be True or False, got {value!r}")
+
+
+def check_codecs(algorithm: Algorithm, *names: str) -> None:
+    """Raise ValueError unless these arguments of `algorithm` are codecs. One that is a name gets its one spelling."""
+    for name in names:
+        codec = check_compression(f"{type(algorithm).__name__}: {name}", getattr(algorithm, name))
+        object.__setattr__(algorithm, name, codec)
 
 
 def check_at_least(algorithm: Algorithm, name: str, least: int, kind: Any = int) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from torchbagua._warnings import warn_user
+from torchbagua._warnings import UncompressedParametersWarning
+from torchbagua.algorithms.optimizer_steps import StepsTaken, StepWatch, parameters_of
 from torchbagua.algorithms.rank_state import check_rank_state, owner_of
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
@@ -17,7 +18,6 @@ from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from torchbagua.runtime.changed_layout import check_gradient_layouts
 from torchbagua.runtime.gradient_buckets import GradientBuckets
 from torchbagua.runtime.lane import Lane
-from torchbagua.runtime.optimizer_steps import StepsTaken, StepWatch, parameters_of
 from torchbagua.runtime.parameter_state import ParameterState
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class AlgorithmImpl:
       certain points of training;
     - `state_dict`, `load_state_dict` and `state_parameters`;
     - `weights_loaded`, if weights that the user loads must replace what the algorithm keeps of earlier ones;
-    - `needs_grad_scaler`, `agree_on_overflow` and `uncompressed`;
+    - `needs_grad_scaler` and `agree_on_overflow`;
     - `set_module`, `reset` and `close`, if the override calls that of this class.
 
     `Algorithm.reify`, `attach` and `comm_hook` call the other methods.
@@ -122,7 +122,7 @@ class AlgorithmImpl:
         self._names: Mapping[int, str] = {}
         self._module: torch.nn.Module | None = None
         self._gpu: torch.device | None = None
-        self._told_dtypes: set[torch.dtype] = set()
+        self._checked_dtypes: set[torch.dtype] = set()
         self._steps = StepsTaken(self)
         self._at_close = ExitStack()
 
@@ -192,34 +192,18 @@ class AlgorithmImpl:
         """Return `compressor`; or that of full precision, if `compressor` does not encode the dtype of the bucket."""
         return self.compressor if self.compressor.encodes(bucket.flat.dtype) else Identity()
 
-    def uncompressed(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return those of `parameters` that travel in full precision because `compressor` does not encode them.
+    def check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Have the algorithm check the parameters that DDP hands to the standalone hook, once for each dtype.
 
-        Override it if the algorithm compresses some parameters only.
+        If a filter makes its warning an error, other ranks do not wait for this one.
         """
-        encodes = self.compressor.encodes
-        return {name: parameter for name, parameter in parameters.items() if not encodes(parameter.dtype.to_real())}
-
-    def tell_uncompressed(self, parameters: Mapping[str, torch.Tensor], *, strict: bool = False) -> None:
-        """Give a RuntimeWarning that names those of `parameters` that are `uncompressed`, once for every dtype.
-
-        Raises:
-            ValueError: there are some, and `strict` is True.
-        """
-        found = {name: one for name, one in self.uncompressed(parameters).items() if one.dtype not in self._told_dtypes}
-        if not found:
-            return
-        names, dtypes = list(found), {one.dtype for one in found.values()}
-        self._told_dtypes |= dtypes
-        message = (
-            f"{type(self).__name__} sends {len(names)} of {len(parameters)} parameters in full precision, because "
-            f"{self.compressor} does not encode {' or '.join(sorted(map(str, dtypes)))}: {', '.join(names[:5])}"
-            f"{', ...' if len(names) > 5 else ''}, {sum(one.nbytes for one in found.values()):,} bytes each time they "
-            "are sent"
-        )
-        if strict:
-            raise ValueError(f"attach: strict=True, and {message}")
-        warn_user(f"torchbagua: {message}")
+        new = {name: one for name, one in parameters.items() if one.dtype not in self._checked_dtypes}
+        self._checked_dtypes |= {parameter.dtype for parameter in new.values()}
+        if self.algorithm is not None and new:
+            try:
+                self.algorithm.check_parameters(new)
+            except (UncompressedParametersWarning, ValueError) as error:
+                self._fail(error)
 
     def init_forward_pre_hook(self, module: torch.nn.Module) -> Callable[[Any], None] | None:
         """Return a function to call before each forward in training, with the inputs of the module; or None."""
@@ -408,7 +392,7 @@ class AlgorithmImpl:
     def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
         """Set the module, and make the buckets of a weight algorithm. Collective on GPUs.
 
-        `attach` calls it after `Algorithm.reify` and `tell_uncompressed`, after rank 0's weights and optimizer state
+        `attach` calls it after `Algorithm.reify`, after rank 0's weights and optimizer state
         were broadcast, and before hooks are installed. From then on parameters have their names in the module.
 
         Args:
@@ -485,7 +469,7 @@ class AlgorithmImpl:
         except RuntimeError as error:
             self._fail(error)
 
-    def _fail(self, error: RuntimeError) -> NoReturn:
+    def _fail(self, error: Exception) -> NoReturn:
         """Raise an error, after which other ranks do not wait for this one: the lane ends and closes the groups."""
 
         def fail() -> NoReturn:
@@ -510,8 +494,8 @@ class AlgorithmImpl:
                 for position, parameter in enumerate(parameters)
             ]
             tensors = self.gradient_buckets.tensors_of(dict(zip(names, parameters, strict=True)))
-            if self._module is None:  # behind the plain hook; attach has told of all parameters at once
-                self.tell_uncompressed({tensor.name: tensor.parameter for tensor in tensors})
+            if self._module is None:  # attach has checked all parameters at once
+                self.check_parameters({tensor.name: tensor.parameter for tensor in tensors})
             bucket = BaguaBucket(f"gradient bucket {index}", tensors, self.process_group, flat)
             self._check_layouts(bucket)
             self.init_operations(self._module, bucket)

@@ -179,6 +179,8 @@ def divide(x_N: torch.Tensor, divisor: float, out_N: torch.Tensor) -> None:
 
 # By name. Filled at import: each compressor's file registers its own, and __init__.py imports the files.
 REGISTRY: dict[str, Callable[..., Compressor]] = {}
+# Bagua's spelling of the one codec that it has.
+ALIASES = {"MinMaxUInt8": "minmax_uint8"}
 
 
 def register_compressor(name: str, make: Callable[..., Compressor]) -> None:
@@ -191,6 +193,6 @@ def register_compressor(name: str, make: Callable[..., Compressor]) -> None:
     Raises:
         ValueError: `name` is taken.
     """
-    if name in REGISTRY:
+    if name in REGISTRY or name in ALIASES:
         raise ValueError(f"register_compressor: a compressor named {name!r} is registered already")
     REGISTRY[name] = make

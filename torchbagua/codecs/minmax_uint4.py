@@ -45,4 +45,4 @@ class MinMaxUInt4(NativeBlockCodec):
         return pad_bytes(self.block_format.header_bytes * num_blocks + (num_elements + num_odd) // 2)
 
 
-register_compressor("MinMaxUInt4", MinMaxUInt4)
+register_compressor("minmax_uint4", MinMaxUInt4)

@@ -25,4 +25,4 @@ class MinMaxUInt8(NativeBlockCodec):
     op_prefix: ClassVar[str] = "minmax_uint8"
 
 
-register_compressor("MinMaxUInt8", MinMaxUInt8)
+register_compressor("minmax_uint8", MinMaxUInt8)

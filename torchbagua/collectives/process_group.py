@@ -48,6 +48,7 @@ class BaguaProcessGroup(GroupOperations):
         timeout: the longest wait for another rank, in construction and after; by default that of `process_group`.
         observers: are told of every phase of communication over the private groups.
         must_agree: further values that must be the same on all ranks, by the name that an error gives them.
+        refusal: an UncompressedParametersWarning that a filter makes an error on this rank; all ranks then raise it.
 
     Attributes:
         process_group: the torch group, over which DDP communicates too.
@@ -72,6 +73,7 @@ class BaguaProcessGroup(GroupOperations):
     Raises:
         TypeError, ValueError: an argument does not fit, or ranks disagree in `nodes`, the package's version or
             `must_agree`.
+        UncompressedParametersWarning: a rank has a `refusal`.
         TimeoutError: a rank did not construct it in time.
     """
 
@@ -83,6 +85,7 @@ class BaguaProcessGroup(GroupOperations):
         timeout: timedelta | None = None,
         observers: Sequence[Observer] = (),
         must_agree: Settings | None = None,
+        refusal: str | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(process_group, dist.ProcessGroup):
@@ -103,7 +106,7 @@ class BaguaProcessGroup(GroupOperations):
         self.clock_offsets: list[ClockOffset] = []
         self.fitting_topologies: list[tuple[Topology, bool]] = []
         given_nodes = None if nodes is None else number_given_nodes(nodes, self.size)
-        verdict = self._agree({"BaguaProcessGroup's argument nodes": given_nodes, **(must_agree or {})})
+        verdict = self._agree({"BaguaProcessGroup's argument nodes": given_nodes, **(must_agree or {})}, refusal)
         self.id = verdict.id
         # Where one rank asks for it all have to take part.
         self.compares_clocks = verdict.compares_clocks
@@ -124,7 +127,7 @@ class BaguaProcessGroup(GroupOperations):
         self.world = self._communicator("world", "world", list(range(self.size)))
         self._describe_node_groups()
 
-    def _agree(self, same: Settings) -> Verdict:
+    def _agree(self, same: Settings, refusal: str | None) -> Verdict:
         """Return what is known of all ranks, which agree in `same` and the package's version."""
         group_store = self.process_group.get_group_store()
         # Every rank constructs its groups in the same order, so counting own constructions gives all the same name.
@@ -136,6 +139,7 @@ class BaguaProcessGroup(GroupOperations):
             clock=clock_of_machine(),
             compares_clocks=self.tracer.compares_clocks,
             id=secrets.token_hex(8),
+            refusal=refusal,
         )
         try:
             return agree_over_store(self._store, self.rank, self.size, own, self.timeout)
@@ -255,13 +259,14 @@ class BaguaProcessGroup(GroupOperations):
         timeout: timedelta | None = None,
         observers: Sequence[Observer] = (),
         must_agree: Settings | None = None,
+        refusal: str | None = None,
     ) -> "BaguaProcessGroup":
         """Return a group of the same ranks and nodes, with private groups of its own, which are open. Collective.
 
         Args:
             timeout: the longest wait for another rank; by default that of this group.
             observers: further observers, beside those of this group.
-            must_agree: as in the constructor.
+            must_agree, refusal: as in the constructor.
         """
         group = BaguaProcessGroup(
             self.process_group,
@@ -269,6 +274,7 @@ class BaguaProcessGroup(GroupOperations):
             timeout=timeout or self.timeout,
             observers=[*self._observers, *observers],
             must_agree=must_agree,
+            refusal=refusal,
         )
         group.open()
         return group

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
+from torchbagua._warnings import UncompressedParametersWarning
 from torchbagua.collectives.nodes import number_by_first_appearance
 from torchbagua.transport.store_requests import read_texts
 
@@ -38,6 +39,7 @@ class Introduction(NamedTuple):
         clock: the name of its clock; None if unknown.
         compares_clocks: whether one of its observers needs the clocks compared.
         id: a name for the group, if this is rank 0.
+        refusal: an UncompressedParametersWarning that a filter makes an error on this rank; None if it takes part.
     """
 
     settings: Settings
@@ -45,6 +47,7 @@ class Introduction(NamedTuple):
     clock: str | None
     compares_clocks: bool
     id: str
+    refusal: str | None = None
 
 
 class Verdict(NamedTuple):
@@ -71,6 +74,7 @@ def agree_over_store(store: dist.Store, rank: int, size: int, own: Introduction,
             `store`.
         ValueError: ranks disagree; names the first setting in which they do, the first rank that differs from rank 0,
             and both values. The same on every rank.
+        UncompressedParametersWarning: a rank has a `refusal`. The same on every rank.
     """
     return _Agreement(store, rank, size, timeout).reach(own)
 
@@ -96,6 +100,8 @@ class _Agreement:
             if children:  # else what it has written itself is its summary
                 self._store.set(self._summary_key(self._rank), _encode(summary))
             (verdict,) = self._read_or_withdraw(["verdict"])
+        if "refusal" in verdict:
+            raise UncompressedParametersWarning(verdict["refusal"])
         if "error" in verdict:
             raise ValueError(verdict["error"])
         clocks = _expand(verdict["other clocks"])
@@ -116,9 +122,12 @@ class _Agreement:
         for digest, count in summary["settings"]:
             first_ranks.setdefault(digest, rank)
             rank += count
-        if len(first_ranks) > 1:
+        if len(first_ranks) > 1 or own.refusal is not None:
             ranks = list(first_ranks.values())
             told = self._read_or_withdraw([f"own/{rank}" for rank in ranks])
+            for introduction in told:
+                if introduction["refusal"] is not None:
+                    return {"refusal": introduction["refusal"]}
             error = _disagreement(dict(zip(ranks, (one["settings"] for one in told), strict=True)))
             if error is not None:
                 return {"error": error}
@@ -190,7 +199,8 @@ def _children(rank: int, size: int) -> Iterator[int]:
 
 
 def _summary_of(own: Introduction) -> dict[str, Any]:
-    digest = hashlib.sha256(json.dumps(own.settings, sort_keys=True).encode()).hexdigest()[:32]
+    told = json.dumps([own.settings, own.refusal], sort_keys=True)
+    digest = hashlib.sha256(told.encode()).hexdigest()[:32]
     return {
         "settings": [[digest, 1]],
         "hosts": [[own.host, 1]],

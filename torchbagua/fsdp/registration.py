@@ -9,7 +9,7 @@ from torchbagua._torch import fsdp_reduce_scatter, fsdp_replicate_group
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.fsdp.backend import Announcer, ReplicaGroup
 from torchbagua.runtime.shards import reshard, sharded_parts
-from torchbagua.training.sharded.parts import check_sharded
+from torchbagua.training.sharded.checks import check_algorithm_of_shards
 from torchbagua.training.sharded.rows import check_parameters_inside, communicating_parts
 
 
@@ -39,7 +39,7 @@ def register_backend(algorithm: Algorithm, *, name: str = "torchbagua") -> None:
     """
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"register_backend: algorithm must be an Algorithm, got {algorithm!r}")
-    check_sharded("register_backend", algorithm)
+    check_algorithm_of_shards("register_backend", algorithm)
     if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
         raise ValueError(f"register_backend: name must be a lower-case identifier, got {name!r}")
     if name in dist.Backend.backend_list:

@@ -98,7 +98,7 @@ class BucketOperations:
 
     def append_centralized_synchronous_op(
         self: B,
-        hierarchical: bool = False,
+        hierarchical: bool = True,
         average: bool = True,
         scattergather: bool = False,
         compression: str | Compressor | None = None,
@@ -110,12 +110,11 @@ class BucketOperations:
         """Append the mean (or sum) of the flat tensor over the group. It is bit-identical on all ranks.
 
         Args:
-            hierarchical: with several nodes: add up within nodes in `intra_compression`, and use `compression` between
-                them.
+            hierarchical: with several nodes of several ranks: sum within nodes in `intra_compression`, and use
+                `compression` between them.
             average: divide by the number of ranks.
             scattergather: without effect; it is there because Bagua's method has it.
-            compression: None for full precision; "MinMaxUInt8", "MinMaxUInt4", "sign1bit", "topk", "blockk",
-                "bfloat16" or "float16"; or a Compressor.
+            compression: None for full precision; the name of a codec, see `torchbagua.codecs`; or a Compressor.
             group: the group; by default that of the bucket.
             error_feedback: the residuals of a float32 bucket, from `residual_state`. What compression leaves out is
                 kept there. It is added the next time, if it has been committed.
@@ -178,7 +177,7 @@ class BucketOperations:
         left_peer_weight: torch.Tensor,
         right_peer_weight: torch.Tensor,
         hierarchical: bool = True,
-        compression: str | Compressor | None = "MinMaxUInt8",
+        compression: str | Compressor | None = "minmax_uint8",
         group: BaguaProcessGroup | None = None,
         *,
         is_bounded: bool = False,
@@ -194,8 +193,8 @@ class BucketOperations:
             left_peer_weight: the replica of the rank before this one, of the same kind.
             right_peer_weight: the replica of the rank after this one, of the same kind.
             hierarchical: with several nodes of several ranks: a ring of nodes.
-            compression: how differences are sent: "MinMaxUInt8", "MinMaxUInt4", "bfloat16" or "float16"; None for full
-                precision; or a Compressor.
+            compression: the codec that sends differences: its name, see `torchbagua.codecs`; None for full precision;
+                or a Compressor. One that needs error feedback is refused.
             group: the group; by default that of the bucket.
             is_bounded: keep each element between its own value and the mean of the three replicas.
 
@@ -240,7 +239,7 @@ class BucketOperations:
                 f"append_asynchronous_model_average_op: peer_selection_mode must be 'all', got {peer_selection_mode!r}"
             )
         if snapshot is None:
-            return self.append_centralized_synchronous_op(group=group)
+            return self.append_centralized_synchronous_op(hierarchical=False, group=group)
         _check_like_flat("snapshot", snapshot, self.spec, self.spec.dtype)
         group, codec = group or self.group, Identity()
         mean = centralized_mean(group, codec, self.spec, hierarchical=False)

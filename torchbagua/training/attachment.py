@@ -4,7 +4,6 @@ import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -12,22 +11,21 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from torchbagua.algorithms.base import Algorithm
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.optimizer_steps import is_sharded
 from torchbagua.algorithms.saved_state import check_saved, load_state, save_state
-from torchbagua.codecs.base import Compressor
 from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 from torchbagua.observe.summary import Summary
-from torchbagua.runtime.optimizer_steps import is_sharded
 from torchbagua.runtime.shards import local_shard
-from torchbagua.training.checks import check_caller, check_first_step, check_kind, check_within_nodes, mark_attached
+from torchbagua.training.checks import mark_attached
 from torchbagua.training.comm_hook import comm_hook
-from torchbagua.training.ddp import ddp_sync_disabled, ddp_within_nodes, driven_by, hooked, named_tensors
+from torchbagua.training.ddp import ddp_sync_disabled, ddp_within_nodes, hooked, named_tensors
 from torchbagua.training.end_warnings import (
     warn_of_different_weights,
     warn_of_missing_detach,
     warn_of_unused_optimizers,
 )
+from torchbagua.training.late_checks import check_caller, check_first_step, check_within_nodes
 from torchbagua.training.optimizer_state import broadcast_optimizer_state
 from torchbagua.training.outer_ddps import CallerWatch
 from torchbagua.training.running_means import RunningMeans
@@ -45,18 +43,8 @@ class Attachment:
         impl: the running algorithm, with its state.
     """
 
-    def __init__(
-        self,
-        setup: TrainingSetup,
-        algorithm: Algorithm,
-        impl: AlgorithmImpl,
-        summary: Summary | None,
-        *,
-        strict: bool,
-        ddp_arguments: Mapping[str, Any] | None,
-        quantize_weights: str | Compressor | None,
-    ) -> None:
-        self.algorithm = algorithm
+    def __init__(self, setup: TrainingSetup, impl: AlgorithmImpl, summary: Summary | None) -> None:
+        self.algorithm = setup.algorithm
         self.impl = impl
         self._summary = summary
         self._setup = setup
@@ -65,25 +53,12 @@ class Attachment:
         # Undone in reverse, by detach or where one of these steps raises: DDP's hook first, impl.close last.
         with ExitStack() as undo:
             undo.callback(impl.close)
-            if ddp_arguments is not None and not impl.averages_weights:
-                if setup.ddps:
-                    raise ValueError(
-                        f"attach: a DistributedDataParallel is around {type(setup.module).__name__} already, and "
-                        "ddp_arguments would make another one; attach to that one, or let it go"
-                    )
-                ddp = DistributedDataParallel(
-                    module=setup.module, process_group=impl.process_group.process_group, **ddp_arguments
-                )
-                self._setup = setup = replace(setup, driven_ddp=ddp, ddps=[ddp])
-                undo.enter_context(driven_by(setup.module, ddp))
             undo.callback(mark_attached(setup.inner, type(impl).__name__).close)
-            check_kind(algorithm, setup, averages_weights=impl.averages_weights)
             within_nodes = impl.averages_gradients_within_nodes
             if within_nodes:
                 check_within_nodes(impl, setup)
             of_all_ranks = [ddp for ddp in setup.ddps if ddp.process_group.size() == impl.process_group.size]
             node_gradients = impl.open_node_gradients() if within_nodes and of_all_ranks else None
-            impl.tell_uncompressed(setup.trained(), strict=strict)
             ignored = setup.ignored_names()
             # Gradients of shards say nothing of who holds the same: fully_shard takes the weights as they are.
             holds_alike = not setup.is_sharded or impl.averages_weights
@@ -113,7 +88,7 @@ class Attachment:
                 silence(ddp)
 
             watch: CallerWatch | None = None
-            if impl.averages_weights or setup.driven_ddp is not None:
+            if impl.averages_weights:
                 # Where attach was given a DDP, another one may be around the same module; else none may be made later.
                 watch = CallerWatch(setup.inner, setup.ddps, silence_caller if setup.ddp is setup.module else None)
                 undo.callback(watch.close)
@@ -134,10 +109,8 @@ class Attachment:
                     impl,
                     setup.module,
                     setup.sharded_parts,
-                    setup.replicate_group,
+                    setup.sharding,
                     setup.must_agree(),
-                    quantize_weights,
-                    strict=strict,
                 )
                 undo.enter_context(communicated)
             else:
@@ -153,10 +126,7 @@ class Attachment:
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """The DistributedDataParallel that communicates: yours, or the one made with `ddp_arguments`. None otherwise.
-
-        Its `no_sync` and `require_backward_grad_sync` hold for forwards of the module too.
-        """
+        """The DistributedDataParallel that communicates gradients, if there is one."""
         return None if self.impl.averages_weights else self._setup.ddp
 
     def detach(self) -> None:
@@ -185,7 +155,6 @@ class Attachment:
         unused = [] if failed else self._clock.unused_optimizers()
         differ = failed and self.impl.leaves_ranks_apart and self._clock.has_trained
         with self._undo:
-            self._undo.callback(self._let_driven_ddp_go)
             if not failed:
                 self._loads.settle()
             if self._running_means is not None and not failed:
@@ -201,10 +170,6 @@ class Attachment:
             warn_of_unused_optimizers(unused)
         if differ:
             warn_of_different_weights(self.algorithm)
-
-    def _let_driven_ddp_go(self) -> None:
-        if self._setup.driven_ddp is not None:
-            self._setup = replace(self._setup, driven_ddp=None, ddps=[])
 
     def broadcast_optimizers(self) -> None:
         """Give all ranks the state of rank 0's optimizers and GradScaler, but not its learning rates. Collective.

@@ -1,8 +1,12 @@
-"""What `attach` checks: that the module and its optimizers fit, on this rank and beside the others'."""
+"""The checks of attach, in one pass: whether module, optimizers and algorithm fit, before anything is communicated.
 
-import inspect
-from collections.abc import Mapping, Sequence
+What only a group can tell, or the training loop, is checked in late_checks.py; what only sharded modules need, in
+sharded/checks.py.
+"""
+
+from collections.abc import Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -10,49 +14,78 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from torchbagua._torch import has_delayed_all_reduce, is_joining, is_stepped_in_backward, uses_python_reducer
-from torchbagua._warnings import warn_user
-from torchbagua.algorithms.base import Algorithm, get
-from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua._warnings import UncompressedParametersWarning, warn_user
+from torchbagua.algorithms.base import Algorithm, get, init_for
+from torchbagua.algorithms.optimizer_steps import check_optimizer, is_sharded, parameters_of, unwrap
 from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.observe.events import Observer, check_observers
 from torchbagua.runtime.bucket import check_elements
-from torchbagua.runtime.optimizer_steps import check_optimizer, is_sharded, parameters_of
-from torchbagua.runtime.shards import sharded_parts
+from torchbagua.runtime.shards import reshard, sharded_parts
 from torchbagua.training.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, named_tensors
-from torchbagua.training.grad_scaler import is_stepped_by_scaler
-from torchbagua.training.outer_ddps import CallerWatch, search_ddps_around
-from torchbagua.training.setup import TrainingSetup
-from torchbagua.training.sharded.parts import check_all_reduce_hooks, check_reduce_scatters, check_sharded
+from torchbagua.training.setup import TrainingSetup, ddps_of
+from torchbagua.training.sharded.checks import check_sharding, unquantized_weights
+from torchbagua.training.sharded.options import Sharding
 
 # On a module with an algorithm attached, inside of its wrapper: its id, which a copy has not, and the impl's name.
 _MARK = "_torchbagua_attached"
 
 
-def mark_attached(module: torch.nn.Module, impl_name: str) -> ExitStack:
-    """Let `check_detached` know, until what is returned is closed, that an impl is attached to `module`."""
-    setattr(module, _MARK, (id(module), impl_name))
-    marked = ExitStack()
-    marked.callback(delattr, module, _MARK)
-    return marked
+def check_arguments(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm | str,
+    process_group: dist.ProcessGroup | BaguaProcessGroup | None,
+    grad_scaler: torch.amp.GradScaler | None,
+    observers: Sequence[Observer],
+    timeout: timedelta | None,
+    sharding: Sharding,
+) -> TrainingSetup:
+    """Return what is attached to what, if it fits. Nothing is communicated: what fails here fails on this rank alone.
+
+    Raises:
+        TypeError, ValueError, KeyError: see `torchbagua.attach`.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"attach: module must be a torch.nn.Module, got {type(module).__name__}")
+    reshard(sharded_parts(module).values())  # an evaluation may have left parameters gathered, and the module's own
+    given = optimizer if isinstance(optimizer, Sequence) and not isinstance(optimizer, str) else [optimizer]
+    optimizers = [unwrap(each) for each in given]
+    check_module(module)
+    check_optimizers(optimizers, module)
+    check_algorithm("attach", algorithm)
+    algorithm = init_for(algorithm, optimizers)
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup | BaguaProcessGroup):
+        raise TypeError(
+            "attach: process_group must be a torch.distributed.ProcessGroup or a BaguaProcessGroup, got "
+            f"{type(process_group).__name__}"
+        )
+    if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
+        raise TypeError(f"attach: grad_scaler must be a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
+    check_observers("attach", observers)
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"attach: timeout must be a datetime.timedelta, got {timeout!r}")
+    check_detached(module)
+    setup = TrainingSetup(module, ddps_of(module), optimizers, algorithm, grad_scaler, sharding)
+    check_sharding(module, setup.sharded_parts, algorithm, sharding)
+    if algorithm.averages_weights:
+        check_weight_averaging(setup)
+    elif not setup.is_sharded:
+        check_gradient_averaging(setup)
+    if process_group is not None:
+        check_same_ranks(setup, process_group)
+    warn_of_closures(optimizers)
+    return setup
 
 
-def check_detached(module: torch.nn.Module) -> None:
-    """Raise ValueError where an algorithm is attached to `module`, or to a part of it, or DDP has a foreign hook."""
-    for name, submodule in module.named_modules():
-        attached_id, attached = getattr(submodule, _MARK, (None, None))
-        if attached_id == id(submodule):
-            what = f"the module's {name}" if name and submodule is not getattr(module, "module", None) else "the module"
-            raise ValueError(f"attach: {attached} is attached to {what} already; detach it first")
-    if isinstance(module, DistributedDataParallel):
-        check_no_foreign_hook(module)
-
-
-def check_algorithm(caller: str, algorithm: object) -> None:
-    """Raise TypeError unless it is an algorithm or a name, and KeyError if no algorithm has that name."""
-    if isinstance(algorithm, str):
-        get(algorithm)
-    elif not isinstance(algorithm, Algorithm):
-        hint = f"; construct it: {algorithm.__name__}()" if isinstance(algorithm, type) else ""
-        raise TypeError(f"{caller}: algorithm must be an Algorithm or a registered name, got {algorithm!r}{hint}")
+def warn_uncompressed(setup: TrainingSetup) -> str | None:
+    """Warn of what is sent in full precision; return the warning if a filter makes it an error on this rank."""
+    try:
+        setup.algorithm.check_parameters(setup.trained())
+        for message in unquantized_weights(setup.sharded_parts, setup.sharding):
+            warn_user(message, UncompressedParametersWarning)
+    except UncompressedParametersWarning as warning:
+        return str(warning)
+    return None
 
 
 def check_module(module: torch.nn.Module) -> None:
@@ -65,7 +98,7 @@ def check_module(module: torch.nn.Module) -> None:
                 "attach: the module was made with delay_all_reduce_named_params, whose gradients bypass communication "
                 "hooks; wrap the model without it"
             )
-    # Of these `check_kind` decides. A DDP around them would average shards.
+    # Of these `check_sharding` decides. A DDP around them would average shards.
     parts = {} if isinstance(module, DistributedDataParallel) else sharded_parts(module)
     sharded_ids = {id(one) for part in parts.values() for one in (part, *part.parameters())}
     for name, submodule in inner.named_modules():
@@ -108,45 +141,6 @@ def _refusal_of_shards(name: str, one: torch.nn.Module | torch.Tensor) -> str:
     )
 
 
-# What others may choose of the DistributedDataParallel that somebody makes for them.
-DDP_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters.keys() - {
-    *("module", "process_group", "device_mesh"),
-    *("delay_all_reduce_named_params", "param_to_hook_all_reduce"),  # gradients that bypass communication hooks
-    "mixed_precision",  # which has a communication hook of its own
-}
-
-
-def check_ddp_arguments(module: torch.nn.Module, arguments: Mapping[str, object]) -> None:
-    """Raise TypeError or ValueError where a DistributedDataParallel of `module` cannot be made with `arguments`."""
-    if not isinstance(arguments, Mapping):
-        raise TypeError(f"attach: ddp_arguments must be a mapping of names to values, got {arguments!r}")
-    if sharded_parts(module):
-        raise ValueError("attach: ddp_arguments must be None for a module on which fully_shard was called")
-    if isinstance(module, DistributedDataParallel):
-        raise ValueError("attach: ddp_arguments is for a module without a DistributedDataParallel, got one that is one")
-    if unknown := arguments.keys() - DDP_ARGUMENTS:
-        raise ValueError(
-            f"attach: ddp_arguments has {sorted(unknown)}, which attach does not hand on to DistributedDataParallel; "
-            f"allowed are {sorted(DDP_ARGUMENTS)}"
-        )
-
-
-def check_replicate_group(module: torch.nn.Module, group: object) -> None:
-    """Raise TypeError or ValueError unless it is None, or a torch group, and fully_shard was called on the module."""
-    if group is None:
-        return
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"attach: replicate_group must be a torch.distributed.ProcessGroup of which this rank is a member, got "
-            f"{type(group).__name__}"
-        )
-    if not sharded_parts(module):
-        raise ValueError(
-            f"attach: replicate_group must be None for {type(module).__name__}, on no part of which fully_shard was "
-            "called; ranks that hold all of it are those of process_group"
-        )
-
-
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: torch.nn.Module) -> None:
     """Raise TypeError or ValueError unless `optimizers` are some, and each has parameters of `module`."""
     if not optimizers:
@@ -170,35 +164,24 @@ def _refusal_of_foreign(optimizer: torch.optim.Optimizer, foreign: Sequence[torc
     )
 
 
-def check_kind(algorithm: Algorithm, setup: TrainingSetup, *, averages_weights: bool) -> None:
-    """Raise TypeError or ValueError where the algorithm, which averages weights or gradients, does not fit."""
-    if setup.is_sharded and not averages_weights:
-        check_sharded("attach", algorithm)
-        check_reduce_scatters(setup.sharded_parts)
-        if setup.replicate_group is not None:
-            check_all_reduce_hooks(setup.sharded_parts)
-        return
-    if setup.is_sharded and setup.replicate_group is None:
-        raise ValueError(
-            f"attach: {type(algorithm).__name__} averages weights among ranks that hold the same ones, and the module "
-            "is sharded: give the ranks that hold the same shards as this one, replicate_group=..., while "
-            "several meshes train copies of it; to compress gradients within one mesh, attach ByteGradAlgorithm or "
-            "CompressedAllReduceAlgorithm"
+def check_gradient_averaging(setup: TrainingSetup) -> None:
+    """Raise TypeError or ValueError if gradients cannot be averaged by a communication hook of the module's DDP."""
+    if setup.ddp is None:
+        raise TypeError(
+            "attach: module must be a torch.nn.parallel.DistributedDataParallel, got "
+            f"{type(setup.module).__name__}: {type(setup.algorithm).__name__} averages gradients, so wrap the "
+            "module in it. Hugging Face's Trainer keeps it as trainer.model_wrapped, accelerate's prepare returns it, "
+            "Lightning keeps it as trainer.strategy.model"
         )
-    if not averages_weights:
-        if setup.ddp is None:
-            raise TypeError(
-                "attach: module must be a torch.nn.parallel.DistributedDataParallel, got "
-                f"{type(setup.module).__name__}: {type(algorithm).__name__} averages gradients. Hugging Face's Trainer "
-                "keeps it as trainer.model_wrapped, accelerate's prepare returns it, Lightning keeps it as "
-                "trainer.strategy.model"
-            )
-        if uses_python_reducer(setup.ddp):
-            raise ValueError(
-                'attach: the module was made with torch._dynamo.config.optimize_ddp = "python_reducer", which does not '
-                "call a communication hook as DDP does; wrap the model with another value of it"
-            )
-        return
+    if uses_python_reducer(setup.ddp):
+        raise ValueError(
+            'attach: the module was made with torch._dynamo.config.optimize_ddp = "python_reducer", which does not '
+            "call a communication hook as DDP does; wrap the model with another value of it"
+        )
+
+
+def check_weight_averaging(setup: TrainingSetup) -> None:
+    """Raise ValueError if weights cannot be averaged after the steps of the optimizers."""
     for optimizer in setup.optimizers:
         if foreign := _foreign_parameters(optimizer, setup.module):  # which would never be averaged
             raise ValueError(_refusal_of_foreign(optimizer, foreign))
@@ -214,6 +197,47 @@ def check_kind(algorithm: Algorithm, setup: TrainingSetup, *, averages_weights: 
             raise ValueError(f"attach: {JOIN_REFUSAL}. The module has been handed to it: wrap the model again")
 
 
+def check_same_ranks(setup: TrainingSetup, given: dist.ProcessGroup | BaguaProcessGroup) -> None:
+    """Raise ValueError unless `given` has the ranks of the module's group.
+
+    The DDP of an algorithm that averages gradients within nodes may have fewer: see `check_within_nodes`.
+    """
+    group = given.process_group if isinstance(given, BaguaProcessGroup) else given
+    within_nodes = setup.algorithm.averages_gradients_within_nodes
+    if setup.is_sharded:
+        owners = [setup.process_group()]
+    else:
+        owners = [ddp.process_group for ddp in setup.ddps if within_nodes or ddp is setup.module]
+    for owner in owners:
+        if not within_nodes or owner.size() == group.size():
+            require_same_ranks(owner, group, list(range(group.size())), "the module's ranks")
+
+
+def require_same_ranks(own: dist.ProcessGroup, given: dist.ProcessGroup, members: Sequence[int], what: str) -> None:
+    """Raise ValueError unless `own` has those ranks of `given` that are numbered `members` there."""
+    places = [f"rank {own.rank()} of {own.size()}", f"rank {members.index(given.rank())} of {len(members)}"]
+    if places[0] == places[1]:
+        try:
+            of_given = dist.get_process_group_ranks(given)
+            places = [
+                f"ranks {dist.get_process_group_ranks(own)}",
+                f"ranks {[of_given[member] for member in members]}",
+            ]
+        except KeyError:  # a group made by hand does not know its global ranks
+            return
+    if places[0] != places[1]:
+        raise ValueError(f"attach: process_group must have {what}: {places[0]}, got {places[1]}")
+
+
+def check_algorithm(caller: str, algorithm: object) -> None:
+    """Raise TypeError unless it is an algorithm or a name, and KeyError if no algorithm has that name."""
+    if isinstance(algorithm, str):
+        get(algorithm)
+    elif not isinstance(algorithm, Algorithm):
+        hint = f"; construct it: {algorithm.__name__}()" if isinstance(algorithm, type) else ""
+        raise TypeError(f"{caller}: algorithm must be an Algorithm or a registered name, got {algorithm!r}{hint}")
+
+
 def warn_of_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Warn of optimizers that call backward as often as the rank's own loss demands."""
     for optimizer in optimizers:
@@ -225,87 +249,20 @@ def warn_of_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             )
 
 
-def check_first_step(impl: AlgorithmImpl, setup: TrainingSetup, watch: CallerWatch | None) -> None:
-    """Say, within the loop's first step, what of it an attached algorithm should have been told.
-
-    Raises:
-        RuntimeError: a DDP that nobody knew of has averaged gradients meanwhile.
-    """
-    if setup.grad_scaler is None and impl.needs_grad_scaler and any(map(is_stepped_by_scaler, setup.optimizers)):
-        what = (
-            "ranks would skip different steps"
-            if impl.averages_weights
-            else "what it keeps from step to step would not be in the unit of gradients"
-        )
-        warn_user(
-            f"torchbagua: a GradScaler steps {type(setup.optimizers[0]).__name__}, and {type(impl).__name__} does not "
-            f"know it: {what}; hand it over, grad_scaler=scaler",
-        )
-    if watch is None or setup.ddp is setup.module:
-        return
-    new = watch.new if watch.has_seen else [ddp for ddp in search_ddps_around(setup.module) if ddp not in setup.ddps]
-    if new:
-        _refuse_later_ddp(setup.module)
-    watch.on_new = lambda ddp: _refuse_later_ddp(setup.module)
+def check_detached(module: torch.nn.Module) -> None:
+    """Raise ValueError where an algorithm is attached to `module`, or to a part of it, or DDP has a foreign hook."""
+    for name, submodule in module.named_modules():
+        attached_id, attached = getattr(submodule, _MARK, (None, None))
+        if attached_id == id(submodule):
+            what = f"the module's {name}" if name and submodule is not getattr(module, "module", None) else "the module"
+            raise ValueError(f"attach: {attached} is attached to {what} already; detach it first")
+    if isinstance(module, DistributedDataParallel):
+        check_no_foreign_hook(module)
 
 
-def _refuse_later_ddp(module: torch.nn.Module) -> None:
-    raise RuntimeError(
-        f"torchbagua: {type(module).__name__} was wrapped in DistributedDataParallel after attach, which averages "
-        "gradients beside the algorithm: wrap it before attach"
-    )
-
-
-def check_caller(impl: AlgorithmImpl, setup: TrainingSetup, ddp: DistributedDataParallel) -> None:
-    """Raise ValueError where an algorithm that averages weights cannot silence `ddp`, in whose forward this is called.
-
-    `ddp` is another one than that which attach was given, around the same module.
-    """
-    check_around(setup.inner, ddp)
-    if is_joining(ddp):
-        raise ValueError(f"torchbagua: {JOIN_REFUSAL}")
-    if impl.averages_gradients_within_nodes:
-        raise ValueError(
-            f"torchbagua: {type(impl.algorithm).__name__} with hierarchical=True has one DistributedDataParallel "
-            f"average gradients within nodes, and {type(setup.inner).__name__} was called by another one; call the one "
-            "that attach was given"
-        )
-
-
-def check_same_ranks(own: dist.ProcessGroup, given: BaguaProcessGroup, *, or_node: bool) -> None:
-    """Raise ValueError unless `own`, that of a DDP, has the ranks of `given`, or those of this rank's node there."""
-    ranks, what = list(range(given.size)), "the module's ranks"
-    if or_node and own.size() != given.size:
-        ranks, what = given.node_ranks[given.nodes[given.rank]], "the module's ranks, or have them on one node"
-    places = [f"rank {own.rank()} of {own.size()}", f"rank {ranks.index(given.rank)} of {len(ranks)}"]
-    if places[0] == places[1]:
-        try:
-            every = dist.get_process_group_ranks(given.process_group)
-            places = [f"ranks {dist.get_process_group_ranks(own)}", f"ranks {[every[rank] for rank in ranks]}"]
-        except KeyError:  # a group made by hand does not know its global ranks
-            return
-    if places[0] != places[1]:
-        raise ValueError(f"attach: process_group must have {what}: {places[0]}, got {places[1]}")
-
-
-def check_within_nodes(impl: AlgorithmImpl, setup: TrainingSetup) -> None:
-    """Raise ValueError where DDP cannot go on averaging gradients within nodes."""
-    if setup.is_sharded:
-        raise ValueError(
-            f"attach: {type(impl.algorithm).__name__}: hierarchical must be False for a sharded module whose "
-            f"replicate_group has several ranks on a node, here {impl.process_group.node_ranks}: gradients are "
-            "averaged among the ranks of a mesh, and not of a node"
-        )
-    subject = f"attach: {type(impl.algorithm).__name__} with hierarchical=True has DDP average gradients within nodes"
-    if not setup.ddps:
-        raise ValueError(
-            f"{subject}, so module must be a DistributedDataParallel, got {type(setup.module).__name__}; with "
-            "hierarchical=False every rank trains alone between rounds"
-        )
-    for ddp in setup.ddps:
-        if ddp.find_unused_parameters and ddp.process_group.size() == impl.process_group.size:
-            raise ValueError(
-                f"{subject}, so a DistributedDataParallel of all ranks must have find_unused_parameters=False: with "
-                "it all nodes would talk in every step; wrap the model over the ranks of each node, and give "
-                "attach the process_group of all"
-            )
+def mark_attached(module: torch.nn.Module, impl_name: str) -> ExitStack:
+    """Let `check_detached` know, until what is returned is closed, that an impl is attached to `module`."""
+    setattr(module, _MARK, (id(module), impl_name))
+    marked = ExitStack()
+    marked.callback(delattr, module, _MARK)
+    return marked

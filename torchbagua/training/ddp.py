@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from torchbagua._torch import comm_hooks_of, has_learnt_graph, is_joining, post_forward, pre_forward
+from torchbagua._torch import comm_hooks_of, has_learnt_graph, is_joining
 
 JOIN_REFUSAL = (
     "an algorithm that averages weights does not take torch.distributed.algorithms.Join, in which ranks that have run "
@@ -105,27 +105,6 @@ def _keep_gradients(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tenso
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
     future.set_result(flat)
     return future
-
-
-def driven_by(module: torch.nn.Module, ddp: DistributedDataParallel) -> ExitStack:
-    """Have every forward of `module`, which `ddp` wraps, be one of `ddp`, until what is returned is closed.
-
-    Then `ddp` is of no use any more.
-
-    As torch.distributed._composable.replicate does it.
-    """
-
-    def before(called: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return pre_forward(ddp, args, kwargs) if called is module else None  # a copy has these hooks too
-
-    def after(called: torch.nn.Module, args: Any, outputs: Any) -> Any:
-        return post_forward(ddp, outputs) if called is module else None
-
-    undo = ExitStack()
-    undo.callback(delattr, ddp, "module")  # else `ddps_around` would find it while anything holds it
-    undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-    undo.callback(module.register_forward_hook(after).remove)
-    return undo
 
 
 class HeldHook:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -11,38 +11,41 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua._torch import names_to_ignore
+from torchbagua.algorithms.base import Algorithm
 from torchbagua.runtime.memory_order import MemoryOrder
 from torchbagua.runtime.shards import sharded_parts
 from torchbagua.training.ddp import named_tensors
 from torchbagua.training.outer_ddps import ddps_around
+from torchbagua.training.sharded.bounded import on_cpus
+from torchbagua.training.sharded.options import Sharding
 from torchbagua.training.sharded.parts import sharding_group
+from torchbagua.training.sharded.rows import communicating_parts
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A module and what trains it.
+    """A module, what trains it, and the algorithm that is attached to it.
 
     Attributes:
         module: whose forward the loop calls.
         ddps: `module`, where it is a DDP, or those around it.
         optimizers: of its parameters.
+        algorithm: what is attached.
         grad_scaler: the loop's.
-        replicate_group: the ranks that hold the same shards as this one, of a sharded module; None where each shard is
-            held once.
-        driven_ddp: one that attach has made of `module`, which is no DDP, and that forwards of `module` drive.
+        sharding: of a sharded module: which ranks hold the same shards, and how its weights are gathered.
     """
 
     module: torch.nn.Module
     ddps: Sequence[DistributedDataParallel]
     optimizers: Sequence[torch.optim.Optimizer]
-    grad_scaler: torch.amp.GradScaler | None
-    replicate_group: dist.ProcessGroup | None = None
-    driven_ddp: DistributedDataParallel | None = None
+    algorithm: Algorithm
+    grad_scaler: torch.amp.GradScaler | None = None
+    sharding: Sharding = field(default_factory=Sharding)
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """The DDP that communicates: the module, where it is one, or the one that was made of it."""
-        return self.module if isinstance(self.module, DistributedDataParallel) else self.driven_ddp
+        """The module, if it is a DDP."""
+        return self.module if isinstance(self.module, DistributedDataParallel) else None
 
     @cached_property
     def sharded_parts(self) -> Mapping[str, Any]:
@@ -93,17 +96,17 @@ class TrainingSetup:
                     "sparse=True); sparse gradients are not supported: leave out sparse=True"
                 )
 
-    def process_group(self, *, averages_weights: bool | None) -> dist.ProcessGroup:
+    def process_group(self) -> dist.ProcessGroup:
         """Return the group of the module, if it is a DDP or sharded, else of the DDPs around it, else the world.
 
-        Of a sharded one it is that over which its gradients are reduce-scattered; for an algorithm that may average
-        weights, that of the ranks which hold the same shards.
+        Of a sharded one it is the group over which its gradients are reduce-scattered; for an algorithm that averages
+        weights, the ranks which hold the same shards.
 
         Raises ValueError where those around it have different groups, or there is no world, or as `sharding_group`.
         """
         if self.is_sharded:
-            group = sharding_group(self.sharded_parts)
-            return group if averages_weights is False else self.replicate_group or group
+            among_shards = sharding_group(self.sharded_parts)
+            return self.sharding.replicate_group or among_shards if self.algorithm.averages_weights else among_shards
         if self.ddp is not None:
             return self.ddp.process_group
         if self.ddps:
@@ -121,10 +124,22 @@ class TrainingSetup:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
+    def groups_opened_later(self) -> list[dist.ProcessGroup]:
+        """Return the groups beside `process_group` whose ranks an attachment has agree, after those of that group."""
+        if self.sharding.replicate_group is None:
+            return []
+        if not self.algorithm.averages_weights:
+            return [self.sharding.replicate_group]
+        communicating = on_cpus(communicating_parts(self.module, self.sharded_parts))
+        return [sharding_group(self.sharded_parts)] if communicating else []
+
     def must_agree(self) -> dict[str, Any]:
         """Return what ranks must have in common, in the order in which they are told of it."""
         module = self.module
-        sizes = [(type(one).__name__, [len(group["params"]) for group in one.param_groups]) for one in self.optimizers]
+        sizes = [
+            (type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups])
+            for optimizer in self.optimizers
+        ]
         return {
             "the number of parameters": len(list(module.parameters())),
             "the shapes, dtypes and requires_grad of parameters, as a digest": _digest(module.parameters()),
@@ -133,13 +148,14 @@ class TrainingSetup:
             "the optimizers, with the number of parameters in each group": repr(sizes),
             "the number of DistributedDataParallel modules around it": len(self.ddps),
             "whether attach was given a grad_scaler": self.grad_scaler is not None,
-            "whether attach was given a replicate_group": self.replicate_group is not None,
+            "whether attach was given a replicate_group": self.sharding.replicate_group is not None,
+            "attach's argument quantize_weights": repr(self.sharding.quantize_weights),
+            "the shard that it holds": self._shard(),
         }
 
-    @property
-    def shard(self) -> str | None:
-        """Which shard of each parameter this rank holds, as all of `replicate_group` do; None without such a group."""
-        if self.replicate_group is None:
+    def _shard(self) -> str | None:
+        """Return which shard this rank holds, if weights are averaged among those that hold the same one."""
+        if self.sharding.replicate_group is None or not self.algorithm.averages_weights:
             return None
         group = sharding_group(self.sharded_parts)
         return f"{group.rank()} of {group.size()}"

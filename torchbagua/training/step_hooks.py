@@ -66,7 +66,6 @@ def install_step_hooks(
 
     must_step = impl.averages_weights and on_step is not None  # it averages when a step ends, or never
     hears_steps = on_step is not None or impl.averages_weights or impl.needs_grad_scaler or impl.tracer.is_on
-    hears_steps |= setup.driven_ddp is not None  # `after_first_step` looks for a DDP that was made since
     clock = StepClock(
         impl.step_watches if hears_steps else [],
         end_step,

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from torchbagua._torch import is_in_backward, num_writes
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.runtime.optimizer_steps import parameters_of
+from torchbagua.algorithms.optimizer_steps import parameters_of
 from torchbagua.training.setup import TrainingSetup
 
 _requires_grad = attrgetter("requires_grad")
@@ -74,15 +74,11 @@ class UnaveragedGradients:
             self._check_untrained(optimizer)
 
     def _warn_of_missing_buckets(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._setup.driven_ddp is None:
-            called = "Or the loop calls the inner module (net(x), ddp.module(x)): call ddp(x)"
-        else:
-            called = "Or the loop calls a part of the module, or its forward: call the module itself"
         self._warn(
             f"{type(optimizer).__name__} has stepped twice by gradients that DistributedDataParallel did not hand "
             "over. Either the module was converted after it was wrapped (ddp.double(), .half(), .to(...)), which drops "
-            f"DDP's hooks: convert it first, wrap it in a new DDP, and attach. {called}. To average by hand, call the "
-            "module within no_sync()"
+            "DDP's hooks: convert it first, wrap it in a new DDP, and attach. Or the loop calls the inner module "
+            "(net(x), ddp.module(x)): call ddp(x). To average by hand, call the module within no_sync()"
         )
 
     def _check_untrained(self, optimizer: torch.optim.Optimizer) -> None:

@@ -3,14 +3,14 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from torchbagua.algorithms.base import Algorithm, check_flags, register
+from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
 from torchbagua.algorithms.gradient.feedback import FeedbackImpl
 from torchbagua.algorithms.gradient.optimizer_advice import warn_of_sparse_means
-from torchbagua.codecs import by_name, check_compression, needs_feedback
+from torchbagua.codecs import by_name, needs_feedback
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.sparse import SparseCodec
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
@@ -26,8 +26,6 @@ class CompressedMeanAlgorithm(Algorithm):
         hierarchical, average, error_feedback: see `CompressedAllReduceAlgorithm`.
     """
 
-    averages_weights: ClassVar[bool | None] = False
-
     hierarchical: bool
     average: bool
     error_feedback: bool
@@ -35,6 +33,9 @@ class CompressedMeanAlgorithm(Algorithm):
     @abstractmethod
     def make_compressors(self) -> tuple[Compressor, Compressor]:
         """Return how values look that travel between all ranks, or between nodes; and within nodes."""
+
+    def make_codec(self) -> Compressor:
+        return self.make_compressors()[0]
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
         """Return `error_feedback`."""
@@ -76,9 +77,8 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
       each step, and set `impl.grad_scaler = scaler`.
 
     Args:
-        compression: "MinMaxUInt4", "MinMaxUInt8", "sign1bit", "topk", "blockk", "bfloat16" or "float16"; None
-            for full precision; or a Compressor, which may be one of yours. "sign1bit", "topk" and "blockk" need error
-            feedback.
+        compression: the name of a codec, see `torchbagua.codecs`; a Compressor, which may be one of yours; or None for
+            full precision.
         hierarchical: with several nodes of several ranks: `intra_compression` within nodes, `compression` between them.
         average: divide by the number of ranks; False gives the sum.
         intra_compression: how values are sent within a node, named as for `compression`; None for full precision. It
@@ -90,7 +90,7 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
         TypeError, ValueError: an argument does not fit.
     """
 
-    compression: str | Compressor | None = "MinMaxUInt4"
+    compression: str | Compressor | None = "minmax_uint4"
     hierarchical: bool = True
     average: bool = True
     _: KW_ONLY
@@ -100,8 +100,7 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
     def __post_init__(self) -> None:
         name = type(self).__name__
         check_flags(self, "hierarchical", "average", "error_feedback")
-        check_compression(f"{name}: compression", self.compression)
-        check_compression(f"{name}: intra_compression", self.intra_compression)
+        check_codecs(self, "compression", "intra_compression")
         if self.intra_compression is not None and not self.hierarchical:
             raise ValueError(
                 f"{name}: intra_compression must be None with hierarchical=False, which does not look at nodes, got "

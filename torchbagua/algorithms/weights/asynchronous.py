@@ -9,13 +9,13 @@ from typing import Any, Literal
 import torch
 
 from torchbagua._warnings import warn_user
-from torchbagua.algorithms.base import check_at_least, register
+from torchbagua.algorithms.base import check_at_least, check_codecs, register
 from torchbagua.algorithms.weights.averaging import AveragingImpl, ModelAveragingAlgorithm
 from torchbagua.algorithms.weights.background_rounds import BackgroundRounds, MonotonicWaitClock, WaitClock
 from torchbagua.algorithms.weights.compressed_rounds import CompressedDifferences
 from torchbagua.algorithms.weights.gradient_warm_up import average_gradients
 from torchbagua.algorithms.weights.votes import Outcome, Reason
-from torchbagua.codecs import by_name, check_compression, needs_feedback
+from torchbagua.codecs import by_name, needs_feedback
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
 from torchbagua.collectives.process_group import BaguaProcessGroup
@@ -50,11 +50,12 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
     Args:
         peer_selection_mode: "all"; there is no other.
         sync_interval_ms: pause between two rounds, in milliseconds.
-        warmup_steps: optimizer steps before the first round, in which gradients are averaged over all ranks in full
-            precision.
-        compression: how differences are sent: "MinMaxUInt8", "MinMaxUInt4", "bfloat16" or "float16"; or a Compressor,
-            which may be one of yours. "sign1bit", "topk" and "blockk" are refused: they leave so much out of a mean
-            that rounds which end would lose much. None sends weights in full precision.
+        warmup_steps: how many training steps come before the first round. In these, gradients are averaged over all
+            ranks in full precision. It counts the steps that the optimizer takes: accumulated backward passes are one
+            step, and a step that GradScaler skips is none.
+        compression: the codec that sends differences: its name, see `torchbagua.codecs`, or a Compressor, which may be
+            one of yours. One that needs error feedback is refused: it leaves so much out of a mean that rounds which
+            end would lose much. None sends weights in full precision.
         average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, if the module's
             `state_dict` holds them. Integer buffers are left alone.
         final_average: when you detach, or leave the `with` block without an error, give all ranks the mean of their
@@ -79,7 +80,7 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
             )
         check_at_least(self, "sync_interval_ms", 0)
         check_at_least(self, "warmup_steps", 0)
-        check_compression("AsyncModelAverageAlgorithm: compression", self.compression)
+        check_codecs(self, "compression")
         if needs_feedback(self.compression):
             raise ValueError(
                 "AsyncModelAverageAlgorithm: compression must not be one that needs error feedback: it leaves so much "
@@ -104,6 +105,9 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
                 f"warmup_steps={self.warmup_steps}; attach with at most {num_warm}"
             )
         super().check_state({**saved, "warmup_steps": self.warmup_steps}, state, process_group)
+
+    def make_codec(self) -> Compressor:
+        return by_name(self.compression)
 
     def make_impl(self, process_group: BaguaProcessGroup) -> "AsyncModelAverageAlgorithmImpl":
         """Return the impl over `process_group`.
@@ -134,7 +138,7 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
     ) -> None:
         super().__init__(process_group, algorithm)
         self.clock = clock or MonotonicWaitClock()
-        self.compressor = by_name(algorithm.compression)
+        self.compressor = algorithm.make_codec()
         self._differences: dict[WeightBucket, CompressedDifferences] = {}
         self._is_enabled = True
         self._leaving_rank: int | None = None

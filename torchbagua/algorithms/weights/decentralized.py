@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchbagua.algorithms.base import check_at_least, check_flags, register
+from torchbagua.algorithms.base import check_at_least, check_codecs, check_flags, register
 from torchbagua.algorithms.rank_state import check_rank_state, owner_of
 from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm, SynchronousAveragingImpl
 from torchbagua.codecs import by_name
@@ -188,9 +188,9 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
     Args:
         hierarchical: with several nodes of several ranks: the mean of a node travels on a ring of nodes.
         communication_interval: communicate every so many steps: with k, after steps 1, k + 1, 2k + 1 and so on.
-        compression: how changes are sent: "MinMaxUInt8", "MinMaxUInt4", "bfloat16" or "float16"; None for full
-            precision; or a Compressor, which may be one of yours. "sign1bit", "topk" and "blockk" are refused:
-            weights become what neighbours were sent, so what is left out of a change is lost.
+        compression: the codec that sends changes: its name, see `torchbagua.codecs`; a Compressor, which may be one of
+            yours; or None for full precision. One that needs error feedback is refused: weights become what neighbours
+            were sent, so what is left out of a change is lost.
         average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, if the module's
             `state_dict` holds them. Integer buffers are left alone.
         final_average: when you detach, or leave the `with` block without an error, give all ranks the mean of their
@@ -204,13 +204,17 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
     hierarchical: bool = True
     communication_interval: int = 1
     _: KW_ONLY
-    compression: str | Compressor | None = "MinMaxUInt8"
+    compression: str | Compressor | None = "minmax_uint8"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_flags(self, "hierarchical")
         check_at_least(self, "communication_interval", 1)
+        check_codecs(self, "compression")
         check_ring_compression(type(self).__name__, self.compression)
+
+    def make_codec(self) -> Compressor:
+        return by_name(self.compression)
 
     def make_impl(self, process_group: BaguaProcessGroup) -> SynchronousAveragingImpl:
         """Return the impl over `process_group`."""
@@ -238,7 +242,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: LowPrecisionDecentralizedAlgorithm) -> None:
         super().__init__(process_group, algorithm)
-        self.compressor = by_name(algorithm.compression)
+        self.compressor = algorithm.make_codec()
         self._exchange: Job[None] | None = None
 
     def reset(self) -> None:

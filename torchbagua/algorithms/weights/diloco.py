@@ -9,13 +9,13 @@ import torch
 
 from torchbagua._description import describe
 from torchbagua._warnings import warn_user
-from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags, register
+from torchbagua.algorithms.base import Algorithm, check_at_least, check_codecs, check_flags, register
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.rank_state import check_keys, check_rank_state, owner_of
 from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm, SynchronousAveragingImpl
 from torchbagua.algorithms.weights.shadow_weights import OuterOptimizer, ShadowWeights, fragments_of
-from torchbagua.codecs import by_name, check_compression, needs_feedback
+from torchbagua.codecs import by_name, needs_feedback
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
 from torchbagua.collectives.agreement import all_reduce_max
@@ -60,9 +60,8 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
         outer_optimizer: takes the place of these three: a function of the list of shadow weights, a float32 tensor for
             each parameter, that returns a torch.optim.Optimizer of them. Ranks compare it by its qualified name, so it
             must have one: no lambda.
-        compression: how outer gradients are sent: "MinMaxUInt4", "MinMaxUInt8", "sign1bit", "topk", "blockk",
-            "bfloat16" or "float16"; None for full precision; or a Compressor. "sign1bit", "topk" and "blockk" need
-            error feedback.
+        compression: the codec that sends outer gradients: its name, see `torchbagua.codecs`; a Compressor; or None for
+            full precision.
         error_feedback: add what compression leaves out to what is sent in the next round.
         fragments: so many parts of the parameters, of about as many bytes.
         delay: steps from the end of a fragment's inner steps until its round is applied, less than `inner_steps` /
@@ -84,7 +83,7 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
     outer_momentum: float = 0.6
     nesterov: bool = True
     outer_optimizer: OuterOptimizer | None = None
-    compression: str | Compressor | None = "MinMaxUInt4"
+    compression: str | Compressor | None = "minmax_uint4"
     error_feedback: bool = True
     fragments: int = 1
     delay: int = 0
@@ -102,7 +101,7 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
             if not callable(self.outer_optimizer):
                 raise TypeError(f"{name}: outer_optimizer must be a function or None, got {self.outer_optimizer!r}")
             describe(self.outer_optimizer, f"{name}: outer_optimizer")
-        check_compression(f"{name}: compression", self.compression)
+        check_codecs(self, "compression")
         if not self.error_feedback and needs_feedback(self.compression):
             raise ValueError(
                 f"{name}: compression {self.compression!r} needs error_feedback=True: it leaves so much out that "
@@ -138,6 +137,9 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
         if state["residuals"]["num_ranks"] == process_group.size:
             check_rank_state(owner, state["residuals"], (), process_group)
 
+    def make_codec(self) -> Compressor:
+        return by_name(self.compression)
+
     def make_impl(self, process_group: BaguaProcessGroup) -> "DiLoCoAlgorithmImpl":
         """Return the impl over `process_group`."""
         return DiLoCoAlgorithmImpl(process_group, self)
@@ -169,7 +171,7 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: DiLoCoAlgorithm) -> None:
         super().__init__(process_group, algorithm)
-        self.compressor = by_name(algorithm.compression)
+        self.compressor = algorithm.make_codec()
         self.shadow = self._new_shadow()
         self.num_dropped = 0
         self._residuals = self._new_residuals()
@@ -189,7 +191,9 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
     def open_node_gradients(self) -> AlgorithmImpl:
         """Have a lane of their own: behind a round that is under way gradients would wait."""
         group = self.process_group.open_gradient_group()
-        self._node_gradients = GradientAllReduceAlgorithm().reify(group, timeout=self.process_group.timeout)
+        self._node_gradients = GradientAllReduceAlgorithm(hierarchical=False).reify(
+            group, timeout=self.process_group.timeout
+        )
         return self._node_gradients
 
     def close(self) -> None:
@@ -242,7 +246,7 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
             self._feedback[one] = self._residuals.of_bucket(gradient)
         residuals = self._feedback.get(one)
         if not self._is_of_nodes:
-            gradient.append_centralized_synchronous_op(compression=codec, error_feedback=residuals)
+            gradient.append_centralized_synchronous_op(hierarchical=False, compression=codec, error_feedback=residuals)
             return
         mean = mean_of_nodes(self.process_group, codec, gradient.spec, residuals=residuals)
 

@@ -35,7 +35,7 @@ def is_own(algorithm: object) -> bool:
 class OwnAlgorithm(tb.Algorithm):
     """An algorithm of the user's, and the module that it is for."""
 
-    averages_weights: ClassVar[bool | None] = True
+    averages_weights: ClassVar[bool] = True
 
     algorithm: tb.Algorithm
     bagua_ddp: "BaguaDistributedDataParallel" = field(repr=False)

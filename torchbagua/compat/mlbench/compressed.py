@@ -68,7 +68,8 @@ class AlgorithmAggregation(Aggregation):
     def _check_group(self, group: BaguaProcessGroup) -> None:
         self._algorithm.prepare()
         self._impl = self._algorithm.make_impl(group)
-        self._impl.tell_uncompressed({name: one for name, one in self._model.named_parameters() if one.requires_grad})
+        trained = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
+        self._algorithm.check_parameters(trained)
         self._impl.set_module(self._model)
 
     def _aggregate(self, what: str, model: torch.nn.Module, op: str, denom: Denominator, *, by_layer: bool) -> None:

@@ -5,14 +5,13 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torchbagua._description import describe
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.codecs.base import Compressor
 from torchbagua.training.sharded.bounded import bound_gathers, bound_reduce_scatters, on_cpus, open_shards
 from torchbagua.training.sharded.first_failure import FirstFailure
 from torchbagua.training.sharded.gather import gathered_by
+from torchbagua.training.sharded.options import Sharding
 from torchbagua.training.sharded.reduce_scatter import scattered_by
 from torchbagua.training.sharded.replicas import averaged_by, open_replicas, share_shards
 from torchbagua.training.sharded.rows import RowRunner, check_parameters_inside, communicating_parts
@@ -22,11 +21,8 @@ def communicated_by(
     impl: AlgorithmImpl,
     module: torch.nn.Module,
     parts: Mapping[str, Any],
-    replicate_group: dist.ProcessGroup | None,
+    sharding: Sharding,
     must_agree: Mapping[str, Any],
-    quantize_weights: str | Compressor | None,
-    *,
-    strict: bool,
 ) -> ExitStack:
     """Have `impl` communicate for a module until what is returned is closed. Collective with replicas.
 
@@ -36,33 +32,28 @@ def communicated_by(
         impl: over the ranks among which the module is sharded.
         module: all of it.
         parts: those on which fully_shard was called, by name.
-        replicate_group: the ranks that hold the same shards.
-        must_agree: what must be the same on all of these, by name.
-        quantize_weights, strict: see `gathered_by`; None to have weights gathered as torch does.
+        sharding: the ranks that hold the same shards, and how weights are gathered.
+        must_agree: what must be the same on all of these ranks, by name.
 
     Raises:
-        ValueError, TimeoutError, CommunicationError: see `scattered_by`, `gathered_by`, `open_replicas`.
+        ValueError, TimeoutError, CommunicationError: see `scattered_by`, `open_replicas`.
     """
     communicating = communicating_parts(module, parts)
     check_parameters_inside(module, communicating)
     with ExitStack() as undo:  # closed here only where one of these steps raises
         runner = RowRunner(impl)
-        if replicate_group is not None:
+        if sharding.replicate_group is not None:
             algorithm = describe(impl.algorithm, type(impl.algorithm).__name__)
-            quantized = {
-                "attach's argument quantize_weights": repr(quantize_weights),
-                "attach's argument strict": strict,
-            }
-            must_agree = {"the algorithm": algorithm, **must_agree, **quantized}
-            replicas = undo.enter_context(open_replicas(impl, replicate_group, must_agree))
+            must_agree = {"the algorithm": algorithm, **must_agree}
+            replicas = undo.enter_context(open_replicas(impl, sharding.replicate_group, must_agree))
             share_shards(replicas, module)
             runner = RowRunner(impl, replicas)
             undo.enter_context(averaged_by(runner, communicating))
         undo.enter_context(bound_gathers(impl.process_group, runner.failure, communicating))
         undo.enter_context(scattered_by(runner, communicating))
         undo.enter_context(bound_reduce_scatters(impl.process_group, runner.failure, communicating))
-        if quantize_weights is not None:
-            undo.enter_context(gathered_by(runner, communicating, quantize_weights, strict=strict))
+        if sharding.quantize_weights is not None:
+            undo.enter_context(gathered_by(runner, communicating, sharding.quantize_weights))
         return undo.pop_all()
 
 

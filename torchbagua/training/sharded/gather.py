@@ -10,80 +10,27 @@ import torch
 from torchbagua._torch import (
     fsdp_all_gather,
     fsdp_gathered_dtypes,
-    fsdp_own_gathers,
-    fsdp_param_groups,
     fsdp_shard_group,
 )
-from torchbagua._warnings import warn_user
-from torchbagua.algorithms.base import Algorithm
-from torchbagua.codecs import by_name, check_compression, needs_feedback
+from torchbagua._warnings import UncompressedParametersWarning, warn_user
+from torchbagua.codecs import by_name
 from torchbagua.codecs.base import Compressor
 from torchbagua.collectives.row_gather import RowGather
-from torchbagua.runtime.shards import sharded_parts
 from torchbagua.training.sharded.rows import CommunicatingPart, Row, RowRunner, spec_of_row
 
 
-def check_quantize_weights(
-    module: torch.nn.Module, quantize_weights: str | Compressor | None, algorithm: Algorithm
-) -> None:
-    """Raise ValueError unless it is None, or the weights of `module` can be gathered in this codec's bytes."""
-    if quantize_weights is None:
-        return
-    check_compression("attach: quantize_weights", quantize_weights)
-    if needs_feedback(quantize_weights):
-        raise ValueError(
-            "attach: quantize_weights must not be a codec that needs error feedback, since what it leaves out of "
-            f"weights is lost; got {quantize_weights!r}"
-        )
-    parts = sharded_parts(module)
-    if not parts:
-        raise ValueError(
-            f"attach: quantize_weights must be None for {type(module).__name__}, on no part of which fully_shard was "
-            f"called: its weights are not gathered; got {quantize_weights!r}"
-        )
-    if algorithm.averages_weights:
-        raise ValueError(
-            f"attach: quantize_weights must be None with {type(algorithm).__name__}, which averages weights over "
-            f"replicas and leaves to torch what is gathered; got {quantize_weights!r}"
-        )
-    names = {id(one): name for name, one in module.named_parameters()}
-    for part_name, part in parts.items():
-        for param_group in fsdp_param_groups(part):
-            comm, is_torchs = fsdp_all_gather(param_group)
-            if not is_torchs:
-                raise ValueError(
-                    f"attach: quantize_weights must be None where {part_name or 'the module'} has the all-gather "
-                    f"{type(comm).__name__} already; leave out set_custom_all_gather, set_symm_mem_for_comm and "
-                    "set_allocate_memory_from_process_group_for_comm"
-                )
-            for parameter, cls in fsdp_own_gathers(param_group):
-                raise ValueError(
-                    f"attach: quantize_weights must be None where {names[id(parameter)]} says itself how it is "
-                    f"gathered ({cls.__name__}.fsdp_pre_all_gather)"
-                )
-
-
-def gathered_by(
-    runner: RowRunner, parts: Sequence[CommunicatingPart], quantize_weights: str | Compressor, *, strict: bool
-) -> ExitStack:
+def gathered_by(runner: RowRunner, parts: Sequence[CommunicatingPart], quantize_weights: str | Compressor) -> ExitStack:
     """Have the impl gather the weights of all parts until what is returned is closed; then torch does again.
 
     Args:
         runner: whose impl's group is used. Its ranks are those over which the parts are sharded.
         parts: whose weights they are.
         quantize_weights: the codec.
-        strict: raise where it does not encode weights; by default they travel in full precision, and are named then.
-
-    Raises:
-        ValueError: `strict`, and there are such.
     """
     codec = by_name(quantize_weights)
     with ExitStack() as undo:  # closed here only where one of these steps raises
         for one in parts:
             own = WeightGather(runner, one, codec)
-            dtypes = fsdp_gathered_dtypes(one.param_group)
-            if strict and (len(dtypes) > 1 or not all(map(codec.encodes, dtypes))):
-                raise ValueError(f"attach: strict=True, and {own.in_full_precision(dtypes)}")
             undo.callback(one.part.reshard)  # when torch's is back: what has been decoded is not computed with any more
             undo.callback(one.part.set_custom_all_gather, fsdp_all_gather(one.param_group)[0])
             one.part.set_custom_all_gather(own)
@@ -109,7 +56,8 @@ class WeightGather:
         self._group = fsdp_shard_group(part.param_group)
         self._torchs, _ = fsdp_all_gather(part.param_group)
         self._gathers: dict[tuple[Row, torch.dtype, torch.device], RowGather] = {}
-        self._told = False
+        dtypes = fsdp_gathered_dtypes(part.param_group)
+        self._told = len(dtypes) > 1 or not all(map(codec.encodes, dtypes))  # by attach
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for the output, on the current stream."""
@@ -137,23 +85,15 @@ class WeightGather:
         """
         dtype = input_tensor.dtype
         if group is not self._group or not self._codec.encodes(dtype):
-            if group is self._group and not self._told:
+            if group is self._group and not self._told:  # attach has not seen the policy that casts to this dtype
                 self._told = True
-                warn_user(f"torchbagua: {self.in_full_precision({dtype})}")
+                warn_user(why_in_full_precision(self._name, self._codec, {dtype}), UncompressedParametersWarning)
             return self._torchs(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
         impl = self._runner.impl
         impl.use_device(input_tensor.device)
         gather = partial(self._gather(input_tensor), input_tensor, output_tensor)
         self._runner.run(impl.process_group, self._name, output_tensor, gather)
         return None
-
-    def in_full_precision(self, dtypes: set[torch.dtype]) -> str:
-        """Return the words that say that these dtypes are not compressed."""
-        kinds = " and ".join(sorted(map(str, dtypes)))
-        why = f"{self._codec} does not encode {kinds}"
-        if len(dtypes) > 1 or dtypes == {torch.uint8}:
-            why = "FSDP gathers parameters of several dtypes as bytes; set MixedPrecisionPolicy's param_dtype"
-        return f"{self._name} are gathered in full precision, because {why}"
 
     def _gather(self, x_L: torch.Tensor) -> RowGather:
         row = self._part.whole_row
@@ -165,3 +105,12 @@ class WeightGather:
                 impl.process_group, self._codec, spec, hierarchical=impl.algorithm.hierarchical
             )
         return self._gathers[key]
+
+
+def why_in_full_precision(name: str, codec: Compressor, dtypes: set[torch.dtype]) -> str:
+    """Return the warning that weights of these dtypes, called `name`, are not compressed."""
+    kinds = " and ".join(sorted(map(str, dtypes)))
+    why = f"{codec} does not encode {kinds}"
+    if len(dtypes) > 1 or dtypes == {torch.uint8}:
+        why = "FSDP gathers parameters of several dtypes as bytes; set MixedPrecisionPolicy's param_dtype"
+    return f"torchbagua: {name} are gathered in full precision, because {why}"

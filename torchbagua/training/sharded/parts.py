@@ -6,16 +6,11 @@ from typing import Any
 import torch.distributed as dist
 
 from torchbagua._torch import (
-    fsdp_all_reduce_hook,
     fsdp_is_offloaded,
     fsdp_param_groups,
-    fsdp_reduce_scatter,
     fsdp_shard_group,
     fsdp_shards,
 )
-from torchbagua.algorithms.base import Algorithm
-from torchbagua.algorithms.gradient.bytegrad import ByteGradAlgorithm
-from torchbagua.algorithms.gradient.compressed_all_reduce import CompressedAllReduceAlgorithm
 
 
 def sharding_group(parts: Mapping[str, Any]) -> dist.ProcessGroup:
@@ -38,7 +33,7 @@ def sharding_group(parts: Mapping[str, Any]) -> dist.ProcessGroup:
             if group is None:
                 raise ValueError(
                     f"attach: {what} is replicated ({type(part).__name__}), by an all-reduce of torch's own. Either "
-                    "call fully_shard with the mesh's dimension of shards alone, and attach with "
+                    "call fully_shard with the mesh's dimension of shards alone, and torchbagua.fsdp.attach with "
                     "replicate_group=mesh.get_group(...) of that of replicas; or leave out attach, and make the mesh "
                     "with torchbagua.fsdp.register_backend, which replicate() needs"
                 )
@@ -56,47 +51,3 @@ def sharding_group(parts: Mapping[str, Any]) -> dist.ProcessGroup:
     if any(group is not groups[0] for group in groups):
         raise ValueError("attach: all parts must be sharded over one group, got fully_shard with several meshes")
     return groups[0]
-
-
-def check_sharded(caller: str, algorithm: Algorithm) -> None:
-    """Raise ValueError where gradients of sharded modules are not communicated by `algorithm`."""
-    name = type(algorithm).__name__
-    if not isinstance(algorithm, ByteGradAlgorithm | CompressedAllReduceAlgorithm):
-        raise ValueError(
-            f"{caller}: {name} does not take modules on which fully_shard was called; ByteGradAlgorithm and "
-            "CompressedAllReduceAlgorithm do"
-        )
-    if algorithm.error_feedback:
-        raise ValueError(
-            f"{caller}: {name}: error_feedback must be False for modules on which fully_shard was called: every rank "
-            "would keep a residual of all parameters, and not of its shard"
-        )
-    if not algorithm.average:
-        raise ValueError(
-            f"{caller}: {name}: average must be True for modules on which fully_shard was called, which say themselves "
-            "by what to divide: set_gradient_divide_factor(1)"
-        )
-
-
-def check_reduce_scatters(parts: Mapping[str, Any]) -> None:
-    """Raise ValueError where one of these parts has a reduce-scatter of its own."""
-    for part_name, part in parts.items():
-        for comm, is_torchs in map(fsdp_reduce_scatter, fsdp_param_groups(part)):
-            if not is_torchs:
-                raise ValueError(
-                    f"attach: {part_name or 'the module'} has the reduce-scatter {type(comm).__name__} already; leave "
-                    "out set_custom_reduce_scatter, set_symm_mem_for_comm and "
-                    "set_allocate_memory_from_process_group_for_comm, and detach what is attached to a module around it"
-                )
-
-
-def check_all_reduce_hooks(parts: Mapping[str, Any]) -> None:
-    """Raise ValueError where one of these parts has an all-reduce hook already, which replicas need."""
-    for part_name, part in parts.items():
-        for hook in map(fsdp_all_reduce_hook, fsdp_param_groups(part)):
-            if hook is not None:
-                raise ValueError(
-                    f"attach: {part_name or 'the module'} has the all-reduce hook {hook!r} already, and "
-                    "replicate_group needs one; leave out set_all_reduce_hook, and detach what is attached to a "
-                    "module around it"
-                )
