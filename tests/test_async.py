@@ -17,7 +17,7 @@ import oracle
 import torchbagua as tb
 from averaging import Normed, Trainer, Weights, assert_same_weights, stacked, weights_of
 from ranks import run_ranks
-from torchbagua.algorithms import AsyncModelAverageAlgorithmImpl
+from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl
 from training import Branches, build
 
 

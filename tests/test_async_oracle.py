@@ -17,7 +17,7 @@ import oracle
 import torchbagua as tb
 from averaging import Normed, Trainer, Weights, is_buffer, weights_of
 from ranks import run_ranks
-from torchbagua.algorithms import AsyncModelAverageAlgorithmImpl
+from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl
 from training import Wide, build, flat
 
 INTERVAL_MS = 1000

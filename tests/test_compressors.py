@@ -21,12 +21,10 @@ from torchbagua.codecs import (
     Sign1Bit,
     TensorSpec,
     TopK,
-    by_name,
-    check_compression,
-    needs_feedback,
     register_compressor,
 )
 from torchbagua.codecs.base import REGISTRY
+from torchbagua.codecs.lookup import by_name, check_compression, needs_feedback
 from torchbagua.codecs.sparse import SparseCodec
 
 COMPRESSORS: list[Compressor] = [

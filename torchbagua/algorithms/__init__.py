@@ -4,54 +4,45 @@ May import runtime and what is below it: they know no DDP, no FSDP2 and no GradS
 Begin with base.py, which describes an algorithm, and impl.py, which runs one; then gradient/bytegrad.py.
 """
 
-from torchbagua.algorithms.base import Algorithm, available_algorithms, get, init_for, register
-from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
-from torchbagua.algorithms.gradient.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
-from torchbagua.algorithms.gradient.compressed_all_reduce import (
-    CompressedAllReduceAlgorithm,
-    CompressedAllReduceAlgorithmImpl,
-)
-from torchbagua.algorithms.gradient.powersgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
-from torchbagua.algorithms.gradient.topk import TopKAlgorithm, TopKAlgorithmImpl
+from torchbagua.algorithms.base import Algorithm, available_algorithms, register
+from torchbagua.algorithms.base import get as get
+from torchbagua.algorithms.base import init_for as init_for
+from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm
+from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithmImpl as GradientAllReduceAlgorithmImpl
+from torchbagua.algorithms.gradient.bytegrad import ByteGradAlgorithm
+from torchbagua.algorithms.gradient.bytegrad import ByteGradAlgorithmImpl as ByteGradAlgorithmImpl
+from torchbagua.algorithms.gradient.compressed_all_reduce import CompressedAllReduceAlgorithm
+from torchbagua.algorithms.gradient.powersgd import PowerSGDAlgorithm
+from torchbagua.algorithms.gradient.topk import TopKAlgorithm
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.qadam.algorithm import QAdamAlgorithm, QAdamAlgorithmImpl
+from torchbagua.algorithms.qadam.algorithm import QAdamAlgorithm
+from torchbagua.algorithms.qadam.algorithm import QAdamAlgorithmImpl as QAdamAlgorithmImpl
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
-from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithm, AsyncModelAverageAlgorithmImpl
+from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithm
+from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl as AsyncModelAverageAlgorithmImpl
+from torchbagua.algorithms.weights.decentralized import DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
+from torchbagua.algorithms.weights.decentralized import DecentralizedAlgorithmImpl as DecentralizedAlgorithmImpl
 from torchbagua.algorithms.weights.decentralized import (
-    DecentralizedAlgorithm,
-    DecentralizedAlgorithmImpl,
-    LowPrecisionDecentralizedAlgorithm,
-    LowPrecisionDecentralizedAlgorithmImpl,
+    LowPrecisionDecentralizedAlgorithmImpl as LowPrecisionDecentralizedAlgorithmImpl,
 )
-from torchbagua.algorithms.weights.diloco import DiLoCoAlgorithm, DiLoCoAlgorithmImpl, LocalSGDAlgorithm
+from torchbagua.algorithms.weights.diloco import DiLoCoAlgorithm, LocalSGDAlgorithm
 
+# The package exports the same names: this is the one place where they are listed.
 __all__ = [
     "Algorithm",
     "AlgorithmImpl",
     "AsyncModelAverageAlgorithm",
-    "AsyncModelAverageAlgorithmImpl",
     "ByteGradAlgorithm",
-    "ByteGradAlgorithmImpl",
     "CompressedAllReduceAlgorithm",
-    "CompressedAllReduceAlgorithmImpl",
     "DecentralizedAlgorithm",
-    "DecentralizedAlgorithmImpl",
     "DiLoCoAlgorithm",
-    "DiLoCoAlgorithmImpl",
     "GradientAllReduceAlgorithm",
-    "GradientAllReduceAlgorithmImpl",
     "LocalSGDAlgorithm",
     "LowPrecisionDecentralizedAlgorithm",
-    "LowPrecisionDecentralizedAlgorithmImpl",
     "PowerSGDAlgorithm",
-    "PowerSGDAlgorithmImpl",
     "QAdamAlgorithm",
-    "QAdamAlgorithmImpl",
     "QAdamOptimizer",
     "TopKAlgorithm",
-    "TopKAlgorithmImpl",
     "available_algorithms",
-    "get",
-    "init_for",
     "register",
 ]

@@ -6,10 +6,10 @@ from typing import TypeVar
 
 import torch
 
-from torchbagua.codecs import by_name
 from torchbagua.codecs.base import Compressor, sum_dtype
 from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.lookup import by_name
 from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.exchange import ElementCounts, Exchange

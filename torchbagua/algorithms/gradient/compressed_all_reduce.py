@@ -10,8 +10,8 @@ import torch
 from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
 from torchbagua.algorithms.gradient.feedback import FeedbackImpl
 from torchbagua.algorithms.gradient.optimizer_advice import warn_of_sparse_means
-from torchbagua.codecs import by_name, needs_feedback
 from torchbagua.codecs.base import Compressor
+from torchbagua.codecs.lookup import by_name, needs_feedback
 from torchbagua.codecs.sparse import SparseCodec
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup

@@ -11,8 +11,8 @@ from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags, register
 from torchbagua.algorithms.gradient.optimizer_advice import adam_among
 from torchbagua.algorithms.gradient.phases import PhasedFeedbackImpl
-from torchbagua.codecs import by_name
 from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.lookup import by_name
 from torchbagua.collectives.low_rank_mean import LowRankMean
 from torchbagua.collectives.low_rank_state import LowRankState, MatrixShape, matrix_shape
 from torchbagua.collectives.process_group import BaguaProcessGroup

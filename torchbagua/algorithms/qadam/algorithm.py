@@ -12,9 +12,9 @@ from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, reg
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.optimizer_steps import unwrap
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
-from torchbagua.codecs import by_name, needs_feedback
 from torchbagua.codecs.base import REGISTRY, Compressor
 from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.lookup import by_name, needs_feedback
 from torchbagua.codecs.sign1bit import Sign1Bit
 from torchbagua.collectives.agreement import require_same_progress
 from torchbagua.collectives.process_group import BaguaProcessGroup

@@ -15,9 +15,9 @@ from torchbagua.algorithms.weights.background_rounds import BackgroundRounds, Mo
 from torchbagua.algorithms.weights.compressed_rounds import CompressedDifferences
 from torchbagua.algorithms.weights.gradient_warm_up import average_gradients
 from torchbagua.algorithms.weights.votes import Outcome, Reason
-from torchbagua.codecs import by_name, needs_feedback
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.lookup import by_name, needs_feedback
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.runtime.bucket import BaguaBucket

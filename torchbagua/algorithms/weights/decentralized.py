@@ -10,9 +10,9 @@ import torch
 from torchbagua.algorithms.base import check_at_least, check_codecs, check_flags, register
 from torchbagua.algorithms.rank_state import check_rank_state, owner_of
 from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm, SynchronousAveragingImpl
-from torchbagua.codecs import by_name
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.lookup import by_name
 from torchbagua.collectives.low_precision_ring import check_ring_compression
 from torchbagua.collectives.neighbourhood_mean import check_topology
 from torchbagua.collectives.process_group import BaguaProcessGroup

@@ -15,9 +15,9 @@ from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.rank_state import check_keys, check_rank_state, owner_of
 from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm, SynchronousAveragingImpl
 from torchbagua.algorithms.weights.shadow_weights import OuterOptimizer, ShadowWeights, fragments_of
-from torchbagua.codecs import by_name, needs_feedback
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.lookup import by_name, needs_feedback
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.broadcast import broadcast_tensors
 from torchbagua.collectives.centralized_mean import mean_of_nodes
