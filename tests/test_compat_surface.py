@@ -23,8 +23,14 @@ def is_private(name: str) -> bool:
 
 
 def public_names(module: str) -> set[str]:
-    """What may be imported from a public package, or be read as its attribute."""
-    names = set(importlib.import_module(module).__all__)
+    """What may be imported from a public package, or be read as its attribute.
+
+    Beside `__all__`, what the package re-exports by name, `import x as x`: what only other people's APIs name too.
+    """
+    package = importlib.import_module(module)
+    imports = ast.walk(ast.parse(Path(package.__file__ or "").read_text()))
+    aliases = [alias for node in imports if isinstance(node, ast.ImportFrom) for alias in node.names]
+    names = {*package.__all__, *(alias.name for alias in aliases if alias.asname == alias.name)}
     return names | {public.rpartition(".")[2] for public in PUBLIC if public.rpartition(".")[0] == module}
 
 
