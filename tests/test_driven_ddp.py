@@ -15,6 +15,7 @@ import torchbagua as tb
 import torchbagua.compat.bagua
 from ranks import run_ranks
 from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel, buffers_option
+from torchbagua.compat.bagua.data_parallel.driven_ddp import DrivenForward
 from torchbagua.compat.bagua.process_groups import from_torch_group
 from training import Branches, build
 
@@ -142,15 +143,13 @@ def test_what_observers_are_told_is_what_they_are_told_of_a_ddp() -> None:
         for is_driven in (False, True):
             module, recorder = nn.Linear(4, 2), tb.observe.Recorder()
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            own_group = tb.BaguaProcessGroup(group, observers=[recorder])
-            if is_driven:
-                facade = from_torch_group(group)
-                facade.open = lambda own_group=own_group: own_group  # type: ignore[method-assign]
-                called, own = module, BaguaDistributedDataParallel(module, optimizer, "bytegrad", facade)
-                attachment = own.attachment
-            else:
-                called = DistributedDataParallel(module, process_group=group)
-                attachment = tb.attach(called, optimizer, "bytegrad", process_group=own_group)
+            driven = DrivenForward(module, group, {}) if is_driven else None
+            ddp = DistributedDataParallel(module, process_group=group) if driven is None else driven.ddp
+            attachment = tb.attach(ddp, optimizer, "bytegrad", observers=[recorder])
+            called: nn.Module = ddp
+            if driven is not None:
+                driven.install()
+                called = module
             with attachment:
                 for _ in range(3):
                     called(torch.ones(1, 4)).sum().backward()
@@ -196,28 +195,5 @@ def test_what_fails_leaves_nothing_and_can_be_tried_again() -> None:
         module.with_bagua(optimizer, "gradient_allreduce", group)
         assert torch.equal(gradients_of(module, group.rank()), torch.full((2, 4), 1.5))
         module.bagua_ddp.attachment.detach()
-
-    run_ranks(2, body)
-
-
-def test_an_algorithm_that_leaves_its_kind_to_its_impl() -> None:
-    """Its `averages_weights` is None: a weight algorithm gets a DDP too, and silences it."""
-
-    class Kind(tb.Algorithm):
-        def __init__(self, inner: tb.Algorithm) -> None:
-            self.inner = inner
-
-        def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
-            return self.inner.make_impl(process_group)
-
-    def body(group: dist.ProcessGroup) -> None:
-        for inner, gradient in ((tb.GradientAllReduceAlgorithm(), 1.5), (tb.DecentralizedAlgorithm(), None)):
-            module = nn.Linear(4, 2)
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            module.with_bagua(optimizer, Kind(inner), group)
-            found = gradients_of(module, group.rank())
-            assert torch.equal(found, torch.full((2, 4), gradient or 1.0 + group.rank()))
-            optimizer.step()
-            module.bagua_ddp.attachment.detach()
 
     run_ranks(2, body)

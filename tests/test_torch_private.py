@@ -168,9 +168,6 @@ def test_ddp(group: dist.ProcessGroup) -> None:
         param_to_hook_all_reduce=module.bias,
     )
     assert _torch.has_delayed_all_reduce(delayed)
-    x = torch.ones(1, 2, requires_grad=True)
-    assert _torch.pre_forward(ddp, (x,), {"key": 7}) == ((x,), {"key": 7})
-    assert _torch.post_forward(ddp, x) is x
     assert not _torch.uses_python_reducer(delayed)
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         assert _torch.uses_python_reducer(DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group))
