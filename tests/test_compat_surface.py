@@ -1,6 +1,7 @@
 """Other people's APIs, below torchbagua/compat, stand on the public one, as anybody's code does."""
 
 import ast
+import functools
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,15 +23,17 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
+@functools.cache
 def public_names(module: str) -> set[str]:
     """What may be imported from a public package, or be read as its attribute.
 
-    Beside `__all__`, what the package re-exports by name, `import x as x`: what only other people's APIs name too.
+    Its `__all__`, what it re-exports as type checkers know it (`import X as X`), and the public packages in it.
     """
     package = importlib.import_module(module)
-    imports = ast.walk(ast.parse(Path(package.__file__ or "").read_text()))
-    aliases = [alias for node in imports if isinstance(node, ast.ImportFrom) for alias in node.names]
-    names = {*package.__all__, *(alias.name for alias in aliases if alias.asname == alias.name)}
+    assert package.__file__ is not None
+    aliases = [alias for node in ast.walk(ast.parse(Path(package.__file__).read_text()))
+               if isinstance(node, ast.ImportFrom) for alias in node.names]  # fmt: skip
+    names = {*package.__all__, *(alias.name for alias in aliases if alias.name == alias.asname)}
     return names | {public.rpartition(".")[2] for public in PUBLIC if public.rpartition(".")[0] == module}
 
 
