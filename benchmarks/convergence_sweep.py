@@ -140,12 +140,18 @@ def load(path: Path, settings: Mapping[str, Any], steps: Mapping[str, int]) -> t
     changed = {
         (record["task"], record["contestant"])
         for record in document["trainings"]
-        if record["contestant"] in CONTESTANTS and record["settings"] != _settings_now(record, steps)
+        if record["contestant"] in CONTESTANTS and _settings_of(record) != _settings_now(record, steps)
     }
     document["trainings"] = [
         record for record in document["trainings"] if (record["task"], record["contestant"]) not in changed
     ]
     return document, [f"{contestant} on {task}" for task, contestant in sorted(changed)]
+
+
+def _settings_of(record: Record) -> str:
+    """Those recorded; recorded names of codecs may have the spelling of their classes."""
+    settings: str = record["settings"]
+    return settings.replace("'MinMaxUInt4'", "'minmax_uint4'").replace("'MinMaxUInt8'", "'minmax_uint8'")
 
 
 def _settings_now(record: Record, steps: Mapping[str, int]) -> str:

@@ -70,13 +70,14 @@ def test_sockets_of_an_attachment(algorithm: str, monkeypatch: pytest.MonkeyPatc
     }
 
     def body(group: dist.ProcessGroup) -> tuple[int, bool]:
-        module = nn.Linear(4, 4)
+        module: nn.Module = nn.Linear(4, 4)
+        if algorithm == "bytegrad":
+            module = DistributedDataParallel(module, process_group=group)
         with tb.attach(
             module,
             optimizer := torch.optim.SGD(module.parameters(), lr=0.1),
             algorithms[algorithm],
             process_group=tb.BaguaProcessGroup(group),
-            ddp_arguments={} if algorithm == "bytegrad" else None,
         ) as attachment:
             for _ in range(2):
                 optimizer.zero_grad()

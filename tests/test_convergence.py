@@ -17,7 +17,7 @@ from source_tree import REPOSITORY
 sys.path.append(str(REPOSITORY / "benchmarks"))
 from convergence_rank import train
 from convergence_report import markdown_table, summarise
-from convergence_sweep import MOST_RUNGS, TUNING_SEED, Sweep, Trial
+from convergence_sweep import MOST_RUNGS, TUNING_SEED, Sweep, Trial, load
 from convergence_tasks import TASKS
 
 TIMEOUT_S = 150  # a busy machine, or one that compiles the kernels meanwhile
@@ -64,6 +64,15 @@ def test_a_sweep_ends_where_everything_diverges_and_qadam_needs_adam() -> None:
 def test_everyone_tries_the_rates_of_the_task() -> None:
     sweep = Sweep(["small_gpt"], ["ddp"], rungs=None, grows=False, seeds=[])
     assert sweep.cost([], {"small_gpt": 1}) == len(TASKS["small_gpt"].rungs) * TASKS["small_gpt"].step_cost
+
+
+def test_what_is_recorded_need_not_be_trained_again() -> None:
+    path = REPOSITORY / "benchmarks" / "results" / "convergence.json"
+    recorded = json.loads(path.read_text())
+    settings = recorded["settings"]
+    document, changed = load(path, settings, {task: settings[f"steps of {task}"] for task in TASKS})
+    assert changed == []
+    assert document == recorded
 
 
 def trained(contestant: str, rung: int, seed: int, losses: list[float | None], **others: Any) -> dict[str, Any]:

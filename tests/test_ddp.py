@@ -1,6 +1,7 @@
 """DDP as people use it: replicas stay bit-identical, and the averages equal the one-process oracle's bit for bit."""
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -15,7 +16,7 @@ import torchbagua as tb
 from ranks import run_ranks
 from training import Branches, OneElement, Run, Tower, build, flat, train
 
-ALGORITHMS = [tb.ByteGradAlgorithm(), tb.GradientAllReduceAlgorithm(hierarchical=True)]
+ALGORITHMS = [tb.ByteGradAlgorithm(), tb.GradientAllReduceAlgorithm()]
 IN_4_BITS = tb.CompressedAllReduceAlgorithm()
 
 
@@ -101,6 +102,17 @@ def test_hierarchical(device: torch.device, nodes: list[int], algorithm: tb.Algo
 
     runs = run_ranks(len(nodes), body, device=device)
     check_runs(runs, algorithm, nodes)
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, IN_4_BITS], ids=lambda algorithm: type(algorithm).__name__)
+def test_flat_over_nodes(device: torch.device, algorithm: tb.Algorithm) -> None:
+    model, nodes = build(Tower).to(device), [0, 0, 1, 1]
+    flat_algorithm = dataclasses.replace(algorithm, hierarchical=False)
+
+    def body(group: torch.distributed.ProcessGroup) -> Run:
+        return train(group, model, flat_algorithm, nodes=nodes, bucket_cap_mb=0.01)
+
+    check_runs(run_ranks(len(nodes), body, device=device), flat_algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: type(algorithm).__name__)

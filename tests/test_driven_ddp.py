@@ -1,6 +1,8 @@
-"""`attach(..., ddp_arguments=...)`: attach makes a DDP of a module, which the loop goes on calling."""
+"""`with_bagua` makes a DDP of a module under a gradient algorithm, and the loop goes on calling the module."""
 
 import copy
+import io
+import pickle
 from contextlib import nullcontext
 
 import pytest
@@ -10,26 +12,38 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
+import torchbagua.compat.bagua
 from ranks import run_ranks
+from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel, buffers_option
+from torchbagua.compat.bagua.data_parallel.driven_ddp import DrivenForward
+from torchbagua.compat.bagua.process_groups import from_torch_group
 from training import Branches, build
 
 Weights = dict[str, torch.Tensor]
-OPTIONS = {"bucket_cap_mb": 0.01, "find_unused_parameters": True}
 
 
 @pytest.mark.parametrize("algorithm", ["bytegrad", "gradient_allreduce"])
-def test_it_trains_as_with_a_ddp_of_ones_own(algorithm: str) -> None:
+def test_it_trains_as_with_a_ddp_of_ones_own(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", str(int(0.01 * 2**20)))
     model = build(Branches)
 
     def body(group: dist.ProcessGroup) -> tuple[Weights, Weights]:
         results = []
         for is_driven in (False, True):
             module = copy.deepcopy(model)
-            called = module if is_driven else DistributedDataParallel(module, process_group=group, **OPTIONS)
             optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+            called: nn.Module = module
+            if is_driven:
+                own = BaguaDistributedDataParallel(
+                    module, optimizer, algorithm, from_torch_group(group), find_unused_parameters=True
+                )
+                attachment = own.attachment
+            else:
+                options = {"bucket_cap_mb": 0.01, "find_unused_parameters": True, "gradient_as_bucket_view": True}
+                called = DistributedDataParallel(module, process_group=group, **options, **buffers_option(False))
+                attachment = tb.attach(called, optimizer, algorithm, process_group=tb.BaguaProcessGroup(group))
             data = torch.Generator().manual_seed(group.rank())
-            arguments = {"process_group": tb.BaguaProcessGroup(group), "ddp_arguments": OPTIONS} if is_driven else {}
-            with tb.attach(called, optimizer, algorithm, **arguments) as attachment:
+            with attachment:
                 assert isinstance(attachment.ddp, DistributedDataParallel)
                 for step in range(6):
                     with attachment.ddp.no_sync() if step % 2 == 0 else nullcontext():
@@ -48,80 +62,138 @@ def test_it_trains_as_with_a_ddp_of_ones_own(algorithm: str) -> None:
     assert any(not torch.equal(weight, dict(model.named_parameters())[name]) for name, weight in results[0][1].items())
 
 
+def gradients_of(module: nn.Module, rank: int) -> torch.Tensor:
+    module.zero_grad()
+    module(torch.full((1, 4), 1.0 + rank)).sum().backward()
+    return module.weight.grad.clone()
+
+
 def test_a_copy_is_not_driven_and_detaching_leaves_nothing() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module, rank = nn.Linear(4, 2), group.rank()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        attributes = set(vars(module))
+        for algorithm in ("bytegrad", "gradient_allreduce"):  # one after the other
+            module.with_bagua(optimizer, algorithm, group)
+            assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 1.5))
+            pickled = pickle.loads(pickle.dumps(module))
+            saved = io.BytesIO()
+            torch.save(module, saved)
+            saved.seek(0)
+            for other in (copy.deepcopy(module), pickled, torch.load(saved, weights_only=False)):
+                assert torch.equal(gradients_of(other, rank), torch.full((2, 4), 1.0 + rank))
+                assert other.forward.__self__ is other
+            assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 1.5))
+            module.bagua_ddp.attachment.detach()
+            assert set(vars(module)) == {*attributes, "bagua_ddp"}
+            assert not module._forward_hooks
+            assert not module._forward_pre_hooks
+            assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 1.0 + rank))
+        module.with_bagua(optimizer, "decentralized", group)
+        assert module.bagua_ddp.attachment.ddp is None  # it averages weights
+        gradients_of(module, rank)
+        optimizer.step()
+        module.bagua_ddp.attachment.detach()
+
+    run_ranks(2, body)
+
+
+def test_a_forward_of_the_module_s_own_comes_back() -> None:
+    """One that somebody has put on the module, and not on its class."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        module, rank = nn.Linear(4, 2), group.rank()
+        own = lambda x: 2 * nn.functional.linear(x, module.weight, module.bias)  # noqa: E731
+        module.forward = own
+        module.with_bagua(torch.optim.SGD(module.parameters(), lr=0.1), "gradient_allreduce", group)
+        assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 3.0))
+        module.bagua_ddp.attachment.detach()
+        assert module.forward is own
+
+    run_ranks(2, body)
+
+
+def test_every_hook_is_called_once() -> None:
+    """Those of the module, and those of the DDP, on which attach puts its own; in evaluation it is told so."""
+    calls: list[str] = []
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(4, 2)
+        module.register_forward_pre_hook(lambda *_: calls.append("pre"))
+        module.with_bagua(torch.optim.SGD(module.parameters(), lr=0.1), "bytegrad", group)
+        ddp = module.bagua_ddp.attachment.ddp
+        ddp.register_forward_pre_hook(lambda ddp, _: calls.append(f"pre of DDP, training={ddp.training}"))
+        ddp.register_forward_hook(lambda *_: calls.append("post of DDP"))
+        module.register_forward_hook(lambda *_: calls.append("post"))
+        module(torch.ones(1, 4)).sum().backward()
+        module.eval()
+        module(torch.ones(1, 4))
+        module.bagua_ddp.attachment.detach()
+
+    run_ranks(1, body)
+    expected = [["pre", f"pre of DDP, training={is_on}", "post of DDP", "post"] for is_on in (True, False)]
+    assert calls == [*expected[0], *expected[1]]
+
+
+def test_what_observers_are_told_is_what_they_are_told_of_a_ddp() -> None:
+    """Steps and backward passes, for which attach has hooks on what it is given."""
+
+    def body(group: dist.ProcessGroup) -> list[list[str]]:
+        phases = []
+        for is_driven in (False, True):
+            module, recorder = nn.Linear(4, 2), tb.observe.Recorder()
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            driven = DrivenForward(module, group, {}) if is_driven else None
+            ddp = DistributedDataParallel(module, process_group=group) if driven is None else driven.ddp
+            attachment = tb.attach(ddp, optimizer, "bytegrad", observers=[recorder])
+            called: nn.Module = ddp
+            if driven is not None:
+                driven.install()
+                called = module
+            with attachment:
+                for _ in range(3):
+                    called(torch.ones(1, 4)).sum().backward()
+                    optimizer.step()
+            phases.append([event.phase for event in recorder.events if event.phase in ("step", "backward")])
+        return phases
+
+    for of_ddp, driven in run_ranks(2, body):
+        assert driven == of_ddp == ["backward", "step"] * 3
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["after", "before"])
+def test_another_ddp_around_it_is_refused_when_it_is_called(is_first: bool) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(4, 2)
+        ddp = DistributedDataParallel(module, process_group=group) if is_first else None
+        module.with_bagua(torch.optim.SGD(module.parameters(), lr=0.1), "gradient_allreduce", group)
+        ddp = ddp or DistributedDataParallel(nn.Sequential(module), process_group=group)
+        with pytest.raises(RuntimeError, match="Linear was wrapped in DistributedDataParallel, which averages"):
+            ddp(torch.ones(1, 4))
+        assert torch.equal(gradients_of(module, group.rank()), torch.full((2, 4), 1.5))
+        module.bagua_ddp.attachment.detach()
+        ddp(torch.ones(1, 4)).sum().backward()
+
+    run_ranks(2, body)
+
+
+def test_what_fails_leaves_nothing_and_can_be_tried_again() -> None:
     def body(group: dist.ProcessGroup) -> None:
         module = nn.Linear(4, 2)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        own_group = tb.BaguaProcessGroup(group)
-
-        def gradients_of(one: nn.Module) -> torch.Tensor:
-            one.zero_grad()
-            one(torch.full((1, 4), 1.0 + group.rank())).sum().backward()
-            return one.weight.grad.clone()
-
-        for algorithm in ("bytegrad", "gradient_allreduce"):  # one after the other
-            with tb.attach(module, optimizer, algorithm, process_group=own_group, ddp_arguments={}) as attachment:
-                assert torch.equal(gradients_of(module), torch.full((2, 4), 1.5))
-                assert torch.equal(gradients_of(copy.deepcopy(module)), torch.full((2, 4), 1.0 + group.rank()))
-            assert attachment.ddp is None
-            assert not module._forward_hooks
-            assert not module._forward_pre_hooks
-            assert torch.equal(gradients_of(module), torch.full((2, 4), 1.0 + group.rank()))
-        with tb.attach(module, optimizer, "decentralized", process_group=own_group, ddp_arguments={}) as attachment:
-            assert attachment.ddp is None  # it averages weights
-            gradients_of(module)
-            optimizer.step()
-
-    run_ranks(2, body)
-
-
-def test_refused() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Linear(4, 2)
-        optimizer, own_group = torch.optim.SGD(module.parameters()), tb.BaguaProcessGroup(group)
-        with pytest.raises(TypeError, match="ddp_arguments must be a mapping of names to values, got True"):
-            tb.attach(module, optimizer, "bytegrad", process_group=own_group, ddp_arguments=True)
-        with pytest.raises(ValueError, match=r"ddp_arguments has \['buckets', 'module'\], .*; allowed"):
-            tb.attach(module, optimizer, "bytegrad", ddp_arguments={"buckets": 1, "module": module})
-        ddp = DistributedDataParallel(module, process_group=group)
-        with pytest.raises(ValueError, match="ddp_arguments is for a module without a DistributedDataParallel"):
-            tb.attach(ddp, optimizer, "bytegrad", ddp_arguments={})
-        with pytest.raises(ValueError, match="a DistributedDataParallel is around Linear already, and ddp_arguments"):
-            tb.attach(module, optimizer, "bytegrad", ddp_arguments={})
-
-    run_ranks(1, body)
-
-
-def test_ranks_agree_in_the_values() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Linear(4, 2)
-        arguments = {"broadcast_buffers": group.rank() == 0}
-        with pytest.raises(ValueError, match=r"ddp_arguments.*'broadcast_buffers': True.*'broadcast_buffers': False"):
-            tb.attach(
-                module,
-                torch.optim.SGD(module.parameters()),
-                "bytegrad",
-                process_group=tb.BaguaProcessGroup(group),
-                ddp_arguments=arguments,
-            )
-
-    run_ranks(2, body)
-
-
-def test_another_ddp_around_it_is_found_and_a_failed_attach_can_be_tried_again() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        module = nn.Linear(4, 2, dtype=torch.float64)
-        optimizer, own_group = torch.optim.SGD(module.parameters(), lr=0.1), tb.BaguaProcessGroup(group)
-        arguments = {"process_group": own_group, "ddp_arguments": {}}
+        with pytest.raises(KeyError, match="no algorithm is named 'bytegrid'"):
+            module.with_bagua(optimizer, "bytegrid", group)
+        with pytest.raises(TypeError, match="algorithm must be an Algorithm or a registered name, got 3"):
+            module.with_bagua(optimizer, 3, group)
+        other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
         try:
-            tb.attach(module, optimizer, "bytegrad", strict=True, **arguments)
-        except ValueError:  # which holds the DDP that was made
-            attachment = tb.attach(module, optimizer, "gradient_allreduce", **arguments)
-        ddp = DistributedDataParallel(module, process_group=group)
-        ddp(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
-        with pytest.raises(RuntimeError, match="Linear was wrapped in DistributedDataParallel after attach"):
-            optimizer.step()
-        del ddp
-        attachment._end(failed=True)
+            module.with_bagua(other, "bytegrad", group)
+        except ValueError as error:
+            failure = error  # which holds the DDP that was made
+        assert "parameters that are not the module's" in str(failure)
+        assert "forward" not in vars(module)
+        module.with_bagua(optimizer, "gradient_allreduce", group)
+        assert torch.equal(gradients_of(module, group.rank()), torch.full((2, 4), 1.5))
+        module.bagua_ddp.attachment.detach()
 
     run_ranks(2, body)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
+import torchbagua.compat.bagua
 from averaging import RARELY
 from ranks import run_ranks
 from training import build
@@ -52,8 +53,7 @@ def attach_module(module: nn.Module, optimizer: Any, algorithm: Any, group: dist
 
 
 def attach_driven(module: nn.Module, optimizer: Any, algorithm: Any, group: dist.ProcessGroup) -> nn.Module:
-    tb.attach(module, optimizer, algorithm, process_group=tb.BaguaProcessGroup(group), ddp_arguments={})
-    return module
+    return module.with_bagua(optimizer, algorithm, group)
 
 
 def make_optimizer(module: nn.Module, algorithm: Any) -> torch.optim.Optimizer:

@@ -63,13 +63,35 @@ def test_the_mean_can_be_compressed_and_respect_nodes(device: torch.device) -> N
     given = [values_of(rank, (5000,), torch.float32, device) for rank in range(SIZE)]
 
     def body(group: tb.BaguaProcessGroup) -> torch.Tensor:
-        return group.all_reduce(given[group.rank].clone(), average=True, compression="minmax_uint8", hierarchical=True)
+        return group.all_reduce(given[group.rank].clone(), average=True, compression="minmax_uint8")
 
     means = on_ranks(device, body, nodes=[0, 0, 1])
     assert all(torch.equal(mean, means[0]) for mean in means)
     expected = summed(given).to(device) / SIZE
     assert not torch.equal(means[0], expected)
     assert torch.allclose(means[0], expected, atol=0.05)  # a hundredth of the range of a block, in each phase
+
+
+def test_the_order_of_a_sum_over_nodes() -> None:
+    """Within nodes first; without `hierarchical` in rank order."""
+    given = [values_of(rank, (5000,), torch.float32, torch.device("cpu")) for rank in range(SIZE)]
+    in_nodes = summed([given[0], summed(given[1:])])
+    assert not torch.equal(in_nodes, summed(given))
+
+    def body(group: tb.BaguaProcessGroup) -> list[torch.Tensor]:
+        own = given[group.rank]
+        bucket = tb.BaguaBucket("numbers", [tb.BaguaTensor("weight", own)], group, own.clone())
+        flat_bucket = tb.BaguaBucket("numbers", [tb.BaguaTensor("weight", own)], group, own.clone())
+        return [
+            group.all_reduce(own.clone()),
+            bucket.append_centralized_synchronous_op(average=False).run(),
+            group.all_reduce(own.clone(), hierarchical=False),
+            flat_bucket.append_centralized_synchronous_op(hierarchical=False, average=False).run(),
+        ]
+
+    for results in on_ranks(torch.device("cpu"), body, nodes=[0, 1, 1]):
+        for result, expected in zip(results, [in_nodes, in_nodes, summed(given), summed(given)], strict=True):
+            assert torch.equal(result, expected)
 
 
 def test_numbers_that_are_no_floats_are_gathered(device: torch.device) -> None:

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 import torchbagua as tb
 from ranks import run_ranks
 from saved_states import END, FOLDER, STOP, Trainer
+from torchbagua.codecs import Sign1Bit
 
 LABELS = ["0.1.0"]
 LESS_THAN_A_TENSOR_MB = 1e-6
@@ -29,7 +30,7 @@ HARMLESS: dict[str, list[dict[str, Any]]] = {
     "shift_one": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}],
     "low_precision": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}, {"hierarchical": False, "final_average": False}],
     "diloco": [{"bucket_cap_mb": LESS_THAN_A_TENSOR_MB}, {"hierarchical": False, "final_average": False}],
-    "qadam": [{"hierarchical": False, "block": 64}],
+    "qadam": [{"hierarchical": False, "compression": Sign1Bit(64)}],
 }
 
 
@@ -187,7 +188,7 @@ def test_replicas_of_nodes_depend_on_the_nodes(
         (tb.ByteGradAlgorithm(), tb.ByteGradAlgorithm(False, False, block=64), (None, None)),
         (FEEDBACK(), FEEDBACK(False, False, block=64), (NODES, [0, 1, 0, 1])),
         (DILOCO(3, delay=2), DILOCO(5, compression="minmax_uint8", bucket_cap_mb=1), (None, None)),
-        ({"hierarchical": False, **ONE_BIT}, {"block": 64, **ONE_BIT}, (NODES, NODES)),
+        ({"hierarchical": False, **ONE_BIT}, {**ONE_BIT, "compression": Sign1Bit(64)}, (NODES, NODES)),
         ({"hierarchical": True, **ONE_BIT}, {"hierarchical": False, **ONE_BIT}, (NODES, NODES)),
     ],
 )

@@ -237,7 +237,7 @@ def test_an_optimizer_is_asked_once_whether_it_skips(monkeypatch: pytest.MonkeyP
     """Of a fused one on a GPU each time waits for the GPU."""
     asked: list[str] = []
     monkeypatch.setattr(
-        "torchbagua.runtime.optimizer_steps.is_told_to_skip", lambda one: bool(asked.append(type(one).__name__))
+        "torchbagua.algorithms.optimizer_steps.is_told_to_skip", lambda one: bool(asked.append(type(one).__name__))
     )
 
     def body(group: dist.ProcessGroup) -> None:

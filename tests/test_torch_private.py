@@ -18,6 +18,8 @@ from torch.utils.tensorboard import SummaryWriter
 import torchbagua.native
 from ranks import init_default_group
 from torchbagua import _torch
+from torchbagua.compat.bagua import _torch as bagua_torch
+from torchbagua.compat.mlbench import _torch as mlbench_torch
 
 
 @pytest.fixture
@@ -166,9 +168,6 @@ def test_ddp(group: dist.ProcessGroup) -> None:
         param_to_hook_all_reduce=module.bias,
     )
     assert _torch.has_delayed_all_reduce(delayed)
-    x = torch.ones(1, 2, requires_grad=True)
-    assert _torch.pre_forward(ddp, (x,), {"key": 7}) == ((x,), {"key": 7})
-    assert _torch.post_forward(ddp, x) is x
     assert not _torch.uses_python_reducer(delayed)
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         assert _torch.uses_python_reducer(DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group))
@@ -263,7 +262,10 @@ def test_optimizers() -> None:
     parameter.grad = torch.ones(2)
     _torch.unhooked_step(torch.optim.Adam.step)(plain)
     assert not called
-    assert _torch.unhooked_step(_torch.unhooked_step) is _torch.unhooked_step
+    mlbench_torch.unhooked_step(torch.optim.Adam.step)(plain)
+    assert not called
+    for unhooked_step in (_torch.unhooked_step, mlbench_torch.unhooked_step):
+        assert unhooked_step(unhooked_step) is unhooked_step
     plain.step()
     assert called == ["hook"]
 
@@ -343,6 +345,31 @@ def test_dispatcher() -> None:
 def test_names_to_ignore(group: dist.ProcessGroup) -> None:
     module = torch.nn.Linear(2, 2)
     assert _torch.names_to_ignore(module) == []
-    _torch.ignore_names(module, ["bias"])
+    assert bagua_torch.ignore_names(module, []) == []
+    assert bagua_torch.ignore_names(module, ["bias"]) == ["bias"]
     assert _torch.names_to_ignore(module) == ["bias"]
+    assert bagua_torch.ignore_names(module, ["bias"]) == ["bias"]
     assert DistributedDataParallel(module, process_group=group).parameters_to_ignore == {"bias"}
+
+
+def test_a_ddp_of_a_function(group: dist.ProcessGroup) -> None:
+    module = torch.nn.Linear(2, 1)
+    module.register_forward_hook(lambda *_: pytest.fail("the module was called"))
+    ddp = bagua_torch.DDPOfFunction(module, lambda x, *, factor: factor * module.forward(x), process_group=group)
+    x = torch.ones(1, 2)
+    assert torch.equal(ddp(x, factor=3.0), 3.0 * module.forward(x))
+
+
+def test_groups_of_bagua_s_communicators(group: dist.ProcessGroup) -> None:
+    assert not bagua_torch.has_nccl(group)
+    assert not bagua_torch.has_nccl(dist.ProcessGroup(dist.HashStore(), 0, 1))
+
+
+@pytest.mark.gpu
+def test_nccl_groups_of_bagua_s_communicators() -> None:
+    group = bagua_torch.nccl_group(dist.HashStore(), 0, 1, timedelta(minutes=1))
+    assert bagua_torch.has_nccl(group)
+    assert _torch.timeout_of(group) == timedelta(minutes=1)
+    x = torch.full((3,), 2.0, device="cuda")
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [2.0] * 3

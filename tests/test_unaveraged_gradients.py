@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
+import torchbagua.compat.bagua
 from ranks import run_ranks
 from training import build
 
@@ -27,18 +28,16 @@ def tower() -> nn.Sequential:
 class Loop:
     """A training loop of one rank; `called` is what it calls, `backward` leaves gradients of this rank's own data."""
 
-    def __init__(self, group: dist.ProcessGroup, model: nn.Module, *, is_driven: bool = False, lr: float = 0.1) -> None:
+    def __init__(self, group: dist.ProcessGroup, model: nn.Module, *, lr: float = 0.1) -> None:
         self.net = copy.deepcopy(model)
-        self.ddp = None if is_driven else DistributedDataParallel(self.net, process_group=group)
-        self.called: nn.Module = self.ddp or self.net
+        self.ddp = DistributedDataParallel(self.net, process_group=group)
+        self.called: nn.Module = self.ddp
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=lr)
         self.data = torch.Generator().manual_seed(group.rank())
         self.group = group
 
-    def attach(self, algorithm: str = "gradient_allreduce", **options: Any) -> tb.Attachment:
-        return tb.attach(
-            self.called, self.optimizer, algorithm, process_group=tb.BaguaProcessGroup(self.group), **options
-        )
+    def attach(self, algorithm: str = "gradient_allreduce") -> tb.Attachment:
+        return tb.attach(self.called, self.optimizer, algorithm, process_group=tb.BaguaProcessGroup(self.group))
 
     def backward(self, module: nn.Module | None = None) -> None:
         dtype = next(self.net.parameters()).dtype
@@ -83,23 +82,36 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("is_driven", [False, True], ids=["", "driven"])
+class BaguasLoop(Loop):
+    """One that calls the module, of which `with_bagua` has made a DDP."""
+
+    def __init__(self, group: dist.ProcessGroup, model: nn.Module) -> None:
+        super().__init__(group, model)
+        self.ddp, self.called = None, self.net  # type: ignore[assignment]
+
+    def attach(self, algorithm: str = "gradient_allreduce") -> tb.Attachment:
+        self.net.with_bagua(self.optimizer, algorithm, self.group)
+        return self.net.bagua_ddp.attachment
+
+
+@pytest.mark.parametrize("make_loop", [Loop, BaguasLoop])
 @pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
-def test_a_module_that_is_converted_after_ddp_was_made(convert: Callable[[nn.Module], object], is_driven: bool) -> None:
+def test_a_module_that_is_converted_after_ddp_was_made(
+    convert: Callable[[nn.Module], object], make_loop: type[Loop]
+) -> None:
     model = build(tower)
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
-        loop = Loop(group, model, is_driven=is_driven)
-        with loop.attach(ddp_arguments={} if is_driven else None):
+        loop = make_loop(group, model)
+        with loop.attach():
             loop.step()
             convert(loop.called)
             for _ in range(NUM_STEPS):
                 loop.step()
         return loop.weights()
 
-    called = "call the module itself" if is_driven else "call ddp(x)"
     check_one_warning(
-        body, "SGD has stepped twice", "ddp.double()", "wrap it in a new DDP", called, "different weights"
+        body, "SGD has stepped twice", "ddp.double()", "wrap it in a new DDP", "call ddp(x)", "different weights"
     )
 
 
@@ -295,12 +307,12 @@ def test_no_warning_of_two_optimizers_within_no_sync() -> None:
     check_no_warning(lambda group: two_optimizers_within_no_sync(Loop(group, model)))
 
 
-def test_no_warning_of_a_ddp_that_attach_has_made() -> None:
+def test_no_warning_of_a_ddp_that_with_bagua_has_made() -> None:
     model = build(tower)
 
     def body(group: dist.ProcessGroup) -> None:
-        loop = Loop(group, model, is_driven=True)
-        with loop.attach(ddp_arguments={}) as attachment:
+        loop = BaguasLoop(group, model)
+        with loop.attach() as attachment:
             assert attachment.ddp is not None
             for step in range(NUM_STEPS):
                 with attachment.ddp.no_sync() if step < 3 else nullcontext():

@@ -158,19 +158,6 @@ def has_learnt_graph(ddp: DistributedDataParallel) -> bool:
     return not ddp.static_graph or ddp._static_graph_delay_allreduce_enqueued
 
 
-def pre_forward(
-    ddp: DistributedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Do what DDP does before its module's forward; return the arguments for that."""
-    moved: tuple[tuple[Any, ...], dict[str, Any]] = ddp._pre_forward(*args, **kwargs)
-    return moved
-
-
-def post_forward(ddp: DistributedDataParallel, outputs: Any) -> Any:
-    """Do what DDP does after its module's forward; return what it returns."""
-    return ddp._post_forward(outputs)
-
-
 # FSDP2. A module on which fully_shard was called has a state with parameter groups, which communicate. Seen in 2.11 to
 # 2.13.
 

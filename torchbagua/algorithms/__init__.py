@@ -27,7 +27,8 @@ from torchbagua.algorithms.weights.decentralized import (
 )
 from torchbagua.algorithms.weights.diloco import DiLoCoAlgorithm, LocalSGDAlgorithm
 
-# The package exports the same names: this is the one place where they are listed.
+# The root exports the same names: this is the one place where they are listed. What is imported `as` itself above is
+# public too, for other people's APIs, which name the classes of impls.
 __all__ = [
     "Algorithm",
     "AlgorithmImpl",

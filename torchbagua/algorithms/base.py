@@ -12,12 +12,12 @@ from torchbagua import native
 from torchbagua._description import describe
 from torchbagua._warnings import UncompressedParametersWarning, warn_user
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.optimizer_steps import check_optimizer, unwrap
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import check_compression
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer, Run, check_observers
-from torchbagua.runtime.optimizer_steps import check_optimizer, unwrap
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 

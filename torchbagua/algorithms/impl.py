@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from torchbagua._warnings import UncompressedParametersWarning
+from torchbagua.algorithms.optimizer_steps import StepsTaken, StepWatch, parameters_of
 from torchbagua.algorithms.rank_state import check_rank_state, owner_of
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
@@ -17,7 +18,6 @@ from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from torchbagua.runtime.changed_layout import check_gradient_layouts
 from torchbagua.runtime.gradient_buckets import GradientBuckets
 from torchbagua.runtime.lane import Lane
-from torchbagua.runtime.optimizer_steps import StepsTaken, StepWatch, parameters_of
 from torchbagua.runtime.parameter_state import ParameterState
 
 if TYPE_CHECKING:

@@ -12,9 +12,6 @@ from torchbagua.codecs.block_codec import BlockCodec, NativeBlockCodec
 from torchbagua.codecs.blockk import BlockK
 from torchbagua.codecs.blocks import TensorSpec, WireLayout
 from torchbagua.codecs.cast import Cast, Identity
-from torchbagua.codecs.lookup import by_name as by_name
-from torchbagua.codecs.lookup import check_compression as check_compression
-from torchbagua.codecs.lookup import needs_feedback as needs_feedback
 from torchbagua.codecs.minmax_uint4 import MinMaxUInt4
 from torchbagua.codecs.minmax_uint8 import MinMaxUInt8
 from torchbagua.codecs.sign1bit import Sign1Bit

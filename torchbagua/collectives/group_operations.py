@@ -42,7 +42,7 @@ class GroupOperations(NodeGroups):
         *,
         average: bool = False,
         compression: str | Compressor | None = None,
-        hierarchical: bool = False,
+        hierarchical: bool = True,
         name: str = "all_reduce",
     ) -> torch.Tensor:
         """Replace `x` by its sum over the ranks, and return it. All ranks get the same bits.
@@ -51,7 +51,8 @@ class GroupOperations(NodeGroups):
             x: a contiguous tensor of any shape, floating-point or complex.
             average: divide by the number of ranks.
             compression: how it is sent, see `BaguaBucket.append_centralized_synchronous_op`.
-            hierarchical: with several nodes: add up within nodes in full precision, and use `compression` between them.
+            hierarchical: with several nodes of several ranks: sum within nodes in full precision, and use `compression`
+                between them.
             name: its name in events and errors.
 
         Raises:

@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class _RankStates:
     def keep(self, attachment: tb.Attachment) -> None:
         """Save and load for `attachment` until it is detached."""
         self._attachment = attachment
-        attachment._undo.callback(setattr, self, "_attachment", None)
+        attachment.impl.on_close(partial(setattr, self, "_attachment", None))  # which holds the model
 
     def _remove(self) -> None:
         for hook in self._hooks:

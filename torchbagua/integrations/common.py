@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
+from torchbagua import Algorithm, attach
 from torchbagua._warnings import warn_user
-from torchbagua.algorithms.base import Algorithm, get
-from torchbagua.training.attach import attach
+from torchbagua.algorithms import get
 from torchbagua.training.checks import check_algorithm
 
 

@@ -5,23 +5,27 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from torchbagua.algorithms.base import init_for
+from torchbagua.algorithms import init_for
 from torchbagua.integrations.common import framework, take_arguments
 from torchbagua.integrations.rank_files import gather_rank_states, load_gathered_rank_state
-from torchbagua.observe.events import Observer
-from torchbagua.training.checks import DDP_ARGUMENTS
 
 # Two packages of the same code, each with classes and a registry of its own; pip installs the second with the first.
 _PACKAGES = [name for name in ("lightning", "pytorch_lightning") if find_spec(name)] or ["lightning"]
 with framework(_PACKAGES[0], tested="2.6.6", adapter="torchbagua.integrations.lightning", extra="lightning"):
     _TREES = [import_module("lightning.pytorch" if name == "lightning" else name) for name in _PACKAGES]
 
-_HANDED_ON = {*DDP_ARGUMENTS, "process_group_backend", "start_method", "timeout"} - {"device_ids", "output_device"}
+# What is handed on to DDPStrategy: its own arguments, and those of DDP but for what it or the algorithm decides.
+_HANDED_ON = {"process_group_backend", "start_method", "timeout", *signature(DistributedDataParallel).parameters} - {
+    *("module", "device_ids", "output_device", "process_group", "device_mesh"),
+    *("delay_all_reduce_named_params", "param_to_hook_all_reduce"),  # gradients that bypass communication hooks
+    "mixed_precision",  # which has a communication hook of its own
+}
 _KEY = "torchbagua"  # in a checkpoint: what each rank's Attachment.rank_state_dict returned
 _Base: Any = object
 
@@ -42,7 +46,7 @@ class _BaguaStrategy(_Base):
         precision_plugin: Any = None,
         *,
         averaged_weights: bool = True,
-        observers: Sequence[Observer] = (),
+        observers: Sequence[tb.Observer] = (),
         **bagua_kwargs: Any,
     ) -> None:
         arguments = take_arguments("BaguaStrategy", algorithm, bagua_kwargs, _HANDED_ON)

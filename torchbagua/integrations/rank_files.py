@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchbagua import Attachment
 from torchbagua._warnings import warn_user
-from torchbagua.training.attachment import Attachment
 
 
 def gather_rank_states(attachment: Attachment) -> list[dict[str, Any]]:

@@ -98,7 +98,7 @@ class BucketOperations:
 
     def append_centralized_synchronous_op(
         self: B,
-        hierarchical: bool = False,
+        hierarchical: bool = True,
         average: bool = True,
         scattergather: bool = False,
         compression: str | Compressor | None = None,
@@ -110,8 +110,8 @@ class BucketOperations:
         """Append the mean (or sum) of the flat tensor over the group. It is bit-identical on all ranks.
 
         Args:
-            hierarchical: with several nodes: add up within nodes in `intra_compression`, and use `compression` between
-                them.
+            hierarchical: with several nodes of several ranks: sum within nodes in `intra_compression`, and use
+                `compression` between them.
             average: divide by the number of ranks.
             scattergather: without effect; it is there because Bagua's method has it.
             compression: None for full precision; the name of a codec, see `torchbagua.codecs`; or a Compressor.
@@ -239,7 +239,7 @@ class BucketOperations:
                 f"append_asynchronous_model_average_op: peer_selection_mode must be 'all', got {peer_selection_mode!r}"
             )
         if snapshot is None:
-            return self.append_centralized_synchronous_op(group=group)
+            return self.append_centralized_synchronous_op(hierarchical=False, group=group)
         _check_like_flat("snapshot", snapshot, self.spec, self.spec.dtype)
         group, codec = group or self.group, Identity()
         mean = centralized_mean(group, codec, self.spec, hierarchical=False)

@@ -366,7 +366,7 @@ class WeightBuckets:
             progress: as in `submit_in_lockstep`.
         """
         for one in self:
-            one.bucket.clear_ops().append_centralized_synchronous_op()
+            one.bucket.clear_ops().append_centralized_synchronous_op(hierarchical=False)
         self.read()
         self.submit_in_lockstep(lane, lambda: [one.bucket.run() for one in self], "the last mean", progress).result()
         self.write()
@@ -388,7 +388,7 @@ class WeightBuckets:
 
         def average() -> None:
             for one, mean in means.items():
-                self._group.all_reduce(mean, average=True, name=one.bucket.name)
+                self._group.all_reduce(mean, average=True, hierarchical=False, name=one.bucket.name)
 
         self.submit_in_lockstep(lane, average, "the mean of the weights", progress).result()
         self.write(means.__getitem__)

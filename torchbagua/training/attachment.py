@@ -12,10 +12,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.optimizer_steps import is_sharded
 from torchbagua.algorithms.saved_state import check_saved, load_state, save_state
 from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 from torchbagua.observe.summary import Summary
-from torchbagua.runtime.optimizer_steps import is_sharded
 from torchbagua.runtime.shards import local_shard
 from torchbagua.training.checks import mark_attached
 from torchbagua.training.comm_hook import comm_hook

@@ -16,10 +16,10 @@ from torch.nn.parameter import is_lazy
 from torchbagua._torch import has_delayed_all_reduce, is_joining, is_stepped_in_backward, uses_python_reducer
 from torchbagua._warnings import UncompressedParametersWarning, warn_user
 from torchbagua.algorithms.base import Algorithm, get, init_for
+from torchbagua.algorithms.optimizer_steps import check_optimizer, is_sharded, parameters_of, unwrap
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer, check_observers
 from torchbagua.runtime.bucket import check_elements
-from torchbagua.runtime.optimizer_steps import check_optimizer, is_sharded, parameters_of, unwrap
 from torchbagua.runtime.shards import reshard, sharded_parts
 from torchbagua.training.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, named_tensors
 from torchbagua.training.setup import TrainingSetup, ddps_of

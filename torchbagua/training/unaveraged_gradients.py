@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from torchbagua._torch import is_in_backward, num_writes
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.runtime.optimizer_steps import parameters_of
+from torchbagua.algorithms.optimizer_steps import parameters_of
 from torchbagua.training.setup import TrainingSetup
 
 _requires_grad = attrgetter("requires_grad")

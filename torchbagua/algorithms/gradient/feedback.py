@@ -4,8 +4,6 @@ from collections.abc import Callable
 
 import torch
 
-from torchbagua.algorithms.base import Algorithm
-from torchbagua.algorithms.gradient.backward_count import CountingImpl
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
@@ -45,33 +43,3 @@ class FeedbackImpl(AlgorithmImpl):
     def _restore_scale(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
         if self.loss_scale != 1.0:
             bucket.flat.mul_(self.loss_scale)
-
-
-class PhasedFeedbackImpl(CountingImpl, FeedbackImpl):
-    """One that has other operations after certain numbers of synchronised backward passes."""
-
-    def __init__(self, process_group: BaguaProcessGroup, algorithm: Algorithm) -> None:
-        super().__init__(process_group, algorithm)
-        self._phase: int | None = None
-        self._has_changed_phase = False
-
-    def phase_after(self, num_backward_passes: int) -> int:
-        """Return the phase of the backward that comes after so many."""
-        raise NotImplementedError
-
-    def begin_phase(self, phase: int) -> None:
-        """Prepare for the operations of a phase, which `init_operations` then appends."""
-        raise NotImplementedError
-
-    def need_reset(self) -> bool:
-        """Return True in the first backward of a phase."""
-        return self._has_changed_phase
-
-    def on_backward_begin(self) -> None:
-        """Count the backward."""
-        phase = self.phase_after(self.num_backward_passes)
-        self._has_changed_phase = phase != self._phase
-        if self._has_changed_phase:
-            self.begin_phase(phase)
-        self._phase = phase
-        super().on_backward_begin()

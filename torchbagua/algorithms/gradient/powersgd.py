@@ -9,8 +9,8 @@ import torch
 
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags, register
-from torchbagua.algorithms.gradient.feedback import PhasedFeedbackImpl
 from torchbagua.algorithms.gradient.optimizer_advice import adam_among
+from torchbagua.algorithms.gradient.phases import PhasedFeedbackImpl
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name
 from torchbagua.collectives.low_rank_mean import LowRankMean
@@ -27,7 +27,7 @@ _LARGEST_RANK = 2**15
 
 @dataclass(frozen=True)
 class PowerSGDAlgorithm(Algorithm):
-    """After `start_step` backward passes, by default 100, average gradients of matrices as products of two factors.
+    """After `start_step` training steps, by default 100, average gradients of matrices as products of two factors.
 
     Before that it averages in full precision, so a run that is shorter is plain DDP (PowerSGD, Vogels et al., arXiv
     1905.13727). A gradient of n rows and m columns is sent as r (n + m) numbers. What the factors leave out of it is
@@ -38,8 +38,8 @@ class PowerSGDAlgorithm(Algorithm):
 
     - Vectors, and matrices whose factors are not `min_rate` times smaller, travel as they are, in the message of the
       first factor. A tensor of more dimensions is a matrix whose rows are its first dimension.
-    - The first `start_step` synchronised backward passes average in full precision, and there are no errors yet. Those
-      before a state was saved count, and a new attachment without a state begins with 0.
+    - The first `start_step` training steps average in full precision, and there are no errors yet. Those before a state
+      was saved count, and a new attachment without a state begins with 0.
     - Factors and errors are float32, also of bfloat16 and float16 gradients. complex64 is taken as pairs of float32.
       float64 and complex128 travel in full precision.
     - Errors and factors change when an optimizer's step has used what was sent. A step that a GradScaler skips leaves
@@ -50,8 +50,9 @@ class PowerSGDAlgorithm(Algorithm):
 
     Args:
         rank: the most vectors of a factor.
-        start_step: how many synchronised backward passes come before the first with factors. A run of fewer sends what
-            DDP sends.
+        start_step: how many training steps come before the first with factors. A run of fewer sends what DDP sends. It
+            counts the steps that the optimizer takes: accumulated backward passes are one step, and a step that
+            GradScaler skips is none.
         min_rate: how many times fewer the numbers of the factors must be than those of the matrix.
         warm_start: start from the factor of the last step; else from pseudo-random numbers in each step.
         compression: None, or "bfloat16" to send the factors, and what has none, in 16 bits.
@@ -130,9 +131,9 @@ class PowerSGDAlgorithmImpl(PhasedFeedbackImpl):
         self.parameter_state = self._state
         self._has_factors = False
 
-    def phase_after(self, num_backward_passes: int) -> int:
+    def phase_after(self, num_steps: int) -> int:
         """Return 1 where there are factors."""
-        return int(num_backward_passes >= self.algorithm.start_step)
+        return int(num_steps >= self.algorithm.start_step)
 
     def begin_phase(self, phase: int) -> None:
         self._has_factors = bool(phase)

@@ -12,7 +12,7 @@ from torchbagua.algorithms.gradient.compressed_all_reduce import (
     CompressedAllReduceAlgorithmImpl,
     CompressedMeanAlgorithm,
 )
-from torchbagua.algorithms.gradient.feedback import PhasedFeedbackImpl
+from torchbagua.algorithms.gradient.phases import PhasedFeedbackImpl
 from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor
 from torchbagua.codecs.blockk import BlockK
 from torchbagua.codecs.cast import Identity
@@ -61,8 +61,9 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
         momentum: m, above 0 and below 1. The optimizer must be `torch.optim.SGD` without momentum. None for none.
         momentum_masking: make the velocity of an element zero when it is sent, so that what is old does not go on
             (section 3.2 of the paper). Without it, what is sent adds up to what SGD with momentum moves by.
-        warmup_steps: so many synchronised backward passes send more: in four stages of equal length the share falls
-            from 0.25 towards `ratio`, which must be below that.
+        warmup_steps: how many training steps send more: in four stages of equal length the share falls from 0.25
+            towards `ratio`, which must be below that. It counts the steps that the optimizer takes: accumulated
+            backward passes are one step, and a step that GradScaler skips is none.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
@@ -158,10 +159,10 @@ class TopKAlgorithmImpl(PhasedFeedbackImpl, CompressedAllReduceAlgorithmImpl):
             momentum = Momentum(algorithm.momentum, algorithm.momentum_masking and process_group.size > 1)
             self.parameter_state = residual_state("TopKAlgorithm", momentum)
 
-    def phase_after(self, num_backward_passes: int) -> int:
+    def phase_after(self, num_steps: int) -> int:
         """Return the stage of the warm-up; the last one is what comes after it."""
-        num_steps = self.algorithm.warmup_steps
-        return min(num_backward_passes * _NUM_STAGES // num_steps, _NUM_STAGES) if num_steps else _NUM_STAGES
+        num_warm = self.algorithm.warmup_steps
+        return min(num_steps * _NUM_STAGES // num_warm, _NUM_STAGES) if num_warm else _NUM_STAGES
 
     def begin_phase(self, phase: int) -> None:
         self.compressor = _codec(self.algorithm, phase)

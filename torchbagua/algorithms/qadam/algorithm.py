@@ -10,25 +10,18 @@ import torch
 from torchbagua._description import describe
 from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.algorithms.optimizer_steps import unwrap
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
-from torchbagua.codecs.base import Compressor
-from torchbagua.codecs.block_codec import check_block
+from torchbagua.codecs.base import REGISTRY, Compressor
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name, needs_feedback
-from torchbagua.codecs.minmax_uint4 import MinMaxUInt4
-from torchbagua.codecs.minmax_uint8 import MinMaxUInt8
 from torchbagua.codecs.sign1bit import Sign1Bit
 from torchbagua.collectives.agreement import require_same_progress
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.runtime.bucket import BaguaBucket
-from torchbagua.runtime.optimizer_steps import unwrap
 from torchbagua.runtime.parameter_state import residual_state
 from torchbagua.runtime.sub_buckets import append_sub_buckets, sub_bucket_of
-
-# How many elements share a header, where `block` does not say.
-_BLOCKS = {"minmax_uint4": MinMaxUInt4.block, "minmax_uint8": MinMaxUInt8.block, "sign1bit": Sign1Bit.block}
-_BLOCK_OF_CODEC = 0
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
 
@@ -57,12 +50,10 @@ class QAdamAlgorithm(Algorithm):
     Args:
         q_adam_optimizer: the optimizer that you attach with it.
         hierarchical: with several nodes of several ranks: full precision within nodes, compressed between them.
-        block: how many elements share a quantisation range or a scale, see `ByteGradAlgorithm`. 0, the default, becomes
-            the codec's own: 128 in 4 bits, else 2048. Only the three codecs below that have names and blocks take it.
-        compression: "minmax_uint8", 8 bits; "minmax_uint4", 4 bits; or "sign1bit", a sign for each element and a scale
-            for each block, which needs error feedback; "bfloat16" or "float16"; or a Compressor, which may be one of
-            yours. Those that send some elements only, "topk" and "blockk", are refused: an element would arrive once in
-            many steps, and larger than a step can use.
+        compression: the codec that sends momenta: its name, see `torchbagua.codecs`, or a Compressor, which may be one
+            of yours or have other blocks, `MinMaxUInt8(block=512)` for instance. "sign1bit" needs `error_feedback`.
+            "topk" and "blockk", which send some elements only, are refused: an element would arrive once in many steps,
+            and larger than a step can use.
         error_feedback: add what compression leaves out to what is sent next.
 
     Raises:
@@ -72,7 +63,6 @@ class QAdamAlgorithm(Algorithm):
     q_adam_optimizer: QAdamOptimizer = field(repr=False)
     hierarchical: bool = True
     _: KW_ONLY
-    block: int | None = _BLOCK_OF_CODEC
     compression: str | Compressor = "minmax_uint8"
     error_feedback: bool = False
 
@@ -84,15 +74,6 @@ class QAdamAlgorithm(Algorithm):
             )
         check_flags(self, "hierarchical", "error_feedback")
         self._check_compression()
-        if isinstance(self.compression, str) and self.compression in _BLOCKS:
-            if self.block == _BLOCK_OF_CODEC and isinstance(self.block, int) and not isinstance(self.block, bool):
-                object.__setattr__(self, "block", _BLOCKS[self.compression])
-            check_block("QAdamAlgorithm", self.block)
-        elif self.block != _BLOCK_OF_CODEC:
-            raise ValueError(
-                f"QAdamAlgorithm: block must be left out with compression={self.compression!r}, and is for "
-                f"{sorted(_BLOCKS)} alone, got {self.block!r}"
-            )
 
     def _check_compression(self) -> None:
         check_codecs(self, "compression")
@@ -134,12 +115,14 @@ class QAdamAlgorithm(Algorithm):
         }
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
-        """Return `error_feedback`, and with it `compression`."""
+        """Return `error_feedback`, and with it `compression`, by its name if there is one: blocks may differ."""
         if not self.error_feedback:
             return {"error_feedback": False}
-        compression = self.compression
-        text = compression if isinstance(compression, str) else describe(compression, "QAdamAlgorithm: compression")
-        return {"error_feedback": True, "compression": text}
+        codec = self.compression
+        if isinstance(codec, Compressor):
+            text = describe(codec, "QAdamAlgorithm: compression")
+            codec = next((name for name, make in REGISTRY.items() if make is type(codec)), text)
+        return {"error_feedback": True, "compression": codec}
 
     def own_optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.q_adam_optimizer]
@@ -149,8 +132,7 @@ class QAdamAlgorithm(Algorithm):
             raise ValueError("QAdamAlgorithm: q_adam_optimizer must be the optimizer that is attached, got another one")
 
     def make_codec(self) -> Compressor:
-        own_block = {} if self.block == _BLOCK_OF_CODEC else {"block": self.block}
-        return by_name(self.compression, **own_block)
+        return by_name(self.compression)
 
     def uncompressed(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return those of the optimizer's that are sent in full precision, past their warm-up too."""

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from torchbagua import native
 from torchbagua._torch import leave_scaling_to_scaler, mark_as_stepped, unhooked_step
+from torchbagua.algorithms.optimizer_steps import parameters_of, unwrap
 from torchbagua.algorithms.qadam.options import check_group, check_numbers
 from torchbagua.algorithms.qadam.updates import AdamUpdates
 from torchbagua.native.qadam import qadam_update
 from torchbagua.runtime.memory_order import MemoryOrder, flatten_like
-from torchbagua.runtime.optimizer_steps import parameters_of, unwrap
 
 # In the state of a parameter: updates since its warm-up. Adam's own "step" stands still with the second moment whose
 # bias it corrects, so that Adam can go on from this state.
@@ -41,7 +41,9 @@ class QAdamOptimizer(torch.optim.Adam):
     Args:
         params: real parameters, or groups of them. For float64 ones every step is computed in float64.
         lr: the learning rate, as in Adam.
-        warmup_steps: how many updates a parameter gets before its second moment stands still.
+        warmup_steps: how many training steps update a parameter before its second moment is frozen. It counts the steps
+            that the optimizer takes: accumulated backward passes are one step, and a step that GradScaler skips is
+            none. Nor is, for a parameter, a step in which it has no gradient.
         betas: decay of the two moments, as in Adam.
         eps: what is added to the denominator, as in Adam.
         weight_decay: as in Adam.

@@ -50,8 +50,9 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
     Args:
         peer_selection_mode: "all"; there is no other.
         sync_interval_ms: pause between two rounds, in milliseconds.
-        warmup_steps: optimizer steps before the first round, in which gradients are averaged over all ranks in full
-            precision.
+        warmup_steps: how many training steps come before the first round. In these, gradients are averaged over all
+            ranks in full precision. It counts the steps that the optimizer takes: accumulated backward passes are one
+            step, and a step that GradScaler skips is none.
         compression: the codec that sends differences: its name, see `torchbagua.codecs`, or a Compressor, which may be
             one of yours. One that needs error feedback is refused: it leaves so much out of a mean that rounds which
             end would lose much. None sends weights in full precision.

@@ -156,7 +156,7 @@ class AveragingImpl(AlgorithmImpl):
         def average() -> None:
             for flat in flats.values():
                 for part in flat.split(_PART_ELEMENTS):
-                    self.process_group.all_reduce(part, average=True, name=purpose)
+                    self.process_group.all_reduce(part, average=True, hierarchical=False, name=purpose)
 
         self.weights.submit_in_lockstep(self.lane, average, f"the mean of {purpose}", progress).result()
         for key, members in alike.items():

@@ -32,7 +32,9 @@ class CompressedDifferences:
         device = one.bucket.flat.device
         self._residuals = TwoPhaseResiduals(device)
         self._differences = sub_bucket_of(one.bucket, one.bucket.tensors, torch.float32)
-        self._differences.append_centralized_synchronous_op(compression=compressor, error_feedback=self._residuals)
+        self._differences.append_centralized_synchronous_op(
+            hierarchical=False, compression=compressor, error_feedback=self._residuals
+        )
         self._mean = torch.zeros_like(self._differences.flat)
 
     def begin(self) -> None:

@@ -191,7 +191,9 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
     def open_node_gradients(self) -> AlgorithmImpl:
         """Have a lane of their own: behind a round that is under way gradients would wait."""
         group = self.process_group.open_gradient_group()
-        self._node_gradients = GradientAllReduceAlgorithm().reify(group, timeout=self.process_group.timeout)
+        self._node_gradients = GradientAllReduceAlgorithm(hierarchical=False).reify(
+            group, timeout=self.process_group.timeout
+        )
         return self._node_gradients
 
     def close(self) -> None:
@@ -244,7 +246,7 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
             self._feedback[one] = self._residuals.of_bucket(gradient)
         residuals = self._feedback.get(one)
         if not self._is_of_nodes:
-            gradient.append_centralized_synchronous_op(compression=codec, error_feedback=residuals)
+            gradient.append_centralized_synchronous_op(hierarchical=False, compression=codec, error_feedback=residuals)
             return
         mean = mean_of_nodes(self.process_group, codec, gradient.spec, residuals=residuals)
 

@@ -2,6 +2,9 @@
 
 Importing it gives torch.nn.Module and torch.Tensor the methods that Bagua gives them, `with_bagua` among them. `import
 torchbagua` alone does not.
+
+Four of Bagua's names are names of this package's classes too. Here they stand for BucketFacade, ProcessGroupFacade,
+TensorFacade and ImplFacade: `bucket.BaguaBucket` is a BucketFacade, for instance, and `torchbagua.BaguaBucket` is not.
 """
 
 from torchbagua.compat.bagua import algorithms, communication, data_parallel, distributed, env, tensor

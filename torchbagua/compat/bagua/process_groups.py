@@ -78,9 +78,13 @@ class ProcessGroupFacade:
 
     def open(self) -> tb.BaguaProcessGroup:
         """Return torchbagua's group, which knows the nodes. Collective; close it."""
+        return tb.BaguaProcessGroup(self.require_torch_group())
+
+    def require_torch_group(self) -> dist.ProcessGroup:
+        """Return `torch_group`. Raises ValueError if this rank is no member."""
         if self.torch_group is None:
             raise ValueError(f"torchbagua.compat.bagua: this rank must be in the process group, which has {self.ranks}")
-        return tb.BaguaProcessGroup(self.torch_group)
+        return self.torch_group
 
     def _communicator_of_nodes(self, scope: str) -> object:
         if self.torch_group is None:

@@ -73,7 +73,7 @@ class AllReduceAggregation(Aggregation):
 
     def _reduce(self, data: torch.Tensor, *, average: bool = False) -> torch.Tensor:
         """Return the sum over the ranks, or the mean; it may be formed in place."""
-        return self.group.all_reduce(data, average=average, name=self._name)
+        return self.group.all_reduce(data, average=average, hierarchical=False, name=self._name)
 
     def _check_op(self, op: str) -> None:
         check_op(self._owner, "Allreduce", op, [*ALLREDUCE_AGGREGATION_OPS, _CUSTOM_AVG])

@@ -62,7 +62,7 @@ class RandomElementsAlgorithmImpl(tb.AlgorithmImpl):
         is_finite = sums.isfinite().all()  # all elements of this rank, drawn or not
         flag = torch.where(is_finite, 0.0, torch.nan).to(sums.dtype)[None]
         sent = torch.cat([*(part[drawn] for (_, part), drawn in zip(parts, places, strict=True)), flag])
-        group.all_reduce(sent, average=True, name=bucket.name)
+        group.all_reduce(sent, average=True, hierarchical=False, name=bucket.name)
         if not sent[-1].isfinite():
             bucket.flat.fill_(torch.nan)
             return

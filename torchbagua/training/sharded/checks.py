@@ -16,7 +16,7 @@ from torchbagua._torch import (
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.algorithms.gradient.bytegrad import ByteGradAlgorithm
 from torchbagua.algorithms.gradient.compressed_all_reduce import CompressedAllReduceAlgorithm
-from torchbagua.codecs import by_name
+from torchbagua.codecs.lookup import by_name
 from torchbagua.training.sharded.gather import why_in_full_precision
 from torchbagua.training.sharded.options import Sharding
 

@@ -13,8 +13,8 @@ from torchbagua._torch import (
     fsdp_shard_group,
 )
 from torchbagua._warnings import UncompressedParametersWarning, warn_user
-from torchbagua.codecs import by_name
 from torchbagua.codecs.base import Compressor
+from torchbagua.codecs.lookup import by_name
 from torchbagua.collectives.row_gather import RowGather
 from torchbagua.training.sharded.rows import CommunicatingPart, Row, RowRunner, spec_of_row
 

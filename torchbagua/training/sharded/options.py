@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from torchbagua.codecs import check_compression, needs_feedback
 from torchbagua.codecs.base import Compressor
+from torchbagua.codecs.lookup import check_compression, needs_feedback
 
 
 @dataclass(frozen=True)

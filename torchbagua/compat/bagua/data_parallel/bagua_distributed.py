@@ -68,25 +68,20 @@ class BaguaDistributedDataParallel:
         self.bagua_train_step_counter = 0
         self.parameters_to_ignore = ignore_names(module, getattr(module, "_bagua_params_and_buffers_to_ignore", ()))
         self.runner: OwnImpl | None = None
-        own_group = _open_unless_world(process_group)
         ended_by = f"{'model.bagua_ddp' if ddp is None else 'ddp.inner'}.attachment.detach()"
+        torch_group = process_group.require_torch_group()
+        algorithm = self._adapt(algorithm)
         driven: DrivenForward | None = None
-        try:
-            algorithm = self._adapt(algorithm)
-            if ddp is None and not algorithm.averages_weights:
-                assert process_group.torch_group is not None
-                driven = DrivenForward(module, process_group.torch_group, self._ddp_arguments())
-                ddp = driven.ddp
-            self.attachment = tb.attach(
-                module if ddp is None else ddp,
-                self.bagua_optimizers,
-                algorithm,
-                process_group=own_group,
-                grad_scaler=grad_scaler,
-            )
-        finally:
-            if own_group is not None:
-                own_group.close()  # the algorithm has a copy of its own
+        if ddp is None and not algorithm.averages_weights:
+            driven = DrivenForward(module, torch_group, self._ddp_arguments())
+            ddp = driven.ddp
+        self.attachment = tb.attach(
+            module if ddp is None else ddp,
+            self.bagua_optimizers,
+            algorithm,
+            process_group=torch_group,
+            grad_scaler=grad_scaler,
+        )
         self.attachment.impl.ended_by = ended_by
         if driven is not None:
             driven.install()
@@ -164,8 +159,3 @@ def buffers_option(are_broadcast: bool) -> dict[str, Any]:
     renamed = "forward_sync_buffers"
     has_new = renamed in inspect.signature(DistributedDataParallel).parameters
     return {renamed if has_new else "broadcast_buffers": False}
-
-
-def _open_unless_world(process_group: ProcessGroupFacade) -> tb.BaguaProcessGroup | None:
-    is_world = process_group.torch_group is torch.distributed.group.WORLD
-    return None if is_world else process_group.open()

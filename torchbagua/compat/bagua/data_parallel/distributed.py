@@ -58,7 +58,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     ) -> None:
         algorithm = tb.GradientAllReduceAlgorithm() if algorithm is None else algorithm
         optimizers = optimizers or algorithm.own_optimizers()
-        if not optimizers and (algorithm.averages_weights is not False or is_own(algorithm)):
+        if not optimizers and (algorithm.averages_weights or is_own(algorithm)):
             raise ValueError(
                 f"DistributedDataParallel: optimizers must be given, since {type(algorithm).__name__} works after "
                 "their steps"

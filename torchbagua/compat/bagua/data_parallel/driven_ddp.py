@@ -1,6 +1,6 @@
 """A DistributedDataParallel that calls of its module drive: Bagua's users call `model(x)`, and have no DDP."""
 
-import sys
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -72,8 +72,8 @@ class DrivenForward:
 def _calling_ddps() -> Iterator[DistributedDataParallel]:
     """Yield the DDPs within whose forward this is called, on this thread."""
     code = DistributedDataParallel.forward.__code__
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is code:
             yield frame.f_locals["self"]
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back

@@ -1,0 +1,162 @@
+"""Other people's APIs, below torchbagua/compat, stand on the public one, as anybody's code does."""
+
+import ast
+import functools
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import torchbagua
+
+COMPAT = Path(torchbagua.__file__).parent / "compat"
+PUBLIC = ["torchbagua", *(f"torchbagua.{name}" for name in ("algorithms", "codecs", "collectives", "fsdp", "observe"))]
+OWN = "torchbagua.compat"
+
+
+def is_own(module: str) -> bool:
+    return module == OWN or module.startswith(f"{OWN}.")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+@functools.cache
+def public_names(module: str) -> set[str]:
+    """What may be imported from a public package, or be read as its attribute.
+
+    Its `__all__`, what it re-exports as type checkers know it (`import X as X`), and the public packages in it.
+    """
+    package = importlib.import_module(module)
+    assert package.__file__ is not None
+    aliases = [alias for node in ast.walk(ast.parse(Path(package.__file__).read_text()))
+               if isinstance(node, ast.ImportFrom) for alias in node.names]  # fmt: skip
+    names = {*package.__all__, *(alias.name for alias in aliases if alias.name == alias.asname)}
+    return names | {public.rpartition(".")[2] for public in PUBLIC if public.rpartition(".")[0] == module}
+
+
+def problem_of(module: str, name: str) -> str | None:
+    if is_own(module) or is_own(f"{module}.{name}"):
+        return None
+    if module not in PUBLIC:
+        return f"{module} is not public"
+    return None if name in public_names(module) else f"{module}.{name} is not public"
+
+
+def path_of(node: ast.expr) -> list[str]:
+    """`a.b.c` as a list; empty where it does not begin with a name."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    path = path_of(node.value) if isinstance(node, ast.Attribute) else []
+    return [*path, node.attr] if path else []
+
+
+def imports_of(tree: ast.AST) -> Iterator[tuple[int, str, str | None, str]]:
+    """Line, module, the name that is taken from it or None, and what it is called here."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, None, alias.asname or alias.name.partition(".")[0]
+        elif isinstance(node, ast.ImportFrom):
+            module = f"{'.' * node.level}{node.module or ''}"
+            for alias in node.names:
+                yield node.lineno, module, alias.name, alias.asname or alias.name
+
+
+def names_of_its_own(tree: ast.AST) -> set[str]:
+    """The private names that a source defines: functions, classes, and what it sets."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return set(filter(is_private, found))
+
+
+def problems_of(source: str, own_names: set[str], *, may_use_torchs: bool = False) -> list[str]:
+    """What a source of compat does that an outsider's must not.
+
+    Args:
+        source: Python.
+        own_names: the private names that are compat's own.
+        may_use_torchs: whether the source may have private names of torch, which are not ours.
+    """
+    tree = ast.parse(source)
+    problems = []
+    modules: dict[str, str] = {}  # public packages, by what the source calls them
+    core: set[str] = set()  # what else comes from there
+    for line, module, name, alias in imports_of(tree):
+        if module.startswith("."):
+            problems.append(f"{line}: relative import of {name}")
+        if module.partition(".")[0] != "torchbagua":
+            continue
+        if name is None:
+            if not is_own(module) and module not in PUBLIC:
+                problems.append(f"{line}: {module} is not public")
+            modules[alias] = "torchbagua" if alias == "torchbagua" else module
+        elif problem := problem_of(module, name):
+            problems.append(f"{line}: {problem}")
+        elif f"{module}.{name}" in PUBLIC:
+            modules[alias] = f"{module}.{name}"
+        elif not is_own(module):
+            core.add(alias)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        first, *rest = path_of(node) or [""]
+        module = modules.get(first)
+        while module is not None and rest:
+            if problem := problem_of(module, rest[0]):
+                problems.append(f"{node.lineno}: {problem}")
+            module, rest = f"{module}.{rest[0]}", rest[1:]
+            module = module if module in PUBLIC else None
+        is_of_core = first in modules or first in core
+        if is_private(node.attr) and (is_of_core or not (may_use_torchs or node.attr in own_names)):
+            problems.append(f"{node.lineno}: {ast.unparse(node)} is private")
+    return problems
+
+
+SOURCES = sorted(COMPAT.rglob("*.py"))
+OWN_NAMES = set().union(*(names_of_its_own(ast.parse(path.read_text())) for path in SOURCES))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(COMPAT)))
+def test_it_uses_what_is_public(path: Path) -> None:
+    assert problems_of(path.read_text(), OWN_NAMES, may_use_torchs=path.name == "_torch.py") == []
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("from torchbagua.runtime.bucket import BaguaBucket", "1: torchbagua.runtime.bucket is not public"),
+        ("import torchbagua.transport.communicator", "1: torchbagua.transport.communicator is not public"),
+        ("from torchbagua import _torch", "1: torchbagua._torch is not public"),
+        ("from torchbagua import runtime", "1: torchbagua.runtime is not public"),
+        ("from torchbagua._torch import is_joining", "1: torchbagua._torch is not public"),
+        ("from torchbagua.algorithms.base import get", "1: torchbagua.algorithms.base is not public"),
+        ("from torchbagua.algorithms import PLAIN_TYPES", "1: torchbagua.algorithms.PLAIN_TYPES is not public"),
+        ("from torchbagua.integrations.common import framework", "1: torchbagua.integrations.common is not public"),
+        ("from ..runtime import lane", "1: relative import of lane"),
+        ("import torchbagua as tb\ntb.runtime", "2: torchbagua.runtime is not public"),
+        ("import torchbagua\ntorchbagua.observe.events", "2: torchbagua.observe.events is not public"),
+        ("from torchbagua import codecs\ncodecs.base.REGISTRY", "2: torchbagua.codecs.base is not public"),
+        ("from torchbagua import attach\nattach._own", "2: attach._own is private"),
+        ("import torchbagua as tb\ntb.Attachment._undo", "2: tb.Attachment._undo is private"),
+        ("def f(attachment):\n    attachment._undo.close()", "2: attachment._undo is private"),
+        ("def f(make):\n    make()._module", "2: make()._module is private"),
+    ],
+)
+def test_what_is_not_public_is_found(source: str, problem: str) -> None:
+    assert problem in problems_of(source, {"_own"})
+
+
+def test_what_is_public_is_not() -> None:
+    source = (
+        "import torchbagua as tb\nfrom torchbagua import algorithms, observe\nfrom torchbagua.compat import bagua\n"
+        "tb.observe.Summary, observe.Tracer, algorithms.get, tb.topology, tb.Attachment.detach, tb.__version__\n"
+        "class Own(tb.Algorithm):\n    def f(self): self._own = self.__dict__\n"
+    )
+    assert problems_of(source, {"_own"}) == []

@@ -1,0 +1,130 @@
+"""What a package must not know, beside the ladder of imports in pyproject.toml; read off its sources."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from source_tree import REPOSITORY
+
+PACKAGE = REPOSITORY / "torchbagua"
+BELOW_TRAINING = ("algorithms", "runtime", "collectives", "transport", "codecs", "native", "observe")
+
+# What may not be named, where, and the files that may all the same, each with its reason.
+CONTRACTS = {
+    "codecs know no torch.distributed": (
+        ("codecs", "native"),
+        ("torch.distributed",),
+        {},
+    ),
+    "only training and fsdp know DDP and FSDP2": (
+        BELOW_TRAINING,
+        ("DistributedDataParallel", "torch.nn.parallel", "torch.distributed.fsdp", "FSDPModule", "fully_shard"),
+        {"runtime/shards.py": "says whether a module is sharded, without importing FSDP2"},
+    ),
+    "only training and fsdp know GradScaler": (
+        BELOW_TRAINING,
+        ("torch.amp", "GradScaler"),
+        {"algorithms/impl.py": "has the attribute that attach sets, whose scale error feedback reads"},
+    ),
+    # An algorithm's interface names the optimizers that it is attached with, and QAdam is one.
+    "below algorithms nothing knows optimizers": (
+        BELOW_TRAINING[1:],
+        ("torch.optim", "Optimizer"),
+        {},
+    ),
+}
+
+
+def names_in(source: str) -> set[str]:
+    """Every dotted name that a source imports or uses, with `dist` written out."""
+    tree = ast.parse(source)
+    aliases: dict[str, str] = {}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+            aliases.update({alias.asname: alias.name for alias in node.names if alias.asname})
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            found.add(aliases.get(node.id, node.id))
+        elif isinstance(node, ast.Attribute):
+            found.add(dotted(node, aliases))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            found.add(node.value)  # an annotation in quotes, or a key of sys.modules
+    return found
+
+
+def dotted(node: ast.expr, aliases: dict[str, str]) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value, aliases)}.{node.attr}"
+    return aliases.get(node.id, node.id) if isinstance(node, ast.Name) else ""
+
+
+def breaches(source: str, forbidden: tuple[str, ...]) -> list[str]:
+    """The names in a source that are forbidden, or lie below one that is."""
+    return sorted(name for name in names_in(source) if any(f".{name}.".find(f".{one}.") >= 0 for one in forbidden))
+
+
+def sources(packages: tuple[str, ...]) -> Iterator[Path]:
+    for package in packages:
+        yield from sorted((PACKAGE / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_contract(contract: str) -> None:
+    packages, forbidden, exceptions = CONTRACTS[contract]
+    found = {
+        str(path.relative_to(PACKAGE)): names
+        for path in sources(packages)
+        if (names := breaches(path.read_text(), forbidden))
+    }
+    assert {path: names for path, names in found.items() if path not in exceptions} == {}
+    assert exceptions.keys() <= found.keys(), "an exception that nobody needs any more"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist\ngroup = dist.group",
+        "import torch\nx: torch.distributed.ProcessGroup",
+        "from torch.distributed import ReduceOp",
+        "import torch\nx: 'torch.distributed.ProcessGroup'",
+    ],
+)
+def test_a_breach_is_found(source: str) -> None:
+    assert breaches(source, ("torch.distributed",))
+
+
+def test_nothing_imports_compat() -> None:
+    inside = PACKAGE / "compat"
+    importing = [
+        str(path.relative_to(PACKAGE))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if not path.is_relative_to(inside) and breaches(path.read_text(), ("torchbagua.compat",))
+    ]
+    assert importing == []
+
+
+def test_the_root_has_packages_and_few_small_modules() -> None:
+    modules = {path.name: len(path.read_text().splitlines()) for path in PACKAGE.glob("*.py")}
+    assert {name for name in modules if not name.startswith("_")} == {"version.py"}
+    small = {name: length for name, length in modules.items() if name not in ("__init__.py", "_torch.py")}
+    assert max(small.values()) <= 80, small
+
+
+def test_no_module_is_shadowed_by_a_name_of_its_package() -> None:
+    """`import torchbagua.x.y as m` gives `m` whatever the package calls `y`."""
+    for init in PACKAGE.rglob("__init__.py"):
+        modules = {path.stem for path in init.parent.glob("*.py")} | {path.name for path in init.parent.iterdir()}
+        imported = {
+            alias.asname or alias.name
+            for node in ast.parse(init.read_text()).body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            if node.module != ".".join(["torchbagua", *init.parent.relative_to(PACKAGE).parts])
+        }
+        assert imported & modules == set(), init

@@ -1,0 +1,193 @@
+"""What a warm-up counts: the steps that the optimizer takes, under every algorithm that has one."""
+
+import copy
+import inspect
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import run_ranks
+from training import build
+
+MODEL = build(lambda: nn.Linear(96, 64))
+NUM_WARM = 3
+ALGORITHMS = {
+    "topk": tb.TopKAlgorithm(warmup_steps=NUM_WARM),
+    "powersgd": tb.PowerSGDAlgorithm(rank=2, start_step=NUM_WARM),
+    "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=1, warmup_steps=NUM_WARM),
+}
+PHASED = ["topk", "powersgd"]
+
+# Of each training step how many backward passes it has, all of them synchronised, and whether GradScaler skips it.
+Step = tuple[int, bool]
+PLAIN: Step = (1, False)
+SKIPPED: Step = (1, True)
+ACCUMULATED: Step = (2, False)
+STEPS = [PLAIN, SKIPPED, ACCUMULATED, SKIPPED, SKIPPED, ACCUMULATED, PLAIN, PLAIN]
+
+
+def warm_passes(steps: Sequence[Step], num_warm: int = NUM_WARM) -> list[bool]:
+    """Of each backward whether it belongs to the warm-up, by the number of steps that were taken before it."""
+    are_warm: list[bool] = []
+    num_taken = 0
+    for num_passes, is_skipped in steps:
+        are_warm += [num_taken < num_warm] * num_passes
+        num_taken += not is_skipped
+    return are_warm
+
+
+class Loop:
+    """One rank's training.
+
+    Attributes:
+        operations: of each backward the names of what its buckets ran, others in the warm-up than after it.
+        modes: of `AsyncModelAverageAlgorithm` in each backward.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str, *, scales: bool = True) -> None:
+        self.rank = group.rank()
+        self.ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.001)
+        if name == "qadam":
+            self.optimizer = tb.QAdamOptimizer(self.ddp.parameters(), lr=0.001, warmup_steps=NUM_WARM)
+        self.algorithm = ALGORITHMS[name] if name in ALGORITHMS else tb.QAdamAlgorithm(self.optimizer)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scales)
+        self.operations: list[list[str]] = []
+        self.modes: list[str] = []
+
+    def attach(self) -> tb.Attachment:
+        return tb.attach(self.ddp, self.optimizer, self.algorithm, grad_scaler=self.scaler)
+
+    def backward(self, impl: tb.AlgorithmImpl, factor: float = 1.0) -> None:
+        if isinstance(impl, tb.algorithms.AsyncModelAverageAlgorithmImpl):
+            self.modes.append(impl.mode)
+        self.scaler.scale(self.ddp(torch.full((4, 96), 1.0 + self.rank)).square().mean() * factor).backward()
+        self.operations.append([one.name for bucket in impl.gradient_buckets for one in bucket.operations])
+
+    def train(self, impl: tb.AlgorithmImpl, steps: Sequence[Step]) -> None:
+        for num_passes, is_skipped in steps:
+            self.optimizer.zero_grad()
+            for _ in range(num_passes):
+                self.backward(impl, float("inf") if is_skipped and self.rank == 1 else 1.0)
+            scale = self.scaler.get_scale()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            assert (self.scaler.get_scale() < scale) == is_skipped
+
+    @property
+    def are_warm(self) -> list[bool]:
+        """Of each backward whether it was in the warm-up; the last one was not."""
+        if self.modes:
+            return [mode == "warm-up" for mode in self.modes]
+        return [names != self.operations[-1] for names in self.operations]
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS, "qadam"])
+def test_a_warm_up_counts_the_steps_that_are_taken(name: str) -> None:
+    """Neither those that GradScaler skips, nor more than one for several synchronised backward passes."""
+
+    def body(group: dist.ProcessGroup) -> list[bool]:
+        loop = Loop(group, name)
+        with loop.attach() as attachment:
+            loop.train(attachment.impl, STEPS)
+        return loop.are_warm
+
+    assert run_ranks(2, body) == [warm_passes(STEPS)] * 2
+
+
+@pytest.mark.parametrize("name", PHASED)
+@pytest.mark.parametrize("stop", [1, 4, 7])  # DDP wants one synchronised backward in its first step
+def test_a_warm_up_goes_on_from_a_state(name: str, stop: int) -> None:
+    def body(group: dist.ProcessGroup) -> list[bool]:
+        first = Loop(group, name)
+        with first.attach() as attachment:
+            first.train(attachment.impl, STEPS[:stop])
+            state = attachment.state_dict()
+        second = Loop(group, name)
+        with second.attach() as attachment:
+            attachment.load_state_dict(state)
+            second.train(attachment.impl, STEPS[stop:])
+        first.operations += second.operations
+        return first.are_warm
+
+    assert run_ranks(2, body) == [warm_passes(STEPS)] * 2
+
+
+@pytest.mark.parametrize("name", PHASED)
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_warm_up_behind_the_standalone_hook(name: str, is_watched: bool) -> None:
+    steps = [PLAIN, PLAIN, SKIPPED, PLAIN, PLAIN]
+
+    def body(group: dist.ProcessGroup) -> list[bool]:
+        loop = Loop(group, name, scales=False)
+        watched = {"optimizer": loop.optimizer} if is_watched else {}
+        impl = loop.algorithm.reify(group, **watched)
+        loop.ddp.register_comm_hook(impl, tb.comm_hook)
+        for _, is_skipped in steps:
+            loop.optimizer.zero_grad()
+            loop.backward(impl)
+            if not is_skipped:
+                loop.optimizer.step()
+                if not is_watched:
+                    impl.step_taken()
+        impl.close()
+        return loop.are_warm
+
+    assert run_ranks(2, body) == [warm_passes(steps)] * 2
+
+
+@pytest.mark.parametrize("name", PHASED)
+def test_ranks_that_count_differently_leave_the_warm_up_together(name: str) -> None:
+    """By the rank that has counted most; one that has lost a step would send other bytes than its peers expect."""
+
+    def body(group: dist.ProcessGroup) -> list[bool]:
+        loop = Loop(group, name, scales=False)
+        impl = loop.algorithm.reify(group)
+        loop.ddp.register_comm_hook(impl, tb.comm_hook)
+        for number in range(5):
+            loop.optimizer.zero_grad()
+            loop.backward(impl)
+            loop.optimizer.step()
+            if (group.rank(), number) != (1, 1):
+                impl.step_taken()
+        impl.close()
+        return loop.are_warm
+
+    assert run_ranks(2, body) == [warm_passes([PLAIN] * 5)] * 2
+
+
+@pytest.mark.parametrize("name", PHASED)
+def test_a_rank_without_data_leaves_the_warm_up_with_the_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no steps (Join), and goes on in the next epoch, or from its state, where they are."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # of groups made by hand
+
+    def body(group: dist.ProcessGroup) -> tuple[list[bool], int]:
+        loop = Loop(group, name)
+        with loop.attach() as attachment:
+            for num_batches in ([2, 1], [4, 4]):
+                with Join([loop.ddp]):
+                    loop.train(attachment.impl, [PLAIN] * num_batches[group.rank()])
+            state = attachment.state_dict()
+            attachment.load_state_dict(state)
+            loop.train(attachment.impl, [PLAIN])
+            return loop.are_warm, attachment.state_dict()["impl"]["num_steps"]
+
+    (first, num_first), (second, num_second) = run_ranks(2, body)
+    assert num_first == num_second == 7
+    assert first[-5:] == second[-5:]
+    assert first == warm_passes([PLAIN] * 7)
+
+
+def test_every_warm_up_says_what_it_counts() -> None:
+    sentence = (
+        "It counts the steps that the optimizer takes: accumulated backward passes are one step, and a step that "
+        "GradScaler skips is none."
+    )
+    for cls in (tb.QAdamOptimizer, tb.AsyncModelAverageAlgorithm, tb.TopKAlgorithm, tb.PowerSGDAlgorithm):
+        assert sentence in " ".join((inspect.getdoc(cls) or "").split())
