@@ -210,3 +210,68 @@ def test_a_page_mentions_what_exists(page: Path) -> None:
     paths = FILE.findall(text)
     assert [path for path in paths if not (ROOT / path).exists() and not (page.parent / path).exists()] == []
     assert [name for name in DOTTED.findall(text) if not exists(name)] == []
+
+
+def test_the_files_in_tables_of_the_design_page_exist() -> None:
+    """They stand without the package's name."""
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    names = [
+        name for line in page.splitlines() if line.startswith("|") for name in re.findall(r"`([\w/]+(?:\.py|/))`", line)
+    ]
+    assert names
+    assert [name for name in names if not (PACKAGE / name).exists()] == []
+
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.relative_to(PACKAGE).as_posix())
+def test_a_source_mentions_files_that_exist(source: Path) -> None:
+    """By their path from the source's folder, the package or the repository."""
+    text = source.read_text(encoding="utf-8")
+    mentioned = set(re.findall(r"(?<![\w/.])(?:[\w-]+/)*\w+\.(?:py|md|cuh)\b", text))
+    folders = (source.parent, PACKAGE, ROOT, ROOT / "csrc_cuda")
+    assert sorted(name for name in mentioned if not any((folder / name).exists() for folder in folders)) == []
+
+
+# The packages say what they are
+
+
+def ladder() -> list[str]:
+    """Return the packages of the ladder in pyproject.toml, from the top."""
+    layers = re.search(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M | re.S)
+    assert layers is not None
+    names = re.findall(r"\w+", layers[1])
+    return [name for name in names if (PACKAGE / name).is_dir()]
+
+
+# Of packages in packages: those of the ladder's rooms. Bagua's and mlbench's are laid out as these projects are.
+ROOMS = [*ladder(), "algorithms/gradient", "algorithms/qadam", "algorithms/weights", "training/sharded"]
+
+
+def beginnings(package: str) -> list[str]:
+    """Return the files that a package's docstring says to begin with."""
+    docstring = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text(encoding="utf-8")))
+    assert docstring is not None
+    about, blank, imports, begin = docstring.splitlines()[:4]
+    assert about.endswith((".", "?"))
+    assert blank == ""
+    assert imports.startswith("May import ")
+    assert begin.startswith("Begin with ")
+    return re.findall(r"[\w/]+\.py", begin)
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_a_package_says_in_three_lines_where_to_begin(package: str) -> None:
+    files = beginnings(package)
+    assert files
+    assert [name for name in files if not (PACKAGE / package / name).is_file()] == []
+
+
+def test_the_map_in_contributing_follows_the_ladder() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^\| `torchbagua/(\w+)/` \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE)
+    assert [package for package, _ in entries] == ladder()
+    for package, begin in entries:
+        files = re.findall(r"`([\w/]+\.py)`", begin)
+        assert files == beginnings(package)[: len(files)]

@@ -1,7 +1,7 @@
 """Torch's optimizers: those that frameworks wrap, and which calls of `step` are steps that were taken.
 
-`StepWatch`: one optimizer's steps. `StepsTaken`: what commits state by parameter. `StepClock`, of training/step_clock.py:
-the end of the training step. The last two listen to the same watches.
+`StepWatch`: one optimizer's steps. `StepsTaken`: what commits state by parameter. `StepClock`, of
+training/step_clock.py: the end of the training step. The last two listen to the same watches.
 """
 
 import sys
