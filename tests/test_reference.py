@@ -124,11 +124,19 @@ def adapters() -> dict[str, list[str]]:
     return found
 
 
+def re_exports(module: ModuleType) -> list[str]:
+    """Return what a package imports as itself, `from x import y as y`: public too, for APIs on top of this one."""
+    assert module.__file__ is not None
+    statements = ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body
+    aliases = [alias for node in statements if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return [alias.name for alias in aliases if alias.name == alias.asname]
+
+
 def public_names() -> Iterator[tuple[str, str]]:
     """Yield every public name with its module. One that several modules export is yielded for each."""
     for suffix in PUBLIC_MODULES:
         module = importlib.import_module(f"torchbagua{suffix}")
-        for name in module.__all__:
+        for name in [*module.__all__, *re_exports(module)]:
             if not isinstance(getattr(module, name), ModuleType):
                 yield module.__name__, name
     for path in constant(ROOT / "docs_build" / "check.py", "FURTHER"):

@@ -30,7 +30,7 @@ def register_backend(algorithm: Algorithm, *, name: str = "torchbagua") -> None:
     The reduce-scatter stays torch's own. Register on all ranks, before the mesh is made.
 
     Args:
-        algorithm: `ByteGradAlgorithm` or `CompressedAllReduceAlgorithm`, with `average=True` and without error
+        algorithm: one that averages gradients and takes sharded modules, with `average=True` and without error
             feedback. FSDP says whether it needs the sum or the mean. `hierarchical` is about the nodes of the replicas.
         name: what `backend_override` says; it must not be taken, in the whole process.
 

@@ -1,4 +1,4 @@
-"""What knows a training loop: `attach`, DDP, optimizers, GradScaler, and when a step ends.
+"""The training loop: `attach` and its checks, DDP, optimizers, GradScaler, and the end of a step.
 
 May import algorithms and what is below them. Nothing below knows a training loop.
 Begin with attach.py, whose docstring has the whole order, then attachment.py; `sharded` is for FSDP2's modules.

@@ -64,8 +64,8 @@ def attach(
             optimizer that has some.
         algorithm: an algorithm, or its registered name.
         process_group: a torch group, whose nodes are told apart by host names, or a BaguaProcessGroup, which says which
-            rank is on which node. By default it is the module's group, or the world if there is no DDP. With
-            `DiLoCoAlgorithm`, DDP may be over the ranks of a node of this group.
+            rank is on which node. By default it is the module's group, or the world if there is no DDP. If the
+            algorithm averages gradients within nodes, DDP may be over the ranks of a node of this group.
         grad_scaler: the GradScaler of your loop. QAdam and error feedback read the loss scale from it. With a
             decentralized algorithm, all ranks then skip a step together; with asynchronous averaging, each rank skips
             alone.

@@ -1,5 +1,8 @@
 """Bagua's API under its own names: `import torchbagua.compat.bagua as bagua` in a script that was written for Bagua.
 
+May import whatever users may.
+Begin with data_parallel/bagua_distributed.py, then own_algorithm.py.
+
 Importing it gives torch.nn.Module and torch.Tensor the methods that Bagua gives them, `with_bagua` among them. `import
 torchbagua` alone does not.
 

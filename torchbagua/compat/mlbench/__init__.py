@@ -1,4 +1,8 @@
-"""mlbench's aggregations: a model's gradients or weights put together over the ranks, when you call it, without DDP."""
+"""mlbench's API: a model's gradients or weights are aggregated over the ranks when you call it, without DDP.
+
+May import whatever users may.
+Begin with base.py, then centralized.py.
+"""
 
 from torchbagua.compat.mlbench.base import Aggregation
 from torchbagua.compat.mlbench.centralized import ALLREDUCE_AGGREGATION_OPS, AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
