@@ -19,7 +19,7 @@ accelerate = pytest.importorskip("accelerate")
 safetensors = pytest.importorskip("safetensors.torch")
 
 RANK_PROGRAM = Path(__file__).parent / "accelerate_rank.py"
-ADAPTER = ROOT / "torchbagua" / "accelerate.py"
+ADAPTER = ROOT / "torchbagua" / "integrations" / "accelerate.py"
 STEPS = 6
 
 

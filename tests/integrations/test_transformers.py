@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
 RANK_PROGRAM = Path(__file__).parent / "transformers_rank.py"
-ADAPTER = ROOT / "torchbagua" / "transformers.py"
+ADAPTER = ROOT / "torchbagua" / "integrations" / "transformers.py"
 STEPS, STOP = 6, 3
 LOGGED = {"step_ms", "exposed_ms", "overlap_percent", "sent_MB_a_step", "compression_ratio_to_float32"}
 
