@@ -17,7 +17,7 @@ import torchbagua as tb
 from torchbagua import codecs
 from torchbagua.algorithms.base import get, init_for
 from torchbagua.codecs.base import REGISTRY
-from torchbagua.training.sharded.checks import check_algorithm_of_shards
+from torchbagua.training.fsdp2.checks import check_algorithm_of_shards
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "algorithms"

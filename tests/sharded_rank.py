@@ -29,7 +29,7 @@ import torchbagua as tb
 from oracle import ordered_sum, quantise, quantise_block, quantise_block_4_bits
 from torchbagua._torch import fsdp_all_gather, fsdp_param_groups, fsdp_reduce_scatter
 from torchbagua.codecs import Compressor, MinMaxUInt4, MinMaxUInt8
-from torchbagua.training.sharded.bounded import BoundedGather
+from torchbagua.training.fsdp2.bounded import BoundedGather
 
 BLOCK = 16
 F32 = np.float32

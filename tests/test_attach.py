@@ -227,6 +227,14 @@ def test_group_of_other_ranks_is_refused() -> None:
         run_ranks(2, attach_with_group_of_other_ranks)
 
 
+def test_a_group_that_this_rank_is_not_in_is_refused() -> None:
+    module = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(module.parameters())
+    outside = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns there
+    with pytest.raises(TypeError, match="process_group must be .*, got a group of which this rank is no member"):
+        tb.attach(module, optimizer, "decentralized", process_group=outside)
+
+
 def test_a_failure_on_one_rank_can_be_tried_again() -> None:
     """The others wait for the rank that failed and say so; then all attach, as if nothing had been."""
     arrived = threading.Barrier(3)

@@ -79,7 +79,7 @@ def test_plain_module_is_trained_as_one_in_ddp(name: str) -> None:
                     tensor.add_(1)
                 for parameter in trainer.optimizer.param_groups[0]["params"]:
                     trainer.optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
-        with tb.attach(trainer.module, trainer.optimizer, SYNCHRONOUS[name], process_group=tb.BaguaProcessGroup(group)):
+        with tb.attach(trainer.module, trainer.optimizer, SYNCHRONOUS[name], process_group=group):
             for _ in range(7):
                 trainer.step()
             trainer.trace.start.append(weights_of(trainer.module))

@@ -254,7 +254,7 @@ def ladder() -> list[str]:
 
 
 # Of packages in packages: those of the ladder's rooms. Bagua's and mlbench's are laid out as these projects are.
-ROOMS = [*ladder(), "algorithms/gradient", "algorithms/qadam", "algorithms/weights", "training/sharded"]
+ROOMS = [*ladder(), "algorithms/gradient", "algorithms/qadam", "algorithms/weights", "training/fsdp2"]
 
 
 def beginnings(package: str) -> list[str]:

@@ -11,9 +11,9 @@ from torchbagua.codecs.base import Compressor
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer
 from torchbagua.training.attach import install
+from torchbagua.training.attach_checks import check_arguments
 from torchbagua.training.attachment import Attachment
-from torchbagua.training.checks import check_arguments
-from torchbagua.training.sharded.options import Sharding
+from torchbagua.training.fsdp2.options import Sharding
 
 
 def attach(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torchbagua._torch import add_backends, fsdp_all_reduces, nccl_options, work_of
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import Algorithm
-from torchbagua.training.sharded.rows import CommunicatingPart, Row, RowAllReduce, RowRunner
+from torchbagua.training.fsdp2.rows import CommunicatingPart, Row, RowAllReduce, RowRunner
 
 
 class ReplicaGroup(dist.ProcessGroup):

@@ -9,8 +9,8 @@ from torchbagua._torch import fsdp_reduce_scatter, fsdp_replicate_group
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.fsdp.backend import Announcer, ReplicaGroup
 from torchbagua.runtime.shards import reshard, sharded_parts
-from torchbagua.training.sharded.checks import check_algorithm_of_shards
-from torchbagua.training.sharded.rows import check_parameters_inside, communicating_parts
+from torchbagua.training.fsdp2.checks import check_algorithm_of_shards
+from torchbagua.training.fsdp2.rows import check_parameters_inside, communicating_parts
 
 
 def register_backend(algorithm: Algorithm, *, name: str = "torchbagua") -> None:

@@ -2,14 +2,14 @@
 
 The whole order:
 
-1. `check_arguments` (checks.py) checks what can fail on one rank alone, and `warn_uncompressed` warns of parameters
-   that the codec does not encode.
+1. `check_arguments` (attach_checks.py) checks what can fail on one rank alone, and `warn_uncompressed` warns of
+   parameters that the codec does not encode.
 2. `Algorithm.reify` has ranks compare over their group's store what must agree, and opens private groups.
 3. Within that, `Algorithm.make_impl` binds the algorithm to them, and the impl watches the optimizers' steps.
 4. `Attachment` gives ranks the same weights where no DDP has, and `AlgorithmImpl.set_module` makes the buckets of a
    weight algorithm; a gradient algorithm's are made when DDP first hands them over (`gradient_bucket`).
 5. It installs the hooks: step hooks (step_hooks.py), then DDP's one hook, which ddp.py has call comm_hook.py, or DDP's
-   silence, or what a sharded module communicates (sharded/communication.py).
+   silence, or what a sharded module communicates (fsdp2/communication.py).
 6. A step of a gradient algorithm: DDP hands a bucket to the hook, the lane runs it, backward waits for all, the
    optimizer steps and commits what the algorithm keeps, the `StepClock` ends the step. A weight algorithm
    communicates at that end, in buckets of its own.
@@ -28,10 +28,10 @@ from torchbagua.algorithms.base import Algorithm
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer
 from torchbagua.observe.summary import Summary
+from torchbagua.training.attach_checks import check_arguments, warn_uncompressed
 from torchbagua.training.attachment import Attachment
-from torchbagua.training.checks import check_arguments, warn_uncompressed
+from torchbagua.training.fsdp2.options import Sharding
 from torchbagua.training.setup import TrainingSetup
-from torchbagua.training.sharded.options import Sharding
 
 
 def attach(
@@ -100,8 +100,7 @@ def install(
     group = process_group or setup.process_group()
     refusal = warn_uncompressed(setup)
     if refusal is not None:
-        rank = group.rank if isinstance(group, BaguaProcessGroup) else group.rank()
-        refusal += f"; the filter of rank {rank} makes this an error"
+        refusal += f"; the filter of rank {_rank_in_job(group)} makes this an error"
     try:
         impl = setup.algorithm.reify(
             group,
@@ -118,6 +117,15 @@ def install(
                 BaguaProcessGroup(group, timeout=timeout, refusal=str(warning))
         raise
     return Attachment(setup, impl, summary)
+
+
+def _rank_in_job(group: dist.ProcessGroup | BaguaProcessGroup) -> int:
+    """Return this rank's number in the whole job; a group that was made by hand knows only its own numbers."""
+    torch_group = group.process_group if isinstance(group, BaguaProcessGroup) else group
+    try:
+        return dist.get_process_group_ranks(torch_group)[torch_group.rank()]
+    except KeyError:
+        return torch_group.rank()
 
 
 def _summary_among(

@@ -17,7 +17,7 @@ from torchbagua.algorithms.saved_state import check_saved, load_state, save_stat
 from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 from torchbagua.observe.summary import Summary
 from torchbagua.runtime.shards import local_shard
-from torchbagua.training.checks import mark_attached
+from torchbagua.training.attach_checks import mark_attached
 from torchbagua.training.comm_hook import comm_hook
 from torchbagua.training.ddp import ddp_sync_disabled, ddp_within_nodes, hooked, named_tensors
 from torchbagua.training.end_warnings import (
@@ -25,12 +25,12 @@ from torchbagua.training.end_warnings import (
     warn_of_missing_detach,
     warn_of_unused_optimizers,
 )
+from torchbagua.training.fsdp2.communication import bound_waits, communicated_by
 from torchbagua.training.late_checks import check_caller, check_first_step, check_within_nodes
 from torchbagua.training.optimizer_state import broadcast_optimizer_state
 from torchbagua.training.outer_ddps import CallerWatch
 from torchbagua.training.running_means import RunningMeans
 from torchbagua.training.setup import TrainingSetup
-from torchbagua.training.sharded.communication import bound_waits, communicated_by
 from torchbagua.training.step_hooks import install_step_hooks
 from torchbagua.training.weight_loads import WeightLoads
 

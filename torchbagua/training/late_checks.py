@@ -6,7 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchbagua._torch import is_joining
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.training.checks import require_same_ranks
+from torchbagua.training.attach_checks import require_same_ranks
 from torchbagua.training.ddp import JOIN_REFUSAL, check_around
 from torchbagua.training.grad_scaler import is_stepped_by_scaler
 from torchbagua.training.outer_ddps import CallerWatch, search_ddps_around

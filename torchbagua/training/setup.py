@@ -15,11 +15,11 @@ from torchbagua.algorithms.base import Algorithm
 from torchbagua.runtime.memory_order import MemoryOrder
 from torchbagua.runtime.shards import sharded_parts
 from torchbagua.training.ddp import named_tensors
+from torchbagua.training.fsdp2.bounded import on_cpus
+from torchbagua.training.fsdp2.options import Sharding
+from torchbagua.training.fsdp2.parts import sharding_group
+from torchbagua.training.fsdp2.rows import communicating_parts
 from torchbagua.training.outer_ddps import ddps_around
-from torchbagua.training.sharded.bounded import on_cpus
-from torchbagua.training.sharded.options import Sharding
-from torchbagua.training.sharded.parts import sharding_group
-from torchbagua.training.sharded.rows import communicating_parts
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torchbagua.algorithms.base import Algorithm
 from torchbagua.algorithms.gradient.bytegrad import ByteGradAlgorithm
 from torchbagua.algorithms.gradient.compressed_all_reduce import CompressedAllReduceAlgorithm
 from torchbagua.codecs.lookup import by_name
-from torchbagua.training.sharded.gather import why_in_full_precision
-from torchbagua.training.sharded.options import Sharding
+from torchbagua.training.fsdp2.gather import why_in_full_precision
+from torchbagua.training.fsdp2.options import Sharding
 
 Parts = Mapping[str, Any]
 """On which fully_shard was called, by their names in the module."""

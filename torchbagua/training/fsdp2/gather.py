@@ -16,7 +16,7 @@ from torchbagua._warnings import UncompressedParametersWarning, warn_user
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.lookup import by_name
 from torchbagua.collectives.row_gather import RowGather
-from torchbagua.training.sharded.rows import CommunicatingPart, Row, RowRunner, spec_of_row
+from torchbagua.training.fsdp2.rows import CommunicatingPart, Row, RowRunner, spec_of_row
 
 
 def gathered_by(runner: RowRunner, parts: Sequence[CommunicatingPart], quantize_weights: str | Compressor) -> ExitStack:

@@ -15,7 +15,7 @@ from torchbagua.collectives.centralized_mean import Mean, centralized_mean
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Details
 from torchbagua.runtime.lane import Job
-from torchbagua.training.sharded.first_failure import FirstFailure
+from torchbagua.training.fsdp2.first_failure import FirstFailure
 
 # The names of the parameters whose gradients lie in a row, with the padded lengths of their shards.
 Row = tuple[tuple[str, int], ...]

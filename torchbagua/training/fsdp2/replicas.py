@@ -13,7 +13,7 @@ from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.collectives.broadcast import broadcast_tensors
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.shards import local_shard
-from torchbagua.training.sharded.rows import CommunicatingPart, Row, RowAllReduce, RowRunner
+from torchbagua.training.fsdp2.rows import CommunicatingPart, Row, RowAllReduce, RowRunner
 
 
 @contextmanager

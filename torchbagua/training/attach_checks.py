@@ -1,7 +1,7 @@
 """The checks of attach, in one pass: whether module, optimizers and algorithm fit, before anything is communicated.
 
 What only a group can tell, or the training loop, is checked in late_checks.py; what only sharded modules need, in
-sharded/checks.py.
+fsdp2/checks.py.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ from torchbagua.observe.events import Observer, check_observers
 from torchbagua.runtime.bucket import check_elements
 from torchbagua.runtime.shards import reshard, sharded_parts
 from torchbagua.training.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, named_tensors
+from torchbagua.training.fsdp2.checks import check_sharding, unquantized_weights
+from torchbagua.training.fsdp2.options import Sharding
 from torchbagua.training.setup import TrainingSetup, ddps_of
-from torchbagua.training.sharded.checks import check_sharding, unquantized_weights
-from torchbagua.training.sharded.options import Sharding
 
 # On a module with an algorithm attached, inside of its wrapper: its id, which a copy has not, and the impl's name.
 _MARK = "_torchbagua_attached"
@@ -55,9 +55,10 @@ def check_arguments(
     check_algorithm("attach", algorithm)
     algorithm = init_for(algorithm, optimizers)
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup | BaguaProcessGroup):
+        is_outside = process_group is dist.GroupMember.NON_GROUP_MEMBER
         raise TypeError(
             "attach: process_group must be a torch.distributed.ProcessGroup or a BaguaProcessGroup, got "
-            f"{type(process_group).__name__}"
+            f"{'a group of which this rank is no member' if is_outside else type(process_group).__name__}"
         )
     if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
         raise TypeError(f"attach: grad_scaler must be a torch.amp.GradScaler, got {type(grad_scaler).__name__}")

@@ -8,13 +8,13 @@ import torch
 
 from torchbagua._description import describe
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.training.sharded.bounded import bound_gathers, bound_reduce_scatters, on_cpus, open_shards
-from torchbagua.training.sharded.first_failure import FirstFailure
-from torchbagua.training.sharded.gather import gathered_by
-from torchbagua.training.sharded.options import Sharding
-from torchbagua.training.sharded.reduce_scatter import scattered_by
-from torchbagua.training.sharded.replicas import averaged_by, open_replicas, share_shards
-from torchbagua.training.sharded.rows import RowRunner, check_parameters_inside, communicating_parts
+from torchbagua.training.fsdp2.bounded import bound_gathers, bound_reduce_scatters, on_cpus, open_shards
+from torchbagua.training.fsdp2.first_failure import FirstFailure
+from torchbagua.training.fsdp2.gather import gathered_by
+from torchbagua.training.fsdp2.options import Sharding
+from torchbagua.training.fsdp2.reduce_scatter import scattered_by
+from torchbagua.training.fsdp2.replicas import averaged_by, open_replicas, share_shards
+from torchbagua.training.fsdp2.rows import RowRunner, check_parameters_inside, communicating_parts
 
 
 def communicated_by(

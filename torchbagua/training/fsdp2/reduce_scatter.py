@@ -11,7 +11,7 @@ from torchbagua._torch import fsdp_all_reduce_hook, fsdp_reduce_scatter, fsdp_sh
 from torchbagua.codecs.base import Compressor, sum_dtype
 from torchbagua.codecs.cast import Identity
 from torchbagua.collectives.row_mean import RowMean
-from torchbagua.training.sharded.rows import CommunicatingPart, Row, RowRunner, spec_of_row
+from torchbagua.training.fsdp2.rows import CommunicatingPart, Row, RowRunner, spec_of_row
 
 
 def scattered_by(runner: RowRunner, parts: Sequence[CommunicatingPart]) -> ExitStack:
