@@ -231,7 +231,7 @@ def test_a_group_that_this_rank_is_not_in_is_refused() -> None:
     module = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(module.parameters())
     outside = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns there
-    with pytest.raises(TypeError, match="process_group must be .*, got a group of which this rank is no member"):
+    with pytest.raises(TypeError, match=r"process_group must be .*, got a group of which this rank is no member"):
         tb.attach(module, optimizer, "decentralized", process_group=outside)
 
 
