@@ -207,7 +207,7 @@ def _powersgd(setup: Setup) -> Entry:
 
 
 def _hooked(algorithm: tb.Algorithm) -> Wrap:
-    """A gradient algorithm behind the plain hook."""
+    """A gradient algorithm behind the standalone hook."""
 
     def wrap(setup: Setup) -> Entry:
         recorder = tb.observe.Recorder()

@@ -67,7 +67,7 @@ class Trainer:
         self.synchronises_each = False
 
     def hook(self, nodes: Sequence[int] | None = None, **arguments: Any) -> tb.AlgorithmImpl:
-        """Register the plain hook, which records local gradients on the way."""
+        """Register the standalone hook, which records local gradients on the way."""
         names = {parameter: name for name, parameter in self.named.items()}
         life = self.life  # a hook that holds its DDP keeps it, and its groups, for ever
 

@@ -1,4 +1,4 @@
-"""attach and the plain hook: what they refuse, and what they leave behind."""
+"""attach and the standalone hook: what they refuse, and what they leave behind."""
 
 import copy
 import gc
@@ -393,7 +393,7 @@ def test_no_thread_outlives_attach_or_impl() -> None:
         with tb.attach(ddp, optimizer, "bytegrad"):
             ddp(torch.ones(1, 4)).sum().backward()
             assert lanes()
-        # The plain hook, which nobody closes.
+        # The standalone hook, which nobody closes.
         hooked, _ = wrapped(group)
         hooked.register_comm_hook(tb.ByteGradAlgorithm().reify(group), tb.comm_hook)
         hooked(torch.ones(1, 4)).sum().backward()

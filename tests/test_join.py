@@ -37,7 +37,7 @@ def num_batches(rank: int) -> int:
 
 
 class Trainer:
-    """One rank's training, through the plain hook or attach, with a Recorder where it is observed."""
+    """One rank's training, through the standalone hook or attach, with a Recorder where it is observed."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ def with_zeros(group: dist.ProcessGroup, *arguments: Any, **options: Any) -> Tra
 @pytest.mark.parametrize(
     ("is_attached", "is_observed"),
     [(False, False), (False, True), (True, True)],
-    ids=["plain hook", "observed plain hook", "observed"],
+    ids=["standalone hook", "observed standalone hook", "observed"],
 )
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_mean_is_that_of_all_ranks(name: str, is_attached: bool, is_observed: bool) -> None:

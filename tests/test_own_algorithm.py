@@ -1,4 +1,4 @@
-"""Users' own algorithms, written only against the documented interface, through the plain hook and through attach."""
+"""Users' own algorithms, written only against the documented interface, through the standalone hook and attach."""
 
 import copy
 import time

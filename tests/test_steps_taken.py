@@ -1,4 +1,4 @@
-"""An algorithm's commit: once for each step that an optimizer takes, whoever calls it, and how a plain hook hears."""
+"""An algorithm's commit: once for each step that an optimizer takes, whoever calls it; and the standalone hook's."""
 
 import copy
 import gc

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import run_ranks
+from torchbagua.codecs import MinMaxUInt8
 from training import build
 
 
@@ -115,9 +116,23 @@ def test_an_algorithm_says_what_its_impl_averages() -> None:
     class Silent(AveragingAlgorithm):
         averages_weights = False
 
-    message = "Silent: averages_weights must say what AveragingImpl does, which averages weights since it overrides"
+    message = "AveragingImpl averages weights, because it overrides init_tensors, but Silent.averages_weights is False"
     with pytest.raises(TypeError, match=message):
         run_ranks(2, lambda group: Silent().reify(group))
+
+
+def test_an_algorithm_names_the_codec_of_its_impl() -> None:
+    """attach warns by the description of parameters that are not compressed, before there is an impl."""
+
+    class Coded(tb.Algorithm):
+        def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
+            impl = tb.AlgorithmImpl(process_group, self)
+            impl.compressor = MinMaxUInt8()
+            return impl
+
+    message = r"AlgorithmImpl sends with MinMaxUInt8.*, but Coded\.make_codec returns Identity"
+    with pytest.raises(TypeError, match=message):
+        run_ranks(2, lambda group: Coded().reify(group))
 
 
 def test_second_attachment_is_refused_beside_a_weight_algorithm() -> None:

@@ -144,7 +144,7 @@ def train(
     before_hook: Callable[[int], None] = lambda step: None,
     **ddp_options: Any,
 ) -> Run:
-    """Train a copy of `model`, where that is, with SGD through the plain hook; data differ by rank and step."""
+    """Train a copy of `model`, where that is, with SGD through the standalone hook; data differ by rank and step."""
     rank, device = group.rank(), device_of(model)
     ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **ddp_options)
     names = {parameter: name for name, parameter in ddp.module.named_parameters()}

@@ -19,7 +19,7 @@ class UncompressedParametersWarning(RuntimeWarning):
     """Parameters are sent in full precision, because the codec does not encode their dtype.
 
     Make it an error with `warnings.simplefilter("error", torchbagua.UncompressedParametersWarning)`: `attach` then
-    raises it, on all ranks, as soon as the filter of one rank says so.
+    raises it on all ranks, if the filter of any rank does.
     """
 
 

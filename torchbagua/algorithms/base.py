@@ -212,31 +212,37 @@ class Algorithm:
             group = BaguaProcessGroup(
                 process_group, timeout=timeout, observers=observers, must_agree=own, refusal=refusal
             )
+        close = group.close
         try:
             group.open()
             impl = self.make_impl(group)
             if not isinstance(impl, AlgorithmImpl):
                 raise TypeError(f"{type(self).__name__}.make_impl must return an AlgorithmImpl, got {impl!r}")
-            self._check_kind(impl)
+            close = impl.close
+            self._check_impl(impl)
             impl.watch_steps(optimizers or self.own_optimizers())
             group.compare_clocks()
             if group.tracer.is_on:
                 group.tracer.start(self._describe_run(group, run_settings or {}))
             return impl
         except BaseException:
-            group.close()
+            close()
             raise
 
-    def _check_kind(self, impl: AlgorithmImpl) -> None:
-        if impl.averages_weights == self.averages_weights:
-            return
-        name, impl_name = type(self).__name__, type(impl).__name__
-        kinds = ("averages gradients", "averages weights")
-        raise TypeError(
-            f"{name}: averages_weights must say what {impl_name} does, which {kinds[impl.averages_weights]} since it "
-            f"{'overrides' if impl.averages_weights else 'does not override'} init_tensors, got "
-            f"averages_weights={self.averages_weights}"
-        )
+    def _check_impl(self, impl: AlgorithmImpl) -> None:
+        """Raise TypeError if the impl does something else than this description says, by which attach goes."""
+        name, impl_name, codec = type(self).__name__, type(impl).__name__, self.make_codec()
+        if impl.averages_weights != self.averages_weights:
+            kind, how = ("weights", "overrides") if impl.averages_weights else ("gradients", "does not override")
+            raise TypeError(
+                f"{impl_name} averages {kind}, because it {how} init_tensors, but {name}.averages_weights is "
+                f"{self.averages_weights}; set it to {impl.averages_weights}"
+            )
+        if type(impl.compressor) is not type(codec):
+            raise TypeError(
+                f"{impl_name} sends with {impl.compressor}, but {name}.make_codec returns {codec}; have it return the "
+                "codec, which AlgorithmImpl.__init__ then sets as compressor"
+            )
 
     def _describe_run(self, group: BaguaProcessGroup, run_settings: Mapping[str, str]) -> Run:
         name = type(self).__name__

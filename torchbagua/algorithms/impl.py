@@ -73,7 +73,7 @@ class AlgorithmImpl:
             too (`torch.distributed.algorithms.Join`).
         ends_in_order: set it to True when all ranks are going to close the impl. NCCL groups are then shut down;
             otherwise they are broken off.
-        compressor: how values of parameters are sent; an impl that compresses sets its own. See `codec_for`.
+        compressor: the codec of what is sent, from `Algorithm.make_codec`. See `codec_for`.
         load_effect: what `weights_loaded` does, in the message that says that weights were loaded.
         ended_by: the call that ends it, in the warning that nobody has made it. An adapter sets its own.
 
@@ -81,7 +81,6 @@ class AlgorithmImpl:
         TypeError: the class overrides `tensors_to_buckets` but not `init_tensors`.
     """
 
-    compressor: Compressor = Identity()
     load_effect: str = "and no round in flight changes them"
     ended_by: str = "detach() of what attach returned"
 
@@ -98,6 +97,7 @@ class AlgorithmImpl:
             )
         self.process_group = process_group
         self.algorithm = algorithm
+        self.compressor: Compressor = Identity() if algorithm is None else algorithm.make_codec()
         if self.averages_weights:
             process_group.open_private_nccl()
         self.tracer = process_group.tracer
@@ -122,7 +122,7 @@ class AlgorithmImpl:
         self._names: Mapping[int, str] = {}
         self._module: torch.nn.Module | None = None
         self._gpu: torch.device | None = None
-        self._checked_dtypes: set[torch.dtype] = set()
+        self._warned_dtypes: set[torch.dtype] = set()
         self._steps = StepsTaken(self)
         self._at_close = ExitStack()
 
@@ -192,18 +192,21 @@ class AlgorithmImpl:
         """Return `compressor`; or that of full precision, if `compressor` does not encode the dtype of the bucket."""
         return self.compressor if self.compressor.encodes(bucket.flat.dtype) else Identity()
 
-    def check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Have the algorithm check the parameters that DDP hands to the standalone hook, once for each dtype.
+    def _check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Have the algorithm check the parameters that DDP passes to the standalone hook, and warn once for each dtype.
 
         If a filter makes its warning an error, other ranks do not wait for this one.
         """
-        new = {name: one for name, one in parameters.items() if one.dtype not in self._checked_dtypes}
-        self._checked_dtypes |= {parameter.dtype for parameter in new.values()}
-        if self.algorithm is not None and new:
-            try:
-                self.algorithm.check_parameters(new)
-            except (UncompressedParametersWarning, ValueError) as error:
-                self._fail(error)
+        if self.algorithm is None:
+            return
+        dtypes = {parameter.dtype for parameter in self.algorithm.uncompressed(parameters).values()}
+        if dtypes <= self._warned_dtypes:
+            return
+        self._warned_dtypes |= dtypes
+        try:
+            self.algorithm.check_parameters(parameters)
+        except (UncompressedParametersWarning, ValueError) as error:
+            self._fail(error)
 
     def init_forward_pre_hook(self, module: torch.nn.Module) -> Callable[[Any], None] | None:
         """Return a function to call before each forward in training, with the inputs of the module; or None."""
@@ -304,11 +307,11 @@ class AlgorithmImpl:
         return [parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)]
 
     def _named_parameters(self) -> dict[str, torch.Tensor]:
-        """The same by their names in the module; by their places in the optimizers behind the plain hook."""
+        """The same by their names in the module; by their places in the optimizers behind the standalone hook."""
         if not self._names:
             raise RuntimeError(
-                f"{type(self).__name__}: behind the plain hook parameters have no names to save state by; make the "
-                "impl by reify(group, optimizer=optimizer), or use attach"
+                f"{type(self).__name__}: behind the standalone hook parameters have no names to save state by; make "
+                "the impl by reify(group, optimizer=optimizer), or use attach"
             )
         known = [parameter for parameter in self.state_parameters() if id(parameter) in self._names]
         return {self._names[id(one)]: one for one in known if self.compressor.encodes(one.dtype.to_real())}
@@ -495,11 +498,11 @@ class AlgorithmImpl:
             ]
             tensors = self.gradient_buckets.tensors_of(dict(zip(names, parameters, strict=True)))
             if self._module is None:  # attach has checked all parameters at once
-                self.check_parameters({tensor.name: tensor.parameter for tensor in tensors})
+                self._check_parameters({tensor.name: tensor.parameter for tensor in tensors})
             bucket = BaguaBucket(f"gradient bucket {index}", tensors, self.process_group, flat)
             self._check_layouts(bucket)
             self.init_operations(self._module, bucket)
             self.gradient_buckets.add(bucket)
         bucket.flat = flat
-        self.ends_in_order = True  # behind the plain hook nobody calls finish
+        self.ends_in_order = True  # behind the standalone hook nobody calls finish
         return bucket

@@ -183,8 +183,8 @@ class StepsTaken:
             return
         if self._num_backwards > 0 and not self._watches and not self._is_told:
             raise RuntimeError(
-                f"torchbagua: {self._owner} has to know which steps are taken, and behind the plain hook it hears of "
-                "none: call impl.step_taken() after each step of the optimizer, or make the impl by "
+                f"torchbagua: {self._owner} has to know which steps are taken, and behind the standalone hook it hears "
+                "of none: call impl.step_taken() after each step of the optimizer, or make the impl by "
                 "reify(group, optimizer=optimizer)"
             )
         self._num_backwards += 1

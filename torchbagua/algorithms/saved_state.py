@@ -26,8 +26,8 @@ def save_state(algorithm: Algorithm, impl: AlgorithmImpl) -> dict[str, Any]:
         "algorithm": type(algorithm).__qualname__,
         "arguments": algorithm.state_arguments(impl.process_group) if _depends_on_arguments(algorithm, impl) else {},
     }
-    # In one string: torch.distributed.checkpoint loads into the keys that a state has now, and refuses a checkpoint of
-    # an earlier release that lacks one of them. These two there have always been.
+    # In one string: torch.distributed.checkpoint loads into the keys that a state has now, and refuses a checkpoint
+    # that lacks one of them: a key that a release adds would make it refuse those of the releases before.
     return {"algorithm": json.dumps(described), "impl": impl.state_dict()}
 
 

@@ -98,7 +98,7 @@ class LowPrecisionRing:
         self._contents = ElementCounts(sent=of_all, received=of_all, element_bytes=replicas.weight.element_size())
         longest = max(elements.stop - elements.start for elements in layout.elements)
         self._difference_L, self._third_L = torch.empty(2, longest, dtype=dtype, device=device).unbind()
-        # Tensors for the reason that `compressors.base.divide` has one, and kept, since every piece needs them.
+        # Tensors for the reason that `codecs.base.divide` has one, and kept, since every piece needs them.
         self._three = torch.full((1,), 3.0, dtype=dtype, device=device)
         self._five_thirds = torch.full((1,), 5.0, dtype=dtype, device=device) / self._three
 

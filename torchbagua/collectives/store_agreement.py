@@ -170,7 +170,7 @@ class _Agreement:
         self._store.set(f"own/{self._rank}", _WITHDRAWN)
         raise TimeoutError(
             f"torchbagua: ranks {missing} of {self._size} did not come within {self._timeout_s:g} s: every rank of the "
-            "group must call reify, attach or an aggregation, in the same order"
+            "group must call reify or attach, or make its groups, in the same order"
         )
 
     def _missing(self) -> list[int]:

@@ -28,7 +28,7 @@ def attach(
     observers: Sequence[Observer] = (),
     timeout: timedelta | None = None,
 ) -> Attachment:
-    """Attach an algorithm to a module on which fully_shard was called: `torchbagua.attach` with two arguments more.
+    """Attach an algorithm to a module on which fully_shard was called: `torchbagua.attach` with two more arguments.
 
     Collective among the ranks of all meshes.
 

@@ -1,6 +1,6 @@
 """attach: put an algorithm to work on a module and its optimizer, and take it off again.
 
-The whole order:
+Execution order:
 
 1. `check_arguments` (attach_checks.py) checks what can fail on one rank alone, and `warn_uncompressed` warns of
    parameters that the codec does not encode.
@@ -46,7 +46,7 @@ def attach(
 ) -> Attachment:
     """Put an algorithm in charge of what a module communicates, until you detach it. Collective.
 
-    Your training loop stays as it is. What is returned is a context manager: leaving it detaches.
+    Your training loop stays as it is. It returns a context manager that detaches on exit.
 
     With a decentralized algorithm, all ranks must make the same number of backward passes through the module in each
     step.
@@ -112,9 +112,9 @@ def install(
             refusal=refusal,
         )
     except UncompressedParametersWarning as warning:
-        for group in setup.groups_opened_later():  # where ranks of other meshes would wait for this one
-            with suppress(UncompressedParametersWarning):
-                BaguaProcessGroup(group, timeout=timeout, refusal=str(warning))
+        for later_group in setup.groups_opened_later():  # ranks of other meshes would wait there for this one
+            with suppress(UncompressedParametersWarning, TimeoutError):
+                BaguaProcessGroup(later_group, timeout=timeout, refusal=str(warning))
         raise
     return Attachment(setup, impl, summary)
 

@@ -1,7 +1,6 @@
 """The checks of attach, in one pass: whether module, optimizers and algorithm fit, before anything is communicated.
 
-What only a group can tell, or the training loop, is checked in late_checks.py; what only sharded modules need, in
-fsdp2/checks.py.
+Checks that need the group or the loop are in late_checks.py; checks of sharded modules are in fsdp2/checks.py.
 """
 
 from collections.abc import Sequence
@@ -82,7 +81,7 @@ def warn_uncompressed(setup: TrainingSetup) -> str | None:
     """Warn of what is sent in full precision; return the warning if a filter makes it an error on this rank."""
     try:
         setup.algorithm.check_parameters(setup.trained())
-        for message in unquantized_weights(setup.sharded_parts, setup.sharding):
+        for message in unquantized_weights(setup.module, setup.sharded_parts, setup.sharding):
             warn_user(message, UncompressedParametersWarning)
     except UncompressedParametersWarning as warning:
         return str(warning)
@@ -170,9 +169,9 @@ def check_gradient_averaging(setup: TrainingSetup) -> None:
     if setup.ddp is None:
         raise TypeError(
             "attach: module must be a torch.nn.parallel.DistributedDataParallel, got "
-            f"{type(setup.module).__name__}: {type(setup.algorithm).__name__} averages gradients, so wrap the "
-            "module in it. Hugging Face's Trainer keeps it as trainer.model_wrapped, accelerate's prepare returns it, "
-            "Lightning keeps it as trainer.strategy.model"
+            f"{type(setup.module).__name__}: {type(setup.algorithm).__name__} averages gradients (its "
+            "averages_weights is False), so wrap the module in it. Hugging Face's Trainer keeps it as "
+            "trainer.model_wrapped, accelerate's prepare returns it, Lightning keeps it as trainer.strategy.model"
         )
     if uses_python_reducer(setup.ddp):
         raise ValueError(

@@ -354,7 +354,7 @@ class Attachment:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank. Load the weights that go with it first.
 
-        Collective if the algorithm averages weights or has error feedback. States of earlier releases can be loaded.
+        Collective if the algorithm averages weights or has error feedback.
         Which arguments may have changed since is said where the algorithm is documented.
 
         Raises:

@@ -1,7 +1,7 @@
 """The DDP communication hook that runs a gradient algorithm.
 
-`attach` has DDP call it. *The plain hook* is this one as a user registers it with `ddp.register_comm_hook`, without
-`attach`: the impl then knows no module, no names of parameters and no optimizer, unless `reify` was given one.
+`attach` has DDP call it. *The standalone hook* is this one as a user registers it with `ddp.register_comm_hook`,
+without `attach`: the impl then knows no module, no names of parameters and no optimizer, unless `reify` was given one.
 """
 
 import torch
@@ -18,10 +18,11 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
 
     Register it with `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`. DDP then calls it.
 
-    It returns at once, and backward goes on while the bucket is communicated. There are two exceptions: over NCCL QAdam
-    first compares how far the ranks have come, and with a GradScaler QAdam and error feedback first read the loss scale
-    from the GPU. The bucket's buffer is changed in place. Over NCCL, gradients on a GPU stay there: all work is
-    launched on one stream beside backward's. Over gloo, the bytes that are sent pass through the host's memory.
+    It returns at once, and backward goes on while the bucket is communicated. There are three exceptions: over NCCL
+    QAdam first compares how far the ranks have come; with a GradScaler QAdam and error feedback first read the loss
+    scale from the GPU; and where a stage of a warm-up may begin, ranks first agree on the number of steps. The bucket's
+    buffer is changed in place. Over NCCL, gradients on a GPU stay there: all work is launched on one stream beside
+    backward's. Over gloo, the bytes that are sent pass through the host's memory.
 
     Under `torch.distributed.algorithms.Join`, a rank that has run out of data takes part with zeros. The mean is that
     of all ranks of the group, whatever `divide_by_initial_world_size` says. DDP leaves the division to its hook and

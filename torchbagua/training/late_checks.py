@@ -1,4 +1,4 @@
-"""What attach checks later: what a group of all ranks can tell, and what the first steps of the loop show."""
+"""Later checks of attach: those that need the whole group, and those of the first training step."""
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -55,7 +55,7 @@ def check_first_step(impl: AlgorithmImpl, setup: TrainingSetup, watch: CallerWat
         )
         warn_user(
             f"torchbagua: a GradScaler steps {type(setup.optimizers[0]).__name__}, and {type(impl).__name__} does not "
-            f"know it: {what}; hand it over, grad_scaler=scaler",
+            f"know it: {what}; pass it: attach(..., grad_scaler=scaler)",
         )
     if watch is None or setup.ddp is setup.module:
         return

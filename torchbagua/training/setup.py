@@ -15,10 +15,8 @@ from torchbagua.algorithms.base import Algorithm
 from torchbagua.runtime.memory_order import MemoryOrder
 from torchbagua.runtime.shards import sharded_parts
 from torchbagua.training.ddp import named_tensors
-from torchbagua.training.fsdp2.bounded import on_cpus
 from torchbagua.training.fsdp2.options import Sharding
 from torchbagua.training.fsdp2.parts import sharding_group
-from torchbagua.training.fsdp2.rows import communicating_parts
 from torchbagua.training.outer_ddps import ddps_around
 
 
@@ -57,7 +55,7 @@ class TrainingSetup:
         """Whether fully_shard was called on the module or a part of it."""
         return bool(self.sharded_parts)
 
-    @property
+    @cached_property
     def inner(self) -> torch.nn.Module:
         """The module, without its DDP."""
         return self.module if self.ddp is None else self.ddp.module
@@ -125,13 +123,11 @@ class TrainingSetup:
         return dist.group.WORLD
 
     def groups_opened_later(self) -> list[dist.ProcessGroup]:
-        """Return the groups beside `process_group` whose ranks an attachment has agree, after those of that group."""
+        """Return the further groups over which an attachment compares settings, after `process_group`."""
         if self.sharding.replicate_group is None:
             return []
-        if not self.algorithm.averages_weights:
-            return [self.sharding.replicate_group]
-        communicating = on_cpus(communicating_parts(self.module, self.sharded_parts))
-        return [sharding_group(self.sharded_parts)] if communicating else []
+        averages_weights = self.algorithm.averages_weights
+        return [sharding_group(self.sharded_parts) if averages_weights else self.sharding.replicate_group]
 
     def must_agree(self) -> dict[str, Any]:
         """Return what ranks must have in common, in the order in which they are told of it."""

@@ -128,7 +128,7 @@ class CompressedAllReduceAlgorithmImpl(FeedbackImpl):
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: CompressedMeanAlgorithm) -> None:
         super().__init__(process_group, algorithm)
-        self.compressor, self._intra_compressor = algorithm.make_compressors()
+        _, self._intra_compressor = algorithm.make_compressors()
         self.parameter_state = residual_state(type(algorithm).__name__) if algorithm.error_feedback else None
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:

@@ -1,4 +1,4 @@
-"""What the impls share that have other operations after some training steps, on all ranks in the same step."""
+"""Base class of impls whose operations change after a number of training steps, on all ranks in the same step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ class PhasedFeedbackImpl(FeedbackImpl):
     steps, the largest that one has counted, before each backward that may begin a phase by the passes so far.
 
     Attributes:
-        num_backward_passes: how many synchronised ones have begun, that under way included. The same on all ranks.
+        num_backward_passes: how many synchronised ones have begun, including the current one. The same on all ranks.
         num_steps: how many training steps this rank knows of.
     """
 
@@ -36,7 +36,7 @@ class PhasedFeedbackImpl(FeedbackImpl):
         self._has_changed_phase = False
 
     def phase_after(self, num_steps: int) -> int:
-        """Return the phase of the backward that comes after so many steps, which are at least that of fewer."""
+        """Return the phase of the backward after so many steps. It never decreases."""
         raise NotImplementedError
 
     def begin_phase(self, phase: int) -> None:

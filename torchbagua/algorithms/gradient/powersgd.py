@@ -125,7 +125,6 @@ class PowerSGDAlgorithmImpl(PhasedFeedbackImpl):
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: PowerSGDAlgorithm) -> None:
         super().__init__(process_group, algorithm)
-        self.compressor = algorithm.make_codec()
         shapes = {"error": None, "factor": self._factor_shape}
         self._state = ParameterState("PowerSGDAlgorithm", self._make_state, shapes)
         self.parameter_state = self._state

@@ -156,7 +156,6 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
     def __init__(self, process_group: BaguaProcessGroup, algorithm: QAdamAlgorithm) -> None:
         super().__init__(process_group, algorithm)
         self.q_adam = algorithm.q_adam_optimizer
-        self.compressor = algorithm.make_codec()
         self.parameter_state = residual_state("QAdamAlgorithm") if algorithm.error_feedback else None
         self._past_warmup: list[int] = []
         self._has_changed_kinds = False  # which travel as momenta, since the last backward

@@ -138,7 +138,6 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
     ) -> None:
         super().__init__(process_group, algorithm)
         self.clock = clock or MonotonicWaitClock()
-        self.compressor = algorithm.make_codec()
         self._differences: dict[WeightBucket, CompressedDifferences] = {}
         self._is_enabled = True
         self._leaving_rank: int | None = None

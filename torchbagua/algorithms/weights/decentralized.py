@@ -242,7 +242,6 @@ class LowPrecisionDecentralizedAlgorithmImpl(SynchronousAveragingImpl):
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: LowPrecisionDecentralizedAlgorithm) -> None:
         super().__init__(process_group, algorithm)
-        self.compressor = algorithm.make_codec()
         self._exchange: Job[None] | None = None
 
     def reset(self) -> None:

@@ -171,7 +171,6 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: DiLoCoAlgorithm) -> None:
         super().__init__(process_group, algorithm)
-        self.compressor = algorithm.make_codec()
         self.shadow = self._new_shadow()
         self.num_dropped = 0
         self._residuals = self._new_residuals()

@@ -19,6 +19,7 @@ from torchbagua.algorithms.gradient.compressed_all_reduce import CompressedAllRe
 from torchbagua.codecs.lookup import by_name
 from torchbagua.training.fsdp2.gather import why_in_full_precision
 from torchbagua.training.fsdp2.options import Sharding
+from torchbagua.training.fsdp2.rows import check_parameters_inside, communicating_parts
 
 Parts = Mapping[str, Any]
 """On which fully_shard was called, by their names in the module."""
@@ -31,6 +32,7 @@ def check_sharding(module: torch.nn.Module, parts: Parts, algorithm: Algorithm, 
         return
     if not algorithm.averages_weights:
         check_algorithm_of_shards("attach", algorithm)
+        check_parameters_inside(module, communicating_parts(module, parts))
         _check_reduce_scatters(parts)
         if sharding.replicate_group is not None:
             _check_all_reduce_hooks(parts)
@@ -71,16 +73,15 @@ def check_algorithm_of_shards(caller: str, algorithm: Algorithm) -> None:
         )
 
 
-def unquantized_weights(parts: Parts, sharding: Sharding) -> Iterator[str]:
+def unquantized_weights(module: torch.nn.Module, parts: Parts, sharding: Sharding) -> Iterator[str]:
     """Yield a message for each part whose weights are gathered in full precision, against `quantize_weights`."""
     if sharding.quantize_weights is None:
         return
     codec = by_name(sharding.quantize_weights)
-    for name, part in parts.items():
-        for param_group in fsdp_param_groups(part):
-            dtypes = fsdp_gathered_dtypes(param_group)
-            if len(dtypes) > 1 or not all(map(codec.encodes, dtypes)):
-                yield why_in_full_precision(f"weights of {name or type(part).__name__}", codec, dtypes)
+    for part in communicating_parts(module, parts):
+        dtypes = fsdp_gathered_dtypes(part.param_group)
+        if len(dtypes) > 1 or not all(map(codec.encodes, dtypes)):
+            yield why_in_full_precision(f"weights of {part.label}", codec, dtypes)
 
 
 def _refuse_options(module: torch.nn.Module, sharding: Sharding) -> None:

@@ -14,7 +14,7 @@ from torchbagua.training.fsdp2.gather import gathered_by
 from torchbagua.training.fsdp2.options import Sharding
 from torchbagua.training.fsdp2.reduce_scatter import scattered_by
 from torchbagua.training.fsdp2.replicas import averaged_by, open_replicas, share_shards
-from torchbagua.training.fsdp2.rows import RowRunner, check_parameters_inside, communicating_parts
+from torchbagua.training.fsdp2.rows import RowRunner, communicating_parts
 
 
 def communicated_by(
@@ -39,7 +39,6 @@ def communicated_by(
         ValueError, TimeoutError, CommunicationError: see `scattered_by`, `open_replicas`.
     """
     communicating = communicating_parts(module, parts)
-    check_parameters_inside(module, communicating)
     with ExitStack() as undo:  # closed here only where one of these steps raises
         runner = RowRunner(impl)
         if sharding.replicate_group is not None:
@@ -70,11 +69,10 @@ def bound_waits(impl: AlgorithmImpl, module: torch.nn.Module, parts: Mapping[str
     Raises:
         TimeoutError, CommunicationError: see `BaguaProcessGroup`.
     """
-    communicating = on_cpus(communicating_parts(module, parts))
+    communicating = communicating_parts(module, parts)
     with ExitStack() as undo:  # closed here only where one of these steps raises
-        if communicating:
-            shards = undo.enter_context(open_shards(impl, communicating))
-            failure = FirstFailure([shards, impl.process_group])
-            undo.enter_context(bound_gathers(shards, failure, communicating))
-            undo.enter_context(bound_reduce_scatters(shards, failure, communicating))
+        shards = undo.enter_context(open_shards(impl, communicating))  # on GPUs too: a rank may have refused to attach
+        failure = FirstFailure([shards, impl.process_group])
+        undo.enter_context(bound_gathers(shards, failure, on_cpus(communicating)))
+        undo.enter_context(bound_reduce_scatters(shards, failure, on_cpus(communicating)))
         return undo.pop_all()

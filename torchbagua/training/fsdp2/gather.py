@@ -87,7 +87,8 @@ class WeightGather:
         if group is not self._group or not self._codec.encodes(dtype):
             if group is self._group and not self._told:  # attach has not seen the policy that casts to this dtype
                 self._told = True
-                warn_user(why_in_full_precision(self._name, self._codec, {dtype}), UncompressedParametersWarning)
+                with self._runner.failure.guard():  # if a filter makes it an error, other ranks do not wait
+                    warn_user(why_in_full_precision(self._name, self._codec, {dtype}), UncompressedParametersWarning)
             return self._torchs(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
         impl = self._runner.impl
         impl.use_device(input_tensor.device)

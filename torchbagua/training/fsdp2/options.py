@@ -13,7 +13,7 @@ class Sharding:
     """Which ranks hold the same shards, and how weights are gathered; see `torchbagua.fsdp.attach`.
 
     Raises:
-        TypeError, ValueError: an argument is of no use whatever the module is.
+        TypeError, ValueError: an argument is invalid for any module.
     """
 
     replicate_group: dist.ProcessGroup | None = None

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -75,19 +76,25 @@ class BaguaDistributedDataParallel:
         if ddp is None and not algorithm.averages_weights:
             driven = DrivenForward(module, torch_group, self._ddp_arguments())
             ddp = driven.ddp
-        self.attachment = tb.attach(
-            module if ddp is None else ddp,
-            self.bagua_optimizers,
-            algorithm,
-            process_group=torch_group,
-            grad_scaler=grad_scaler,
-        )
-        self.attachment.impl.ended_by = ended_by
-        if driven is not None:
-            driven.install()
-            self.attachment.impl.on_close(driven.remove)
-        if ddp is not None:
-            self.attachment.broadcast_optimizers()  # which attach does where it is given no DDP
+        with ExitStack() as undo:  # closed here only where one of these steps raises
+            if driven is not None:
+                undo.callback(driven.remove)
+            self.attachment = undo.enter_context(
+                tb.attach(
+                    module if ddp is None else ddp,
+                    self.bagua_optimizers,
+                    algorithm,
+                    process_group=torch_group,
+                    grad_scaler=grad_scaler,
+                )
+            )
+            self.attachment.impl.ended_by = ended_by
+            if driven is not None:
+                driven.install()
+                self.attachment.impl.on_close(driven.remove)
+            if ddp is not None:
+                self.attachment.broadcast_optimizers()  # which attach does where it is given no DDP
+            undo.pop_all()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Nothing: no algorithm is at work on a copy of the module."""

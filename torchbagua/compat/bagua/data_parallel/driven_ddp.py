@@ -1,4 +1,4 @@
-"""A DistributedDataParallel that calls of its module drive: Bagua's users call `model(x)`, and have no DDP."""
+"""A DistributedDataParallel that is driven by calls of its module: Bagua's users call `model(x)`, and have no DDP."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -34,11 +34,13 @@ class DrivenForward:
         self.ddp = DDPOfFunction(module, self._forward, process_group=process_group, **ddp_arguments)
 
     def install(self) -> None:
-        """Have calls of the module be calls of the DDP."""
+        """Route calls of the module to the DDP."""
         self._module.forward = self
 
     def remove(self) -> None:
-        """Have them be calls of the module again. A second call does nothing."""
+        """Route them to the module again, and take the DDP off it. A second call does nothing."""
+        if hasattr(self.ddp, "module"):
+            del self.ddp.module  # else attach would find a DDP around the module as long as anything holds it
         if vars(self._module).get("forward") is self:
             if self._was_own:
                 self._module.forward = self._forward
@@ -51,7 +53,7 @@ class DrivenForward:
         Raises:
             RuntimeError: another DDP calls the module.
         """
-        calling = [] if torch.compiler.is_compiling() else list(_calling_ddps())
+        calling = [] if torch.compiler.is_compiling() else list(_calling_ddps(self._module))
         if self.ddp in calling:  # the module calls itself
             return self._forward(*args, **kwargs)
         if calling:
@@ -61,19 +63,25 @@ class DrivenForward:
                 f"beside the algorithm of with_bagua. Call the {name} itself, or wrap it in "
                 "torchbagua.compat.bagua.data_parallel.DistributedDataParallel and leave out with_bagua"
             )
-        self.ddp.training = self._module.training  # of which hooks on the DDP ask
+        self.ddp.training = self._module.training  # hooks on the DDP read it
         return self.ddp(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the module's own `forward` in copies, and in files that hold all of the module."""
-        return getattr, (self._module, "forward")
+        return (_same, (self._forward,)) if self._was_own else (getattr, (self._module, "forward"))
 
 
-def _calling_ddps() -> Iterator[DistributedDataParallel]:
-    """Yield the DDPs within whose forward this is called, on this thread."""
+def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+def _calling_ddps(module: torch.nn.Module) -> Iterator[DistributedDataParallel]:
+    """Yield the DDPs around `module` within whose forward this is called, on this thread."""
     code = DistributedDataParallel.forward.__code__
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is code:
-            yield frame.f_locals["self"]
+            ddp = frame.f_locals["self"]
+            if any(inner is module for inner in ddp.modules()):
+                yield ddp
         frame = frame.f_back
