@@ -17,6 +17,7 @@ from ranks import run_ranks
 from torchbagua.compat.bagua.data_parallel.bagua_distributed import BaguaDistributedDataParallel, buffers_option
 from torchbagua.compat.bagua.data_parallel.driven_ddp import DrivenForward
 from torchbagua.compat.bagua.process_groups import from_torch_group
+from torchbagua.training.outer_ddps import ddps_around
 from training import Branches, build
 
 Weights = dict[str, torch.Tensor]
@@ -86,6 +87,7 @@ def test_a_copy_is_not_driven_and_detaching_leaves_nothing() -> None:
             assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 1.5))
             module.bagua_ddp.attachment.detach()
             assert set(vars(module)) == {*attributes, "bagua_ddp"}
+            assert ddps_around(module) == []  # which a later attach asks, while the old attachment is still held
             assert not module._forward_hooks
             assert not module._forward_pre_hooks
             assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 1.0 + rank))
@@ -107,6 +109,7 @@ def test_a_forward_of_the_module_s_own_comes_back() -> None:
         module.forward = own
         module.with_bagua(torch.optim.SGD(module.parameters(), lr=0.1), "gradient_allreduce", group)
         assert torch.equal(gradients_of(module, rank), torch.full((2, 4), 3.0))
+        assert copy.deepcopy(module).forward is own
         module.bagua_ddp.attachment.detach()
         assert module.forward is own
 
@@ -175,6 +178,27 @@ def test_another_ddp_around_it_is_refused_when_it_is_called(is_first: bool) -> N
         ddp(torch.ones(1, 4)).sum().backward()
 
     run_ranks(2, body)
+
+
+def test_it_is_called_within_the_forward_of_a_ddp_that_does_not_hold_it() -> None:
+    """A teacher, say, which another model calls."""
+
+    class Student(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + teachers[0](x)
+
+    teachers: list[nn.Module] = []
+
+    def body(group: dist.ProcessGroup) -> None:
+        teacher = nn.Linear(4, 2)
+        teacher.with_bagua(torch.optim.SGD(teacher.parameters(), lr=0.1), "bytegrad", group)
+        teachers.append(teacher)
+        student = DistributedDataParallel(Student(4, 2), process_group=group)
+        student(torch.ones(1, 4)).sum().backward()
+        assert teacher.weight.grad is not None
+        teacher.bagua_ddp.attachment.detach()
+
+    run_ranks(1, body)
 
 
 def test_what_fails_leaves_nothing_and_can_be_tried_again() -> None:
