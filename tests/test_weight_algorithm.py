@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,38 @@ def test_an_algorithm_names_the_codec_of_its_impl() -> None:
     message = r"AlgorithmImpl sends with MinMaxUInt8.*, but Coded\.make_codec returns Identity"
     with pytest.raises(TypeError, match=message):
         run_ranks(2, lambda group: Coded().reify(group))
+
+
+def test_ranks_compare_the_codec_of_an_algorithm() -> None:
+    """Also of one that is no dataclass, whose arguments are not compared: else they would send unequal lengths."""
+
+    class Plain(AveragingAlgorithm):
+        def __init__(self, codec: Any) -> None:
+            object.__setattr__(self, "codec", codec)
+
+        def make_codec(self) -> Any:
+            return self.codec
+
+    with pytest.raises(
+        ValueError, match=r"ranks disagree in Plain's codec: rank 0 has 'MinMaxUInt8\(block=64\)', rank 1"
+    ):
+        run_ranks(2, lambda group: Plain(MinMaxUInt8(64 << group.rank())).reify(group))
+    for wrong in ("minmax_uint8", None, MinMaxUInt8):
+        with pytest.raises(TypeError, match=r"Plain\.make_codec must return a Compressor, .*, got"):
+            run_ranks(1, lambda group, wrong=wrong: Plain(wrong).reify(group))
+
+
+def test_an_impl_calls_the_constructor_of_its_base() -> None:
+    class Hasty(AveragingAlgorithm):
+        def make_impl(self, process_group: tb.BaguaProcessGroup) -> "HastyImpl":
+            return HastyImpl()
+
+    class HastyImpl(AveragingImpl):
+        def __init__(self) -> None:
+            pass
+
+    with pytest.raises(TypeError, match=r"HastyImpl\.__init__ must call AlgorithmImpl\.__init__"):
+        run_ranks(2, lambda group: Hasty().reify(group))
 
 
 def test_second_attachment_is_refused_beside_a_weight_algorithm() -> None:

@@ -75,7 +75,7 @@ class Algorithm:
 
         Override it if the algorithm compresses some parameters only.
         """
-        encodes = self.make_codec().encodes
+        encodes = self._codec().encodes
         return {name: parameter for name, parameter in parameters.items() if not encodes(parameter.dtype.to_real())}
 
     def check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -89,7 +89,7 @@ class Algorithm:
         names, dtypes = list(found), {parameter.dtype for parameter in found.values()}
         warn_user(
             f"torchbagua: {type(self).__name__} sends {len(names)} of {len(parameters)} parameters in full precision, "
-            f"because {self.make_codec()} does not encode {' or '.join(sorted(map(str, dtypes)))}: "
+            f"because {self._codec()} does not encode {' or '.join(sorted(map(str, dtypes)))}: "
             f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}, "
             f"{sum(parameter.nbytes for parameter in found.values()):,} bytes each time they are sent",
             UncompressedParametersWarning,
@@ -205,6 +205,7 @@ class Algorithm:
         self.prepare()
         own: dict[str, Any] = {"the algorithm": type(self).__qualname__}
         own |= {f"{type(self).__name__}'s argument {name}": value for name, value in self.arguments().items()}
+        own[f"{type(self).__name__}'s codec"] = describe(self._codec(), f"{type(self).__name__}: the codec")
         own.update(must_agree or {})
         if isinstance(process_group, BaguaProcessGroup):
             group = process_group.duplicate(timeout=timeout, observers=observers, must_agree=own, refusal=refusal)
@@ -218,6 +219,8 @@ class Algorithm:
             impl = self.make_impl(group)
             if not isinstance(impl, AlgorithmImpl):
                 raise TypeError(f"{type(self).__name__}.make_impl must return an AlgorithmImpl, got {impl!r}")
+            if not hasattr(impl, "lane"):
+                raise TypeError(f"{type(impl).__name__}.__init__ must call AlgorithmImpl.__init__")
             close = impl.close
             self._check_impl(impl)
             impl.watch_steps(optimizers or self.own_optimizers())
@@ -229,9 +232,18 @@ class Algorithm:
             close()
             raise
 
+    def _codec(self) -> Compressor:
+        codec: object = self.make_codec()
+        if not isinstance(codec, Compressor):
+            raise TypeError(
+                f"{type(self).__name__}.make_codec must return a Compressor, such as torchbagua.codecs.MinMaxUInt8(), "
+                f"got {codec!r}"
+            )
+        return codec
+
     def _check_impl(self, impl: AlgorithmImpl) -> None:
         """Raise TypeError if the impl does something else than this description says, by which attach goes."""
-        name, impl_name, codec = type(self).__name__, type(impl).__name__, self.make_codec()
+        name, impl_name, codec = type(self).__name__, type(impl).__name__, self._codec()
         if impl.averages_weights != self.averages_weights:
             kind, how = ("weights", "overrides") if impl.averages_weights else ("gradients", "does not override")
             raise TypeError(

@@ -126,7 +126,10 @@ class BucketOperations:
                 have error feedback.
         """
         if error_feedback is not None and self.spec.dtype != torch.float32:
-            raise ValueError(f"BaguaBucket: error_feedback needs a float32 bucket, got {self.spec.dtype}")
+            raise ValueError(
+                f"BaguaBucket: error_feedback needs a float32 bucket, got {self.spec.dtype}; leave it out if "
+                "AlgorithmImpl.codec_for(bucket) is not the impl's compressor"
+            )
         group = group or self.group
         compressor = _compressor(compression, self.spec.dtype)
         intra = _compressor(intra_compression, self.spec.dtype)
@@ -258,7 +261,8 @@ def _compressor(compression: str | Compressor | None, dtype: torch.dtype) -> Com
     compressor = by_name(compression)
     if not compressor.encodes(dtype):
         raise ValueError(
-            f"BaguaBucket: compression must be one that encodes {dtype}, or None for full precision, got {compressor!r}"
+            f"BaguaBucket: compression must be one that encodes {dtype}, or None for full precision, got "
+            f"{compressor!r}; AlgorithmImpl.codec_for(bucket) is that of the impl, or full precision"
         )
     return compressor
 
