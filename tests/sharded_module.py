@@ -18,7 +18,7 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def assert_trains_as_without(algorithm: str, **options: Any) -> None:
-    """That with `algorithm` and these options of `fsdp.attach` the weights are the same, to the bit."""
+    """Assert that training with `algorithm` and these options of `fsdp.attach` gives bitwise the same weights."""
     torch.manual_seed(0)
     x, weights = torch.randn(8, 4), []
     for attached in (False, True):

@@ -66,7 +66,7 @@ def dotted(node: ast.expr, aliases: dict[str, str]) -> str:
 
 def breaches(source: str, forbidden: tuple[str, ...]) -> list[str]:
     """The names in a source that are forbidden, or lie below one that is."""
-    return sorted(name for name in names_in(source) if any(f".{name}.".find(f".{one}.") >= 0 for one in forbidden))
+    return sorted(name for name in names_in(source) if any(f".{known}." in f".{name}." for known in forbidden))
 
 
 def sources(packages: tuple[str, ...]) -> Iterator[Path]:

@@ -205,7 +205,8 @@ class Algorithm:
         self.prepare()
         own: dict[str, Any] = {"the algorithm": type(self).__qualname__}
         own |= {f"{type(self).__name__}'s argument {name}": value for name, value in self.arguments().items()}
-        own[f"{type(self).__name__}'s codec"] = describe(self._codec(), f"{type(self).__name__}: the codec")
+        codec = self._codec()
+        own[f"{type(self).__name__}'s codec"] = describe(codec, f"{type(self).__name__}: the codec")
         own.update(must_agree or {})
         if isinstance(process_group, BaguaProcessGroup):
             group = process_group.duplicate(timeout=timeout, observers=observers, must_agree=own, refusal=refusal)
@@ -222,7 +223,7 @@ class Algorithm:
             if not hasattr(impl, "lane"):
                 raise TypeError(f"{type(impl).__name__}.__init__ must call AlgorithmImpl.__init__")
             close = impl.close
-            self._check_impl(impl)
+            self._check_impl(impl, codec)
             impl.watch_steps(optimizers or self.own_optimizers())
             group.compare_clocks()
             if group.tracer.is_on:
@@ -241,9 +242,9 @@ class Algorithm:
             )
         return codec
 
-    def _check_impl(self, impl: AlgorithmImpl) -> None:
+    def _check_impl(self, impl: AlgorithmImpl, codec: Compressor) -> None:
         """Raise TypeError if the impl does something else than this description says, by which attach goes."""
-        name, impl_name, codec = type(self).__name__, type(impl).__name__, self._codec()
+        name, impl_name = type(self).__name__, type(impl).__name__
         if impl.averages_weights != self.averages_weights:
             kind, how = ("weights", "overrides") if impl.averages_weights else ("gradients", "does not override")
             raise TypeError(

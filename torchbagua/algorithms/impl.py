@@ -385,7 +385,7 @@ class AlgorithmImpl:
             finally:
                 if self.parameter_state is not None:
                     self.parameter_state.close()
-                self.process_group.close()  # before the traces, which may have much to write: peers hear of it at once
+                self.process_group.close()  # before the traces, which may have much to write: peers notice at once
                 self.tracer.end()
 
     def on_close(self, callback: Callable[[], object]) -> None:

@@ -5,6 +5,7 @@ Begin with events.py, then summary.py.
 """
 
 from torchbagua.observe.events import Details, Run, Trace
+from torchbagua.observe.events import check_observers as check_observers
 from torchbagua.observe.perfetto import PerfettoTrace
 from torchbagua.observe.recorder import Recorder
 from torchbagua.observe.summary import Summary

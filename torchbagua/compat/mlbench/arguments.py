@@ -1,22 +1,6 @@
-"""What aggregations are given: observers and values, checked."""
-
-from collections.abc import Sequence
+"""The check of the values that aggregations are given."""
 
 import torch
-
-from torchbagua import Observer
-from torchbagua.observe import Trace
-
-
-def check_observers(owner: str, observers: Sequence[Observer]) -> None:
-    """Raise TypeError, which names `owner`, unless these are observers; ValueError where a trace cannot serve again."""
-    if not isinstance(observers, list | tuple):
-        raise TypeError(f"{owner}: observers must be a list of objects with a method on_comm(event), got {observers!r}")
-    for observer in observers:
-        if isinstance(observer, type) or not callable(getattr(observer, "on_comm", None)):
-            raise TypeError(f"{owner}: an observer must be an object with a method on_comm(event), got {observer!r}")
-        if isinstance(observer, Trace):
-            observer.check()
 
 
 def check_values(subject: str, values: torch.Tensor) -> None:

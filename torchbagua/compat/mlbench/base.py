@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from torchbagua import BaguaProcessGroup, CommunicationError, Observer
 from torchbagua.collectives import all_reduce_max
-from torchbagua.compat.mlbench.arguments import check_observers, check_values
-from torchbagua.observe import Details, Run, Tracer
+from torchbagua.compat.mlbench.arguments import check_values
+from torchbagua.observe import Details, Run, Tracer, check_observers
 
 Denominator = float | torch.Tensor | None
 AggregationFunction = Callable[..., None]

@@ -84,7 +84,7 @@ class AlgorithmAggregation(Aggregation):
         if index == 0:
             # As on a rank that takes no steps: what is staged is committed together with the mean.
             impl.begin_backward(has_joined=True)
-        flat = members[0].values.new_empty(sum(one.values.numel() for one in members))
+        flat = members[0].values.new_empty(sum(member.values.numel() for member in members))
         bucket = impl.gradient_bucket(parameters, flat, index=index)
         gradients = [one.parameter.grad for one in members if one.parameter.grad is not None]  # all of them
         places = list(zip(gradients, (part for _, part in bucket.views(flat)), strict=True))
