@@ -46,6 +46,15 @@ def run_with_fault(fault: str, algorithm: str, store: Path, size: int = SIZE, *m
         return outputs, time.monotonic() - start
 
 
+def check_raised_in_time(fault: str, output: str) -> None:
+    """Assert that a rank which is gone was noticed at once, and a blocked one after the timeout."""
+    # gloo loses a send that is posted at the moment its connection breaks: about 1 of 1,000 kills of a rank in an
+    # exchange of plain ProcessGroupGloo (torch 2.13). The rank that posted it raises after the timeout.
+    is_lost_by_gloo = re.search(r"sending to rank \d+: Timed out waiting", output) is not None
+    limit_s = TIMEOUT_S + 2 if fault == "stop" or is_lost_by_gloo else TIMEOUT_S
+    assert float(re.findall("seconds (.*)", output)[0]) < limit_s, output
+
+
 # Of the kinds of ending that take seconds one algorithm each; the others are like these, or take the whole timeout.
 TYPICAL = [("kill", "bytegrad"), ("early", "shift_one")]
 
@@ -74,9 +83,7 @@ def test_survivors_raise_and_exit(fault: str, algorithm: str, tmp_path: Path) ->
             output
         )
         assert "lanes []" in output, output
-        raised_after = float(re.findall("seconds (.*)", output)[0])
-        # A rank that is gone is noticed at once, one that stands still after the timeout.
-        assert raised_after < (TIMEOUT_S + 2 if fault == "stop" else TIMEOUT_S), output
+        check_raised_in_time(fault, output)
     assert any(f"from rank {SIZE - 1}" in output or f"to rank {SIZE - 1}" in output for output in outputs), outputs
     assert seconds_until_exit < TIMEOUT_S + 10, outputs
 
@@ -92,8 +99,7 @@ def test_model_averaging_survivors_raise_and_exit(fault: str, algorithm: str, tm
         assert "raised on MainThread: CommunicationError" in output, output
         assert re.search("(agreement|peer_exchange|all_to_all|all_gather) of .* failed on rank .* rank", output), output
         assert "lanes []" in output, output
-        raised_after = float(re.findall("seconds (.*)", output)[0])
-        assert raised_after < (TIMEOUT_S + 2 if fault == "stop" else TIMEOUT_S), output
+        check_raised_in_time(fault, output)
     assert any(f"from rank {size - 1}" in output or f"to rank {size - 1}" in output for output in outputs), outputs
     assert seconds_until_exit < TIMEOUT_S + 10, outputs
 
@@ -108,8 +114,7 @@ def test_survivors_that_connected_when_they_first_talked(fault: str, algorithm: 
     for output in outputs:
         assert "raised on MainThread: CommunicationError" in output, output
         assert "lanes []" in output, output
-        raised_after = float(re.findall("seconds (.*)", output)[0])
-        assert raised_after < (TIMEOUT_S + 2 if fault == "stop" else TIMEOUT_S), output
+        check_raised_in_time(fault, output)
     assert any(f"from rank {size - 1}" in output or f"to rank {size - 1}" in output for output in outputs), outputs
     assert seconds_until_exit < TIMEOUT_S + 10, outputs
 
