@@ -344,7 +344,7 @@ def test_operations_of_a_group_fail_with_their_own_errors(operation: str) -> Non
             AllReduceMean(world, TensorSpec((x.numel(),), x.dtype, x.device, "bucket 0"), 2.0)(x)
         else:
             all_to_all = Exchange(world, "all_to_all", [x, x.clone()], "bucket 0")
-            all_to_all.run_on_nccl(lambda target: x, lambda source: None)
+            all_to_all.run_in_stream_order(lambda target: x, lambda source: None)
 
     with pytest.raises(tb.CommunicationError, match=f"^torchbagua: {operation} .*failed on rank 0"):
         run_ranks(2, body)

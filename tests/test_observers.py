@@ -160,7 +160,7 @@ def test_a_misspelt_detail_is_refused_where_it_is_written() -> None:
             world.span("encode", "bucket", opration="all_to_all")
         sizes = {"num_elements": 1, "raw_bytes": 4, "wire_bytes": 4}
         with pytest.raises(TypeError, match="opration"):
-            world.message_span("send", 0, "bucket", on_nccl=False, opration="all_to_all", **sizes)
+            world.message_span("send", 0, "bucket", on_host=True, opration="all_to_all", **sizes)
         with pytest.raises(TypeError, match="opration"):
             Details(opration="all_to_all")
 

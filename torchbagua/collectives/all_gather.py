@@ -50,7 +50,7 @@ class Gathering:
         self._wire_W = chunks.wire(out_N)
         self._wires = chunks.wires(self._wire_W)
         self._exchanges: list[Exchange] = []
-        if not chunks.nccl_moves_all_at_once:
+        if not chunks.are_sent_at_once:
             for piece in chunks.pieces:
                 wires, counts = self._wires[piece.index], piece.gather_counts
                 self._exchanges.append(

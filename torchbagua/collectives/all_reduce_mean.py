@@ -1,4 +1,4 @@
-"""The mean in full precision of what NCCL moves: its own all-reduce, which knows the machine better than we do."""
+"""The mean in full precision by the backend's own all-reduce, in stream order, since it knows the machine better."""
 
 import torch
 
@@ -6,14 +6,13 @@ from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.observe.events import Details
 from torchbagua.observe.tracer import Span
 from torchbagua.transport.communicator import Communicator
-from torchbagua.transport.private_groups import all_reduce
 
 
 class AllReduceMean:
-    """Mean (or sum) of a flat tensor on a GPU, on the current stream: the same bits on all ranks, in NCCL's own order.
+    """Mean (or sum) of a flat tensor on the current stream: the same bits on all ranks, in the backend's own order.
 
     Args:
-        communicator: over all ranks, with NCCL.
+        communicator: over all ranks; it moves the tensor in stream order.
         spec: the tensor.
         divisor: the number of ranks; 1 for the sum.
     """
@@ -30,7 +29,7 @@ class AllReduceMean:
         """Write the mean of `x_N` to `out_N`, another tensor like it; by default in place.
 
         Raises:
-            CommunicationError: NCCL refuses, see `Communicator.launching`.
+            CommunicationError: the backend refuses, see `Communicator.launch`.
         """
         communicator = self._communicator
         if out_N is None:
@@ -39,7 +38,7 @@ class AllReduceMean:
             out_N.copy_(x_N)
         if self._divisor is not None and self._divides_first:
             out_N.div_(self._divisor)
-        # What a rank has to send in a ring; its neighbours there stand for whom NCCL chooses.
+        # What a rank has to send in a ring; its neighbours there stand for the peers that the backend chooses.
         num_bytes = 2 * out_N.nbytes * (communicator.size - 1) // communicator.size
         details = Details(
             "all_reduce", self._name, num_elements=out_N.numel(), raw_bytes=num_bytes, wire_bytes=num_bytes
@@ -47,10 +46,10 @@ class AllReduceMean:
 
         def messages() -> list[Span]:
             return [
-                communicator.message_span("send", communicator.rank_after(1), details, on_nccl=True),
-                communicator.message_span("receive", communicator.rank_before(1), details, on_nccl=True),
+                communicator.message_span("send", communicator.rank_after(1), details, on_host=False),
+                communicator.message_span("receive", communicator.rank_before(1), details, on_host=False),
             ]
 
-        communicator.launch(f"all_reduce of {self._name}", lambda nccl: all_reduce(nccl, out_N), messages)
+        communicator.all_reduce(out_N, f"all_reduce of {self._name}", messages)
         if self._divisor is not None and not self._divides_first:
             out_N.div_(self._divisor)

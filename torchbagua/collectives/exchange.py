@@ -10,7 +10,6 @@ import torch
 from torchbagua.observe.events import Details
 from torchbagua.observe.tracer import NO_SPAN, Span
 from torchbagua.transport.communicator import SMALL_MESSAGE_BYTES, Communicator
-from torchbagua.transport.private_groups import all_to_all
 
 # Exchanges of different operations, and of different pieces, may be under way at the same time.
 _TAGS = {"all_to_all": 0, "all_gather": 1, "peer_exchange": 2, "agreement": 3}
@@ -47,7 +46,7 @@ class Exchange:
 
     Ranks need not agree on whether turns come one at a time: it decides when data moves, and not what moves.
 
-    What NCCL moves goes in one all-to-all, for which no host waits.
+    In stream order all of it is one all-to-all, for which no host waits.
 
     Args:
         communicator: whose ranks exchange.
@@ -61,7 +60,7 @@ class Exchange:
 
     Attributes:
         rounds: the turns that are under way together: all, or one.
-        is_on_nccl: whether NCCL moves the tensors.
+        in_stream_order: whether the tensors are moved by one collective, in stream order.
 
     Raises:
         CommunicationError: a peer is gone.
@@ -89,16 +88,16 @@ class Exchange:
             distances = range(1, communicator.size)
             turns = [(communicator.rank_after(distance), communicator.rank_before(distance)) for distance in distances]
         sources = [source for _, source in turns]
-        self.is_on_nccl = any(communicator.is_on_nccl(receives[source].device) for source in sources)
+        self.in_stream_order = any(communicator.in_stream_order(receives[source].device) for source in sources)
         self.is_one_at_a_time = (
             len(sources) > 1
-            and not self.is_on_nccl
+            and not self.in_stream_order
             and max(receives[source].nbytes for source in sources) > SMALL_MESSAGE_BYTES
             and min(communicator.link_bytes_per_s[source] for source in sources) < _FAST_LINK_BYTES_PER_S
         )
         self.rounds = [[turn] for turn in turns] if self.is_one_at_a_time else [list(turns)]
         self._num_posted = 0
-        if not self.is_on_nccl:
+        if not self.in_stream_order:
             communicator.connect(None if is_with_all else self._peers(turns), self._purpose)
         if not self.is_one_at_a_time:
             self.post_receives(1)
@@ -118,9 +117,9 @@ class Exchange:
     def post_receives(self, num_rounds: int) -> None:
         """Post the receives of the first rounds, where that is still to be done: their senders send from now on.
 
-        Worth a call where the caller computes before it runs this. NCCL needs none.
+        Worth a call if the caller computes before it runs this. In stream order there is none.
         """
-        while not self.is_on_nccl and self._num_posted < num_rounds:
+        while not self.in_stream_order and self._num_posted < num_rounds:
             for _, source in self.rounds[self._num_posted]:
                 tensor = self._receives[source]
                 self._communicator.post("receiving from", source, tensor, tag=self._tag, purpose=self._purpose)
@@ -142,7 +141,7 @@ class Exchange:
         """Wait until `target` has got what is sent to it."""
         self._communicator.wait("sending to", target, tag=self._tag, purpose=self._purpose)
 
-    def run_on_nccl(self, send: Callable[[int], torch.Tensor], on_received: Callable[[int], None]) -> None:
+    def run_in_stream_order(self, send: Callable[[int], torch.Tensor], on_received: Callable[[int], None]) -> None:
         """Do all of it on the current stream, where the functions only launch kernels."""
         turns = self.rounds[0]
         sends = {target: send(target) for target, _ in turns}
@@ -156,7 +155,7 @@ class Exchange:
 
         received = [receives.get(rank, nothing) for rank in everybody]
         sent = [sends.get(rank, nothing) for rank in everybody]
-        self._communicator.launch(self._purpose, lambda nccl: all_to_all(nccl, received, sent), messages)
+        self._communicator.all_to_all(received, sent, self._purpose, messages)
         for source in receives:
             on_received(source)
 
@@ -173,7 +172,7 @@ class Exchange:
         details = Details(
             self._operation, self._bucket, num_elements=num_elements, raw_bytes=raw_bytes, wire_bytes=tensor.nbytes
         )
-        return self._communicator.message_span(phase, peer, details, on_nccl=self.is_on_nccl)
+        return self._communicator.message_span(phase, peer, details, on_host=not self.in_stream_order)
 
 
 class Stage(NamedTuple):
@@ -205,9 +204,9 @@ def run_stages(stages: Sequence[Stage]) -> None:
     Raises:
         CommunicationError: a peer is gone, or did not take part within the group's timeout.
     """
-    if any(stage.exchange.is_on_nccl for stage in stages):
+    if any(stage.exchange.in_stream_order for stage in stages):
         for stage in stages:
-            stage.exchange.run_on_nccl(stage.send, stage.on_received)
+            stage.exchange.run_in_stream_order(stage.send, stage.on_received)
             stage.on_sent()
             stage.on_finished()
         return

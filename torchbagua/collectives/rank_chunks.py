@@ -1,15 +1,15 @@
-"""A flat tensor cut into one chunk for each rank: what reduce-scatter and all-gather send, and how NCCL moves it.
+"""A flat tensor cut into one chunk for each rank: what reduce-scatter and all-gather send.
 
 A *piece* is one of the parts in which chunks are sent: of each chunk the first part, of each the second, and so on.
 
 Shape suffixes: N elements, W wire bytes, R ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.blocks import TensorSpec, WireLayout
@@ -17,7 +17,6 @@ from torchbagua.collectives.exchange import ElementCounts
 from torchbagua.observe.events import Details, Phase
 from torchbagua.observe.tracer import NO_SPAN, Span
 from torchbagua.transport.communicator import Communicator
-from torchbagua.transport.private_groups import all_gather_equal, all_to_all_equal
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,8 @@ class RankChunks:
         layout: of all pieces of the first chunk, then of the second, and so on.
         own: the elements of this rank's chunk.
         pieces: in which chunks are sent, so that one is computed while another is under way.
-        nccl_moves_all_at_once: whether NCCL moves all chunks with one call of its own, for which they are padded to
-            equal length.
+        are_sent_at_once: whether one collective moves all chunks, in stream order, for which they are padded to equal
+            length.
         are_coded_at_once: whether one launch encodes or decodes all chunks, as on a GPU.
 
     Raises:
@@ -87,14 +86,14 @@ class RankChunks:
         self.rank = communicator.rank
         self.device = spec.device
         self._element_bytes = spec.dtype.itemsize
-        is_on_nccl = communicator.is_on_nccl(spec.device)
-        self.nccl_moves_all_at_once = is_on_nccl and not compressor.wire_is_tensor
-        self.are_coded_at_once = is_on_nccl or spec.device.type == "cuda"
+        in_stream_order = communicator.in_stream_order(spec.device)
+        self.are_sent_at_once = in_stream_order and not compressor.wire_is_tensor
+        self.are_coded_at_once = in_stream_order or spec.device.type == "cuda"
         num_pieces = (len(cuts) - 1) // communicator.size
         assert num_pieces == 1 or not (self.are_coded_at_once or part)
         self._part = part
         self._roles = f"wire {part}", f"received {part}"  # of scratch memory
-        self.layout = compressor.layout(spec, cuts, equal_bytes=self.nccl_moves_all_at_once)
+        self.layout = compressor.layout(spec, cuts, equal_bytes=self.are_sent_at_once)
         self.own = slice(cuts[self.rank * num_pieces], cuts[(self.rank + 1) * num_pieces])
         self.pieces = [self._piece(index, num_pieces) for index in range(num_pieces)]
         # Scratch memory, and its parts, which are the same as long as that is.
@@ -163,14 +162,16 @@ class RankChunks:
         return self._received
 
     def all_to_all(self, received_RW: torch.Tensor, wire_W: torch.Tensor) -> None:
-        """Send each rank its chunk's part of `wire_W` and receive own chunk from all, in one call of NCCL."""
+        """Send each rank its chunk's part of `wire_W` and receive own chunk from all, by one collective."""
         counts = self.pieces[0].scatter_counts
-        self._launch("all_to_all", lambda nccl: all_to_all_equal(nccl, received_RW.view(-1), wire_W), counts)
+        messages = partial(self._messages, "all_to_all", counts)
+        self.communicator.all_to_all_single(received_RW.view(-1), wire_W, f"all_to_all of {self.name}", messages)
 
     def all_gather(self, wire_W: torch.Tensor, own_wire: torch.Tensor) -> None:
-        """Send `own_wire`, own part of `wire_W`, to all ranks and receive theirs, in one call of NCCL."""
+        """Send `own_wire`, own part of `wire_W`, to all ranks and receive theirs, by one collective."""
         counts = self.pieces[0].gather_counts
-        self._launch("all_gather", lambda nccl: all_gather_equal(nccl, wire_W, own_wire), counts)
+        messages = partial(self._messages, "all_gather", counts)
+        self.communicator.all_gather_into_tensor(wire_W, own_wire, f"all_gather of {self.name}", messages)
 
     def span(self, phase: Phase, operation: str, piece: Piece, owner: int | None = None) -> Span:
         """Return a phase of the work on a piece of the chunk of `owner`, or on that of all chunks."""
@@ -181,22 +182,18 @@ class RankChunks:
         wire_bytes = sum(piece.layouts[one].num_bytes for one in owners)
         return self.communicator.span(phase, self._details(operation, num_elements, wire_bytes))
 
-    def _launch(self, operation: str, launch: Callable[[dist.ProcessGroup], None], counts: ElementCounts) -> None:
+    def _messages(self, operation: str, counts: ElementCounts) -> list[Span]:
         communicator = self.communicator
         own_bytes = self.pieces[0].layouts[self.rank].num_bytes
-
-        def messages() -> list[Span]:
-            peers = [peer for peer in range(communicator.size) if peer != communicator.rank]
-            spans = []
-            for peer in peers:
-                details = self._details(operation, counts.sent[peer], own_bytes)
-                spans.append(communicator.message_span("send", peer, details, on_nccl=True))
-            for peer in peers:
-                details = self._details(operation, counts.received[peer], own_bytes)
-                spans.append(communicator.message_span("receive", peer, details, on_nccl=True))
-            return spans
-
-        communicator.launch(f"{operation} of {self.name}", launch, messages)
+        peers = [peer for peer in range(communicator.size) if peer != communicator.rank]
+        spans = []
+        for peer in peers:
+            details = self._details(operation, counts.sent[peer], own_bytes)
+            spans.append(communicator.message_span("send", peer, details, on_host=False))
+        for peer in peers:
+            details = self._details(operation, counts.received[peer], own_bytes)
+            spans.append(communicator.message_span("receive", peer, details, on_host=False))
+        return spans
 
     def _details(self, operation: str, num_elements: int, wire_bytes: int) -> Details:
         return Details(

@@ -103,7 +103,7 @@ class Scattering:
         self._wire_W = chunks.wire(x_N)
         self._received = chunks.received(x_N.device)
         self._exchanges: list[Exchange] = []
-        if not chunks.nccl_moves_all_at_once:
+        if not chunks.are_sent_at_once:
             for piece, received_RW in zip(chunks.pieces, self._received, strict=True):
                 receives, counts = list(received_RW), piece.scatter_counts
                 self._exchanges.append(

@@ -87,7 +87,7 @@ class TwoPhaseMean:
 
     def _run(self, x_N: torch.Tensor, out_N: torch.Tensor) -> None:
         scattering, gathering = self._begin(x_N, out_N)
-        if self._chunks.nccl_moves_all_at_once:
+        if self._chunks.are_sent_at_once:
             scattering.run(self._mean_for(gathering))
             gathering.run()
         else:

@@ -15,6 +15,7 @@ from torchbagua.observe.tracer import NO_SPAN, Span, Tracer
 from torchbagua.transport.connections import MOST_CONNECTED_AT_ONCE, Connections
 from torchbagua.transport.errors import CommunicationError, cause_of
 from torchbagua.transport.nccl import PrivateNccl
+from torchbagua.transport.private_groups import all_gather_equal, all_reduce, all_to_all, all_to_all_equal
 from torchbagua.transport.staging import Staging
 
 # A shorter message tells little of a link's rate: it may be gone in one burst.
@@ -186,9 +187,38 @@ class Communicator:
             part = parts[num_bytes] = largest[:num_bytes]
         return part
 
-    def is_on_nccl(self, device: torch.device) -> bool:
-        """Return whether NCCL moves tensors on `device`."""
+    def in_stream_order(self, device: torch.device) -> bool:
+        """Return whether tensors on `device` are moved in the order of the current stream: the host waits for none.
+
+        Then an exchange is one collective. Otherwise messages are posted one by one, and the host waits for each.
+        """
         return self.nccl is not None and device.type == "cuda"
+
+    def all_reduce(self, tensor: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]) -> None:
+        """Replace `tensor` by its sum over the ranks, in stream order; see `launch`."""
+        self.launch(purpose, lambda nccl: all_reduce(nccl, tensor), messages)
+
+    def all_to_all(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        purpose: str,
+        messages: Callable[[], Sequence[Span]],
+    ) -> None:
+        """Send `inputs[r]` to each rank r and receive `outputs[r]` from it, in stream order; see `launch`."""
+        self.launch(purpose, lambda nccl: all_to_all(nccl, outputs, inputs), messages)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]
+    ) -> None:
+        """Send each rank its part of `input`, all of equal length, and receive theirs, in stream order; see `launch`."""
+        self.launch(purpose, lambda nccl: all_to_all_equal(nccl, output, input), messages)
+
+    def all_gather_into_tensor(
+        self, output: torch.Tensor, own: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]
+    ) -> None:
+        """Receive all ranks' `own` in `output`, of which it may be a part, in stream order; see `launch`."""
+        self.launch(purpose, lambda nccl: all_gather_equal(nccl, output, own), messages)
 
     def is_staged(self, device: torch.device) -> bool:
         """Return whether tensors on `device` pass through the host's memory, where gloo moves them."""
@@ -282,11 +312,11 @@ class Communicator:
             return NO_SPAN
         return self.tracer.span(phase, details._replace(scope=self.scope, ranks=self.ranks), on_host=on_host)
 
-    def message_span(self, phase: Literal["send", "receive"], peer: int, details: Details, *, on_nccl: bool) -> Span:
+    def message_span(self, phase: Literal["send", "receive"], peer: int, details: Details, *, on_host: bool) -> Span:
         """Return a phase for one message to or from `peer`, of which the two sides must make equally many."""
         self._num_messages[phase, peer] = message = self._num_messages[phase, peer] + 1
         details = details._replace(peers=(self.ranks[peer],), message=message)
-        return self.span(phase, details, on_host=not on_nccl)
+        return self.span(phase, details, on_host=on_host)
 
     def close(self, failure: CommunicationError | None = None) -> None:
         """Close the connections; peers that still wait for this rank get an error at once.
