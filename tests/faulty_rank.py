@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from torchbagua.transport import communicator
+from torchbagua.transport import gloo
 
 TIMEOUT = timedelta(seconds=4)
 ALGORITHMS = {
@@ -38,7 +38,7 @@ NODES = {"diloco_nodes": [0, 0, 1, 1]}
 def main() -> None:
     rank, size, store_path, fault, algorithm = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
     if sys.argv[6:] == ["later"]:
-        communicator.MOST_CONNECTED_AT_ONCE = 1
+        gloo.MOST_CONNECTED_AT_ONCE = 1
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=size)
     model = torch.nn.Sequential(*[torch.nn.Linear(200, 200) for _ in range(6)])

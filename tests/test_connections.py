@@ -17,16 +17,25 @@ from ranks import run_ranks
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.broadcast import broadcast_tensors
 from torchbagua.collectives.topology import Ring
-from torchbagua.transport import communicator, connections
+from torchbagua.transport import connections, gloo
+from torchbagua.transport.communicator import Communicator
+from torchbagua.transport.connections import Connections
+from torchbagua.transport.gloo import GlooTransport
 from torchbagua.transport.private_groups import gloo_group
 
 SHORT = timedelta(seconds=1)
 
 
+def connections_of(communicator: Communicator) -> Connections:
+    transport = communicator._transports["cpu"]
+    assert isinstance(transport, GlooTransport)
+    return transport.connections
+
+
 @pytest.fixture(autouse=True)
 def connect_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a group of more ranks than a test can have."""
-    monkeypatch.setattr(communicator, "MOST_CONNECTED_AT_ONCE", 1)
+    monkeypatch.setattr(gloo, "MOST_CONNECTED_AT_ONCE", 1)
 
 
 def test_a_rank_connects_to_those_it_talks_to() -> None:
@@ -35,19 +44,19 @@ def test_a_rank_connects_to_those_it_talks_to() -> None:
     def body(group: dist.ProcessGroup) -> list[set[int]]:
         own, rank = tb.BaguaProcessGroup(group), group.rank()
         own.open()
-        connections = own.world._connections
-        found = [connections.linked_peers]
+        opened = connections_of(own.world)
+        found = [opened.linked_peers]
         all_reduce_max(own.world, [rank], "a test")
-        found.append(connections.linked_peers)
+        found.append(opened.linked_peers)
         flat, got = torch.full((4,), float(rank)), torch.empty(4)
         own.exchange({(rank + 3) % size: flat}, {(rank - 3) % size: got})
         assert got.tolist() == [(rank - 3) % size] * 4
-        found.append(connections.linked_peers)
-        assert connections.mesh is None
+        found.append(opened.linked_peers)
+        assert opened.mesh is None
         assert own.all_reduce(flat).tolist() == [28.0] * 4
         own.exchange({(rank + 3) % size: flat}, {(rank - 3) % size: got})
-        assert connections.mesh is not None
-        found.append(connections.linked_peers)
+        assert opened.mesh is not None
+        found.append(opened.linked_peers)
         return found
 
     for rank, found in enumerate(run_ranks(size, body)):
@@ -83,8 +92,8 @@ def test_sockets_of_an_attachment(algorithm: str, monkeypatch: pytest.MonkeyPatc
                 optimizer.zero_grad()
                 module(torch.randn(2, 4)).sum().backward()
                 optimizer.step()
-            connections = attachment.impl.process_group.world._connections
-            return len(connections.linked_peers), connections.mesh is not None
+            opened = connections_of(attachment.impl.process_group.world)
+            return len(opened.linked_peers), opened.mesh is not None
 
     is_few = algorithm in ("ring", "low_precision")
     for num_links, has_mesh in run_ranks(size, body):
@@ -99,7 +108,7 @@ def test_broadcast_needs_few_links(size: int) -> None:
         values = [torch.full((3,), float(group.rank())), torch.empty(0)]
         broadcast_tensors(own.world, values, "a test")
         assert values[0].tolist() == [0.0] * 3
-        assert len(own.world._connections.linked_peers) <= (own.size - 1).bit_length()
+        assert len(connections_of(own.world).linked_peers) <= (own.size - 1).bit_length()
 
     run_ranks(size, body)
 
@@ -175,7 +184,7 @@ def test_ranks_that_receive_only_and_send_only() -> None:
         for _ in range(2):
             own.exchange(sends, receives)
         assert got.tolist() == ([1.0, 1.0] if rank == 1 else [0.0, 0.0])
-        assert own.world._connections.linked_peers == ({1} if rank == 0 else {0} if rank == 1 else set())
+        assert connections_of(own.world).linked_peers == ({1} if rank == 0 else {0} if rank == 1 else set())
 
     run_ranks(4, body)
 
@@ -199,14 +208,14 @@ def test_bytes_that_nobody_receives_do_not_hold_up_the_end() -> None:
 
 
 def test_groups_are_connected_as_ever_where_torch_is_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "MOST_CONNECTED_AT_ONCE", 32)
+    monkeypatch.setattr(gloo, "MOST_CONNECTED_AT_ONCE", 32)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
 
     def num_sockets(group: dist.ProcessGroup) -> None:
         own = tb.BaguaProcessGroup(group)
         own.open()
-        assert own.world._connections.mesh is not None
+        assert connections_of(own.world).mesh is not None
         assert own.all_reduce(torch.ones(3)).tolist() == [3.0] * 3
 
     run_ranks(3, num_sockets)
@@ -215,7 +224,7 @@ def test_groups_are_connected_as_ever_where_torch_is_told_otherwise(monkeypatch:
 @pytest.mark.parametrize("is_given", [True, False])
 def test_a_given_group_opens_nothing_beside_the_attachments(is_given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two attachments at once have groups of their own, and so has the given group once it is used itself."""
-    monkeypatch.setattr(communicator, "MOST_CONNECTED_AT_ONCE", 32)
+    monkeypatch.setattr(gloo, "MOST_CONNECTED_AT_ONCE", 32)
     opened: list[int] = []
 
     def count(store: dist.Store, rank: int, size: int, *more: Any, **options: Any) -> dist.ProcessGroup:

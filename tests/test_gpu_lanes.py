@@ -20,63 +20,66 @@ from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 from torchbagua.runtime.lane import Lane
-from torchbagua.transport import staging
+from torchbagua.transport import staged
 from torchbagua.transport import streams as side_stream
-from torchbagua.transport.communicator import Communicator
+from torchbagua.transport.base import Abilities, Members, TransportMaker
+from torchbagua.transport.gloo import GlooTransport
+from torchbagua.transport.staged import StagedTransport
 from torchbagua.transport.streams import StreamHandoff
+from torchbagua.transport.torch_groups import COLLECTIVES
 
 LENGTHS = (3000, 17, 1, 5000)
 
 
-class PlayedNccl:
-    """A gloo group that does what NCCL can, and writes down which thread asked for an all-to-all."""
+class PlayedNccl(GlooTransport):
+    """A gloo transport that does what NCCL's can, and writes down which thread asked for a collective."""
 
-    def __init__(self, group: dist.ProcessGroup, calls: list[str]) -> None:
-        self._group = group
+    abilities = Abilities(frozenset({"cpu"}), in_stream_order=True, has_messages=False, collectives=COLLECTIVES)
+
+    def __init__(self, members: Members, calls: list[str]) -> None:
+        super().__init__(members)
         self._calls = calls
 
-    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any) -> None:
+    def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         """What NCCL does in one operation, of tensors of one type, some of them empty."""
         assert len({tensor.dtype for tensor in [*outputs, *inputs]}) == 1
-        assert not options.asyncOp, "on the current stream"
         self._calls.append(threading.current_thread().name)
-        works = [self._group.recv([theirs], rank, 0) for rank, theirs in enumerate(outputs) if theirs.numel()]
-        works += [self._group.send([mine], rank, 0) for rank, mine in enumerate(inputs) if mine.numel()]
+        group = self.torch_group()
+        works = [group.recv([theirs], rank, 0) for rank, theirs in enumerate(outputs) if theirs.numel()]
+        works += [group.send([mine], rank, 0) for rank, mine in enumerate(inputs) if mine.numel()]
         for work in works:
             work.wait()
 
-    def alltoall_base(
-        self, output: torch.Tensor, given: torch.Tensor, output_sizes: list[int], input_sizes: list[int], options: Any
-    ) -> None:
-        """The same of equal parts."""
-        assert not output_sizes
-        assert not input_sizes
-        assert not options.asyncOp, "on the current stream"
+    def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor) -> None:
         self._calls.append(threading.current_thread().name)
-        self._group.alltoall_base(output, given, [], []).wait()
+        super().all_to_all_single(output, input)
 
-    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, options: Any) -> None:
-        assert not options.asyncOp, "on the current stream"
+    def all_gather_into_tensor(self, output: torch.Tensor, own: torch.Tensor) -> None:
         self._calls.append(threading.current_thread().name)
         theirs = torch.empty_like(output)
-        self._group._allgather_base(theirs, own.clone()).wait()
+        super().all_gather_into_tensor(theirs, own.clone())
         output.copy_(theirs)
 
 
-def is_of_a_gpu(_: Communicator, device: torch.device) -> bool:
-    return True
+class StagedOnCpu(StagedTransport):
+    """Passes tensors of the CPU through other memory of the host, as those of a GPU."""
+
+    def __init__(self, members: Members) -> None:
+        super().__init__(GlooTransport(members), members.timeout)
+        self.abilities = GlooTransport.abilities
+
+    def abort(self) -> None:
+        super().abort()
+        self._host.abort()
 
 
 def mean_of_ranks(
-    compressor: Any, nodes: list[int], nccl_calls: list[str] | None = None, *, has_feedback: bool = False
+    compressor: Any, nodes: list[int], transport: TransportMaker | None = None, *, has_feedback: bool = False
 ) -> list[torch.Tensor]:
-    """The mean that each of four ranks ends with, formed twice with the same memory; over NCCL where calls are kept."""
+    """The mean that each of four ranks ends with, formed twice with the same memory."""
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
-        own = tb.BaguaProcessGroup(group, nodes=nodes)
-        for communicator in (own.world, own.intra_node, own.inter_node):
-            if nccl_calls is not None and communicator is not None:
-                communicator.nccl = PlayedNccl(communicator.gloo, nccl_calls)  # type: ignore[assignment]
+        own = tb.BaguaProcessGroup(group, nodes=nodes, transport=transport)
         spec = TensorSpec(LENGTHS, torch.float32, torch.device("cpu"), "bucket 0")
         residuals = TwoPhaseResiduals(spec.device) if has_feedback else None
         mean: Mean = TwoPhaseMean(own.world, compressor, spec, 4.0)
@@ -98,13 +101,10 @@ CODECS = [MinMaxUInt8(), MinMaxUInt8(block=None), Cast("float16")]
 
 
 @pytest.mark.parametrize(("compressor", "nodes"), [*itertools.product(CODECS, NODES), (Identity(), NODES[0])], ids=str)
-def test_exchanges_over_nccl_give_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, compressor: Any, nodes: list[int]
-) -> None:
+def test_exchanges_over_nccl_give_the_same_bits(compressor: Any, nodes: list[int]) -> None:
     expected = mean_of_ranks(compressor, nodes)
     calls: list[str] = []
-    monkeypatch.setattr(Communicator, "in_stream_order", is_of_a_gpu)
-    found = mean_of_ranks(compressor, nodes, calls)
+    found = mean_of_ranks(compressor, nodes, functools.partial(PlayedNccl, calls=calls))
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert calls.count("rank 0") == 2 * {1: 2, 2: 4}[len(set(nodes))], "an all-to-all for each phase"
 
@@ -127,11 +127,10 @@ def test_what_is_coded_at_once_and_sent_by_gloo_has_the_same_bits(
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0, 0], [0, 0, 0, 1]], ids=str)
-def test_error_feedback_over_nccl_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, nodes: list[int]) -> None:
+def test_error_feedback_over_nccl_has_the_same_bits(nodes: list[int]) -> None:
     expected = mean_of_ranks(Sign1Bit(), nodes, has_feedback=True)
     assert not torch.equal(expected[0], mean_of_ranks(Sign1Bit(), nodes)[0])
-    monkeypatch.setattr(Communicator, "in_stream_order", is_of_a_gpu)
-    found = mean_of_ranks(Sign1Bit(), nodes, [], has_feedback=True)
+    found = mean_of_ranks(Sign1Bit(), nodes, functools.partial(PlayedNccl, calls=[]), has_feedback=True)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -164,9 +163,8 @@ def test_messages_of_gpus_pass_through_memory_that_is_allocated_once(monkeypatch
         uint8 = torch.uint8
         empty = staticmethod(pinned)
 
-    monkeypatch.setattr(Communicator, "is_staged", is_of_a_gpu)
-    monkeypatch.setattr(staging, "torch", Torch)
-    found = mean_of_ranks(MinMaxUInt8(), [0, 0, 0, 0])
+    monkeypatch.setattr(staged, "torch", Torch)
+    found = mean_of_ranks(MinMaxUInt8(), [0, 0, 0, 0], StagedOnCpu)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     messages = 4 * 3 * 2  # four ranks, three peers, two phases
     assert len(allocated) == 2 * messages, "one for each that is sent, and one for each that is received"
@@ -332,7 +330,6 @@ def test_mean_in_full_precision_is_one_all_reduce(dtype: torch.dtype, average: b
 
     def body(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
         own = tb.BaguaProcessGroup(group, observers=[recorder] if group.rank() == 0 else [])
-        own.world.nccl = own.world.gloo
         divisor = float(size) if average else 1.0
         mean = AllReduceMean(own.world, TensorSpec((1000,), dtype, torch.device("cpu"), "bucket 0"), divisor)
         x, out = whole[group.rank()].clone(), torch.empty(1000, dtype=dtype)

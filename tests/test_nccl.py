@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from torchbagua.codecs import TensorSpec
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.exchange import Exchange
+from torchbagua.transport.nccl import PrivateNcclTransport
 from whole_mean import WholeByteGradAlgorithm
 
 pytestmark = pytest.mark.gpu
@@ -169,18 +170,17 @@ def test_nccl_moves_what_an_exchange_and_a_mean_send(group: dist.ProcessGroup, g
     x = torch.arange(1000, dtype=torch.float32, device=gpu)
     for is_private in (False, True):
         if is_private:
-            own.open_private_nccl()
-            own.connect_nccl(gpu)
+            own.move_beside_training()
+            own.use_device(gpu)
         received = torch.zeros_like(x)
         exchange = Exchange(own.world, "all_to_all", [received], "bucket 0", [(0, 0)])
-        exchange.expect()
         exchange.run(lambda target: x)
         assert torch.equal(received, x)
         mean = torch.empty_like(x)
         AllReduceMean(own.world, TensorSpec((x.numel(),), x.dtype, gpu, "bucket 0"), 2.0)(x, mean)
         assert torch.equal(mean, x / 2)
-        assert (own.world.nccl is group) != is_private
+        assert isinstance(own.world._transports["cuda"], PrivateNcclTransport) == is_private
     own.wait_for_gpu(gpu, "the end")
-    assert not own.poll_nccl()
-    own.shut_down_nccl()
+    assert not own.poll()
+    own.end_in_order()
     own.close()

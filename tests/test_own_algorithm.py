@@ -124,7 +124,7 @@ def test_python_op_that_fails_after_communicating_tells_the_others_at_once() -> 
 
     class FailingImpl(SignSGDImpl):
         def vote(self, bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
-            private = group.world.gloo
+            private = group.world.torch_group
             dist.all_reduce(bucket.flat, group=private)
             if private.rank() == 1:
                 raise ZeroDivisionError("on one rank")

@@ -78,7 +78,7 @@ class LowRankImpl(tb.AlgorithmImpl):
         bucket.append_python_op(average)
 
     def mean(self, x: torch.Tensor, group: tb.BaguaProcessGroup) -> torch.Tensor:
-        dist.all_reduce(x, group=group.world.gloo)
+        dist.all_reduce(x, group=group.world.torch_group)
         return x / group.size
 
 

@@ -17,11 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from ranks import TIMEOUT, run_ranks
-from torchbagua.collectives import process_group
 from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime.lane import Lane
+from torchbagua.transport import choice
 from torchbagua.transport import nccl as private_nccl
+from torchbagua.transport.base import Members
 from torchbagua.transport.communicator import Communicator
+from torchbagua.transport.gloo import GlooTransport
+from torchbagua.transport.staged import StagedTransport
 
 GPU = torch.device("cuda", 0)
 SHORT = timedelta(seconds=1)
@@ -87,6 +90,19 @@ class Group:
     def eager_connect_single_device(self, device: torch.device) -> None:
         self._do(f"connect on {device}")
 
+    def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> None:
+        """Launch it: the events that are recorded afterwards say when it is done."""
+
+
+class GpuTensor(torch.Tensor):
+    """A tensor that says that it lies on the GPU."""
+
+    device = GPU
+
+
+def launch(communicator: Communicator, purpose: str) -> None:
+    communicator.all_reduce(torch.ones(1).as_subclass(GpuTensor), purpose, list)
+
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -96,7 +112,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(tb.AlgorithmImpl, "use_device", lambda impl, device: use_device(impl, GPU))
     monkeypatch.setattr(Lane, "use_gpu", lambda lane, device: None)
     monkeypatch.setattr(Tracer, "use_gpu", lambda tracer, device: None)
-    monkeypatch.setattr(process_group, "has_nccl", lambda group: True)
+    monkeypatch.setattr(choice, "has_nccl", lambda group: True)
     monkeypatch.setattr(private_nccl, "nccl_group", played.make_group)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: played)
@@ -230,8 +246,8 @@ def test_a_rank_that_does_not_come_to_connect_is_an_error_within_the_timeout(ncc
 def watched_lane(group: dist.ProcessGroup) -> tuple[tb.BaguaProcessGroup, Lane]:
     """The group and the lane of a weight algorithm."""
     own = tb.BaguaProcessGroup(group, timeout=SHORT)
-    own.open_private_nccl()
-    return own, Lane("watched", on_failure=own.close, poll=own.poll_nccl)
+    own.move_beside_training()
+    return own, Lane("watched", on_failure=own.close, poll=own.poll)
 
 
 OVERDUE = (
@@ -246,13 +262,10 @@ def test_what_nccl_is_not_done_with_ends_the_lane(nccl: Nccl) -> None:
     def body(group: dist.ProcessGroup) -> None:
         own, lane = watched_lane(group)
 
-        def launch(purpose: str) -> None:
-            own.world.launch(purpose, lambda nccl: None, list)
-
-        good = lane.submit(functools.partial(launch, "all_reduce of weight bucket 0"))
+        good = lane.submit(functools.partial(launch, own.world, "all_reduce of weight bucket 0"))
         good.result()
         nccl.events[0].is_done = True
-        bad = lane.submit(functools.partial(launch, "all_to_all of weight bucket 0"))
+        bad = lane.submit(functools.partial(launch, own.world, "all_to_all of weight bucket 0"))
         bad.result()  # the host waits for no GPU
         lane.submit(lambda: None).result()
         time.sleep(SHORT.total_seconds() + 0.5)
@@ -261,7 +274,7 @@ def test_what_nccl_is_not_done_with_ends_the_lane(nccl: Nccl) -> None:
             with pytest.raises(tb.CommunicationError, match=OVERDUE):
                 job.result()
         with pytest.raises(tb.CommunicationError, match="failed on rank 0: the group is closed"):
-            launch("all_to_all of weight bucket 1")
+            launch(own.world, "all_to_all of weight bucket 1")
         lane.close()
 
     run_ranks(1, body)
@@ -273,13 +286,10 @@ def test_what_another_failure_breaks_off_was_not_done(nccl: Nccl) -> None:
     def body(group: dist.ProcessGroup) -> None:
         own, lane = watched_lane(group)
 
-        def launch() -> None:
-            own.world.launch("all_to_all of weight bucket 0", lambda nccl: None, list)
-
         def fail() -> None:
             raise tb.CommunicationError("rank 1 is gone")
 
-        launched = lane.submit(launch)
+        launched = lane.submit(functools.partial(launch, own.world, "all_to_all of weight bucket 0"))
         launched.result()
         for job in (lane.submit(fail), launched):
             with pytest.raises(tb.CommunicationError, match="rank 1 is gone"):
@@ -296,7 +306,7 @@ def test_waits_of_the_host_for_the_gpu_are_bounded(nccl: Nccl) -> None:
             tb.CommunicationError, match=r"round 3 over .* rank 0: the GPU has not come to it within 1 s"
         ):
             own.wait_for_gpu(GPU, "averaging round 3")
-        own.world.launch("all_to_all of weight bucket 0", lambda nccl: None, list)
+        launch(own.world, "all_to_all of weight bucket 0")
         with pytest.raises(tb.CommunicationError, match=OVERDUE):
             own.wait_for_gpu(GPU, "averaging round 3")
         for event in nccl.events:
@@ -308,15 +318,22 @@ def test_waits_of_the_host_for_the_gpu_are_bounded(nccl: Nccl) -> None:
     run_ranks(1, body)
 
 
+class StagedOnCpu(StagedTransport):
+    """Waits for the GPU before it sends tensors of the CPU."""
+
+    def __init__(self, members: Members) -> None:
+        super().__init__(GlooTransport(members), members.timeout)
+        self.abilities = GlooTransport.abilities
+
+
 def test_messages_that_the_gpu_does_not_come_to_are_an_error(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over gloo the host waits for the GPU before it sends."""
-    monkeypatch.setattr(Communicator, "is_staged", lambda communicator, device: True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
 
     def body(group: dist.ProcessGroup) -> None:
-        own = tb.BaguaProcessGroup(group, timeout=SHORT)
+        own = tb.BaguaProcessGroup(group, timeout=SHORT, transport=StagedOnCpu)
         own.open()
         own.world.post("sending to", 1 - group.rank(), torch.ones(3), tag=0, purpose="all_gather of x")
 

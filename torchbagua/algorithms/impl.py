@@ -71,8 +71,8 @@ class AlgorithmImpl:
             `weights_loaded` comes later. Until then no round in flight must change them.
         has_joined: whether this rank has run out of data, and takes part with gradients of zero until the others have
             too (`torch.distributed.algorithms.Join`).
-        ends_in_order: set it to True when all ranks are going to close the impl. NCCL groups are then shut down;
-            otherwise they are broken off.
+        ends_in_order: set it to True when all ranks are going to close the impl. What is under way in stream order is
+            then finished; otherwise it is broken off.
         compressor: the codec of what is sent, from `Algorithm.make_codec`. See `codec_for`.
         load_effect: what `weights_loaded` does, in the message that says that weights were loaded.
         ended_by: the call that ends it, in the warning that nobody has made it. An adapter sets its own.
@@ -99,13 +99,13 @@ class AlgorithmImpl:
         self.algorithm = algorithm
         self.compressor: Compressor = Identity() if algorithm is None else algorithm.make_codec()
         if self.averages_weights:
-            process_group.open_private_nccl()
+            process_group.move_beside_training()
         self.tracer = process_group.tracer
         self.lane = Lane(
             f"torchbagua lane of {cls.__name__}",
             on_failure=process_group.close,
             waiting=partial(process_group.tracer.span, "wait"),
-            poll=process_group.poll_nccl,
+            poll=process_group.poll,
         )
         self.buckets: list[BaguaBucket] = []
         self.ignored_names: frozenset[str] = frozenset()
@@ -381,7 +381,7 @@ class AlgorithmImpl:
             try:
                 self.lane.close()
                 if self.ends_in_order and not self.lane.has_failed:
-                    self.process_group.shut_down_nccl()
+                    self.process_group.end_in_order()
             finally:
                 if self.parameter_state is not None:
                     self.parameter_state.close()
@@ -434,12 +434,12 @@ class AlgorithmImpl:
 
         Raises:
             ValueError: it is another GPU than before.
-            CommunicationError: NCCL could not connect the ranks there.
+            CommunicationError: the backend could not connect the ranks there.
         """
         if device.type == "cuda" and device != self._gpu:  # it is asked for every bucket
             self.lane.use_gpu(device)
             self.tracer.use_gpu(device)
-            self.process_group.connect_nccl(device)
+            self.process_group.use_device(device)
             self._gpu = device
 
     def begin_backward(self, *, has_joined: bool) -> None:

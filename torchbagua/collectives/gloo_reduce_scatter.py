@@ -25,7 +25,7 @@ def gloo_reduce_scatter(communicator: Communicator, x_N: torch.Tensor, out_L: to
         CommunicationError: a rank is gone or did not take part within the group's timeout.
     """
     try:
-        reduce_scatter_base(communicator.gloo, out_L, x_N, op).wait()
+        reduce_scatter_base(communicator.torch_group, out_L, x_N, op).wait()
     except CommunicationError:  # the group is closed
         raise
     except RuntimeError as error:

@@ -12,8 +12,6 @@ class NodeGroups:
 
     Attributes:
         rank, size: own place among all ranks.
-        has_nccl: whether NCCL moves tensors of GPUs: in and between nodes over private groups; over all ranks over the
-            user's own, in whose place `open_private_nccl` puts a private one for algorithms that average weights.
         num_shards: the smallest number of ranks on a node: so many shards of a tensor can be owned on every node.
         world: over all ranks.
         intra_node: over the ranks of own node; None where there is one node, or one rank a node.
@@ -22,7 +20,6 @@ class NodeGroups:
 
     rank: int
     size: int
-    has_nccl: bool
     num_shards: int
     world: Communicator
     intra_node: Communicator | None

@@ -2,7 +2,6 @@
 
 import secrets
 import socket
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -21,10 +20,10 @@ from torchbagua.collectives.store_agreement import Introduction, Settings, Verdi
 from torchbagua.collectives.topology import Topology
 from torchbagua.observe.events import ClockOffset, Observer, check_observers
 from torchbagua.observe.tracer import Tracer
+from torchbagua.transport.base import Members, TransportError, TransportMaker
+from torchbagua.transport.choice import TransportChoice
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError, cause_of
-from torchbagua.transport.nccl import PrivateNccl, warn_of_launch_order
-from torchbagua.transport.private_groups import has_nccl
 from torchbagua.transport.streams import wait_on_host
 from torchbagua.version import __version__
 
@@ -33,13 +32,13 @@ class BaguaProcessGroup(GroupOperations):
     """The ranks of a torch process group, sorted into nodes, with private groups over all ranks and by node.
 
     `attach` makes one from the group of the module. Make one yourself to say which rank is on which node. Construction
-    is collective: every rank of `process_group` constructs it, in the same order. The private groups use gloo. They are
-    opened by `open`, or when an operation of this group first needs them; an attachment opens groups of its own.
+    is collective: every rank of `process_group` constructs it, in the same order. The private groups are opened by
+    `open`, or when an operation of this group first needs them; an attachment opens groups of its own.
 
     Its methods `all_reduce`, `all_gather`, `reduce_scatter` and `exchange` are for algorithms of yours. All ranks call
     the same ones, in the same order, with tensors of the same sizes. Call them from the operations of a bucket only,
-    which run on the lane. They work with tensors on CPUs and GPUs; over NCCL the host does not wait. Observers are told
-    of every message. If a rank is gone or does not take part within the timeout, they raise CommunicationError.
+    which run on the lane. They work with tensors on CPUs and GPUs; in stream order no host waits. Observers are told of
+    every message. If a rank is gone or does not take part within the timeout, they raise CommunicationError.
 
     Args:
         process_group: a torch ProcessGroup that has a store: the world, or one from `new_group`, or one that you made.
@@ -47,6 +46,8 @@ class BaguaProcessGroup(GroupOperations):
             names. Give it where host names mislead, as in containers and network namespaces.
         timeout: the longest wait for another rank, in construction and after; by default that of `process_group`.
         observers: are told of every phase of communication over the private groups.
+        transport: opens what moves tensors, in place of the transport that fits the backends of `process_group`; see
+            `torchbagua.transport`. The same on all ranks.
         must_agree: further values that must be the same on all ranks, by the name that an error gives them.
         refusal: an UncompressedParametersWarning that a filter makes an error on this rank; all ranks then raise it.
 
@@ -63,7 +64,6 @@ class BaguaProcessGroup(GroupOperations):
         compares_clocks: whether an observer of any rank needs to know how far the clocks of the ranks are apart.
         clock_offsets: what to add to this rank's clock for rank 0's; an entry for each comparison of clocks.
         fitting_topologies: topologies that were found to fit the ranks, or the nodes.
-        has_nccl: whether NCCL moves tensors of GPUs.
         num_shards: the smallest number of ranks on a node. A tensor is split into as many shards between nodes.
         world: the private group over all ranks.
         intra_node: the private group over the ranks of this node; None with one node, or one rank on each.
@@ -84,6 +84,7 @@ class BaguaProcessGroup(GroupOperations):
         nodes: Sequence[str | int] | None = None,
         timeout: timedelta | None = None,
         observers: Sequence[Observer] = (),
+        transport: TransportMaker | None = None,
         must_agree: Settings | None = None,
         refusal: str | None = None,
     ) -> None:
@@ -96,17 +97,25 @@ class BaguaProcessGroup(GroupOperations):
         check_observers("BaguaProcessGroup", observers)
         if timeout is not None and (not isinstance(timeout, timedelta) or timeout <= timedelta(0)):
             raise ValueError(f"BaguaProcessGroup: timeout must be a positive datetime.timedelta, got {timeout!r}")
+        if transport is not None and not callable(transport):
+            raise TypeError(f"BaguaProcessGroup: transport must be a class of torchbagua.transport, got {transport!r}")
         self.process_group = process_group
         self.rank = process_group.rank()
         self.size = process_group.size()
         self.timeout = timeout or timeout_of(process_group)
-        self.has_nccl = has_nccl(process_group)
+        self._choice = TransportChoice(process_group, transport)
         self._observers = tuple(observers)
         self.tracer = Tracer(observers)
         self.clock_offsets: list[ClockOffset] = []
         self.fitting_topologies: list[tuple[Topology, bool]] = []
         given_nodes = None if nodes is None else number_given_nodes(nodes, self.size)
-        verdict = self._agree({"BaguaProcessGroup's argument nodes": given_nodes, **(must_agree or {})}, refusal)
+        same = {
+            "BaguaProcessGroup's argument nodes": given_nodes,
+            "BaguaProcessGroup's argument transport": transport and getattr(
+                transport, "__qualname__", type(transport).__qualname__
+            ),
+        }
+        verdict = self._agree({**same, **(must_agree or {})}, refusal)
         self.id = verdict.id
         # Where one rank asks for it all have to take part.
         self.compares_clocks = verdict.compares_clocks
@@ -120,8 +129,8 @@ class BaguaProcessGroup(GroupOperations):
         self.intra_node = None
         self.inter_node = None
         self._is_open = False
-        self._gradient_nccl: PrivateNccl | None = None
-        self._global_ranks: list[int] | None = None
+        self._gradients: Communicator | None = None
+        self._global_ranks: list[int] = list(range(self.size))
         with suppress(KeyError):  # torch knows none of a group that was made by hand
             self._global_ranks = dist.get_process_group_ranks(process_group)
         self.world = self._communicator("world", "world", list(range(self.size)))
@@ -167,17 +176,19 @@ class BaguaProcessGroup(GroupOperations):
             self.close()
             raise
 
-    def _communicator(self, scope: str, key: str, ranks: list[int]) -> Communicator:
-        return Communicator(
-            dist.PrefixStore(key, self._store),
+    def _members(self, key: str, ranks: list[int]) -> Members:
+        return Members(
+            process_group=self.process_group,
+            ranks=tuple(ranks),
             rank=ranks.index(self.rank),
-            ranks=ranks,
-            scope=scope,
+            store=dist.PrefixStore(key, self._store),
             timeout=self.timeout,
-            tracer=self.tracer,
-            nccl=self.process_group if self.has_nccl and scope == "world" else None,
-            global_ranks=self._global_ranks and [self._global_ranks[rank] for rank in ranks],
+            global_ranks=tuple(self._global_ranks[rank] for rank in ranks),
         )
+
+    def _communicator(self, scope: str, key: str, ranks: list[int]) -> Communicator:
+        members = self._members(key, ranks)
+        return Communicator(members, scope, self.tracer, self._choice.open(members))
 
     def _describe_node_groups(self) -> None:
         """Say who is in the groups in and between nodes, where there are several nodes and one has several ranks."""
@@ -186,11 +197,9 @@ class BaguaProcessGroup(GroupOperations):
         node = self.nodes[self.rank]
         shard = self.node_ranks[node].index(self.rank)
         self.intra_node = self._communicator("intra_node", f"node{node}", self.node_ranks[node])
-        self._open_nccl(self.intra_node, f"node{node}")
         if shard < self.num_shards:
             owners = [ranks[shard] for ranks in self.node_ranks]
             self.inter_node = self._communicator("inter_node", f"shard{shard}", owners)
-            self._open_nccl(self.inter_node, f"shard{shard}")
 
     def _wait_until_all_are_open(self) -> None:
         """Wait for the slowest rank: one that closes its groups at once would end what others still connect to it."""
@@ -204,45 +213,36 @@ class BaguaProcessGroup(GroupOperations):
     def open_gradient_group(self) -> dist.ProcessGroup:
         """Return a torch group of the ranks of this node, to make a `BaguaProcessGroup` of, where there are nodes.
 
-        It has NCCL where this group has, and no other backend. It is closed with this group.
+        It moves tensors in stream order if this group does, and else has no backend. It is closed with this group.
         """
         node = self.nodes[self.rank]
-        ranks = self.node_ranks[node]
-        place = (dist.PrefixStore(f"gradients of node{node}", self._store), ranks.index(self.rank), len(ranks))
-        if not self.has_nccl:
-            return dist.ProcessGroup(*place)
-        self._gradient_nccl = PrivateNccl(*place, self.timeout)
-        return self._gradient_nccl.group
+        members = self._members(f"gradients of node{node}", self.node_ranks[node])
+        transports = self._choice.open_in_stream_order(members)
+        self._gradients = Communicator(members, "intra_node", self.tracer, transports)
+        for transport in transports.values():
+            return transport.torch_group()
+        return dist.ProcessGroup(members.store, members.rank, members.size)
 
-    def open_private_nccl(self) -> None:
-        """If there is NCCL, open a private NCCL group of all ranks, for the thread of a lane.
+    def move_beside_training(self) -> None:
+        """Communicate on another thread than the one that trains, from now on: that of a lane, which calls `poll`."""
+        members = self._members("world", list(range(self.size)))
+        for device_type, transport in self._choice.open_beside_training(members).items():
+            self.world.use_transport(device_type, transport)
+        for communicator in self._communicators:
+            communicator.watch_launches()
 
-        The training thread launches gradients on `process_group`. What another thread launched there would come between
-        them, in another place on each rank. From now on the thread of the lane calls `poll_nccl`.
-        """
-        if self.has_nccl:
-            warn_of_launch_order()
-            self._open_nccl(self.world, "world")
-            for _, nccl in self._private_nccl:
-                nccl.is_polled = True
-
-    def _open_nccl(self, communicator: Communicator, key: str) -> None:
-        if self.has_nccl:
-            store = dist.PrefixStore(f"{key}/nccl", self._store)
-            communicator.set_private_nccl(PrivateNccl(store, communicator.rank, communicator.size, self.timeout))
-
-    def connect_nccl(self, device: torch.device) -> None:
-        """Connect the private NCCL groups on this GPU, if they are not connected yet. Collective.
+    def use_device(self, device: torch.device) -> None:
+        """Connect the private groups for tensors on `device`, if they are not connected yet. Collective.
 
         Raises:
-            CommunicationError: a rank did not come within the group's timeout, or NCCL refuses.
+            CommunicationError: a rank did not come within the group's timeout, or the backend refuses.
         """
-        for communicator, nccl in self._private_nccl:
+        for communicator in self._communicators:
             try:
-                nccl.connect(device)
-            except (RuntimeError, TimeoutError) as error:
+                communicator.use_device(device)
+            except CommunicationError:
                 self.close()
-                raise communicator.failure("connecting NCCL", cause_of(error)) from error
+                raise
 
     def compare_clocks(self) -> None:
         """Compare the clocks of the ranks and add to `clock_offsets`, if `compares_clocks`. Collective.
@@ -273,6 +273,7 @@ class BaguaProcessGroup(GroupOperations):
             nodes=self.nodes,
             timeout=timeout or self.timeout,
             observers=[*self._observers, *observers],
+            transport=self._choice.given,
             must_agree=must_agree,
             refusal=refusal,
         )
@@ -286,73 +287,56 @@ class BaguaProcessGroup(GroupOperations):
             communicator.tracer = tracer
             communicator.scope = f"{communicator.scope} of {whose}"
 
-    def poll_nccl(self) -> bool:
-        """Return whether NCCL is still working on what was launched over the private groups.
+    def poll(self) -> bool:
+        """Return whether a GPU is still working on what was launched since `move_beside_training`.
 
         Raises:
             CommunicationError: it has worked on something for longer than the timeout, or the GPU has failed.
         """
-        is_under_way = False
-        for communicator, nccl in self._private_nccl:
-            try:
-                launch = nccl.under_way()
-            except RuntimeError as error:
-                raise communicator.failure("an operation of NCCL", cause_of(error)) from error
-            if launch is None:
-                continue
-            is_under_way = True
-            timeout_s = self.timeout.total_seconds()
-            if time.monotonic() > launch.at_s + timeout_s:
-                cause = f"NCCL was not done after {timeout_s:g} s: a rank is gone, or stands still"
-                raise communicator.failure(launch.purpose, cause)
-        return is_under_way
+        return max(
+            [communicator.poll() for communicator in self._communicators]
+        )  # all, since each forgets what is done
 
     def wait_for_gpu(self, device: torch.device, purpose: str) -> None:
         """Have the host wait until the current stream of a GPU is done. Does nothing on the CPU.
 
         Raises:
-            CommunicationError: it is not done within the timeout; names what NCCL is working on, or else `purpose`.
+            CommunicationError: it is not done within the timeout; names what the GPU is working on, or else `purpose`.
         """
         if device.type != "cuda":
             return
         try:
             wait_on_host(torch.cuda.current_stream(device).record_event(), self.timeout.total_seconds())
         except TimeoutError as error:
-            self.poll_nccl()
+            self.poll()
             raise self.world.failure(purpose, cause_of(error)) from error
-        self.poll_nccl()  # which forgets what is done
+        self.poll()  # which forgets what is done
 
-    def shut_down_nccl(self) -> None:
-        """Let private NCCL groups finish what is under way, and close them. Collective.
+    def end_in_order(self) -> None:
+        """Let private groups finish what is under way in stream order, and close that. Collective.
 
-        If not all ranks call it, `close` breaks them off: NCCL would wait for a rank that is gone.
+        If not all ranks call it, `close` breaks it off: a GPU would wait for a rank that is gone.
         """
-        if not self._private_nccl:
+        private = [transport for communicator in self._communicators for transport in communicator.closed_in_order]
+        if not private:
             return
+        name = private[0].name
         with suppress(CommunicationError):
-            all_reduce_max(self.world, [0], "closing the NCCL groups")  # a barrier that raises where a rank is gone
+            all_reduce_max(self.world, [0], f"closing the {name} groups")  # a barrier, which raises if a rank is gone
             try:
-                for _, nccl in self._private_nccl:
-                    nccl.shut_down()
-            except (RuntimeError, TimeoutError) as error:
-                warn_user(f"torchbagua: {cause_of(error)}; NCCL's groups are broken off")
+                for transport in private:
+                    transport.close()
+            except TransportError as error:
+                warn_user(f"torchbagua: {error}; {name}'s groups are broken off")
 
     def close(self) -> None:
-        """Close the private groups, whatever is under way. What NCCL is working on is broken off."""
+        """Close the private groups, whatever is under way. What a GPU is working on is broken off."""
         for communicator in self._communicators:
             communicator.close()
-        if self._gradient_nccl is not None:
-            self._gradient_nccl.abort()
-        for _, nccl in self._private_nccl:  # when all are broken off, since one may wait for another
-            nccl.join()
-
-    @property
-    def _private_nccl(self) -> list[tuple[Communicator, PrivateNccl]]:
-        every = [(communicator, communicator.private_nccl) for communicator in self._communicators]
-        every.append((self.intra_node or self.world, self._gradient_nccl))
-        return [(communicator, nccl) for communicator, nccl in every if nccl is not None]
+        for communicator in self._communicators:  # when all are broken off, since one may wait for another
+            communicator.join()
 
     @property
     def _communicators(self) -> list[Communicator]:
-        every = (self.world, self.intra_node, self.inter_node)
+        every = (self.world, self.intra_node, self.inter_node, self._gradients)
         return [communicator for communicator in every if communicator is not None]

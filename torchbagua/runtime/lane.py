@@ -54,7 +54,7 @@ class Lane:
         # worker and not the lane.
         self._stop = weakref.finalize(self, self._worker.stop)
         self._stop.atexit = False
-        # A thread that the interpreter's end finds within gloo would abort the process.
+        # A thread that the interpreter's end finds within a backend would abort the process.
         self._close_at_exit = partial(_close, weakref.ref(self))
         weakref.finalize(self, atexit.unregister, self._close_at_exit).atexit = False
 
@@ -68,7 +68,7 @@ class Lane:
             )
 
     def launch(self, run: Callable[[], torch.Tensor]) -> "torch.futures.Future[torch.Tensor]":
-        """Run a function at once, on this thread and the lane's stream. It only launches kernels and NCCL collectives.
+        """Run a function at once, on this thread and the lane's stream. It only launches kernels and collectives.
 
         If it raises, it has closed its groups itself, as a bucket does.
 

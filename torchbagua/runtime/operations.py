@@ -70,11 +70,11 @@ class BucketOperations:
 
         To send, it calls the methods of the group: `BaguaProcessGroup.all_reduce`, `BaguaProcessGroup.all_gather`,
         `BaguaProcessGroup.reduce_scatter` and `BaguaProcessGroup.exchange`. They work on CPUs and GPUs. It may also
-        send tensors of the CPU with torch.distributed over `group.world.gloo`, a gloo group. That fails with tensors of
-        a GPU, and observers are not told of it.
+        send tensors of the CPU with torch.distributed over the torch group `group.world.torch_group`. That fails with
+        tensors of a GPU, and observers are not notified of it.
 
-        The function runs on the thread of the lane; over NCCL on that of backward, on the lane's stream. If it raises,
-        the training step raises a RuntimeError that names the function, the bucket, the rank and the error.
+        The function runs on the thread of the lane; in stream order on that of backward, on the lane's stream. If it
+        raises, the training step raises a RuntimeError that names the function, the bucket, the rank and the error.
 
         Args:
             python_function: a function of the bucket and the group.

@@ -72,7 +72,7 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
     # On this thread too, since the profiler does not follow the lane's unless it is told to.
     with state.tracer.range(own_bucket.name):
         state.use_device(flat.device)
-        if flat.is_cuda and state.process_group.has_nccl:
+        if state.process_group.world.in_stream_order(flat.device):
             return state.lane.launch(run)
         future = state.lane.submit(run).future()
     if bucket.is_last() and state.has_joined:

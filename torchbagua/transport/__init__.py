@@ -1,5 +1,9 @@
-"""Sending bytes between ranks: private groups, connections over gloo and NCCL, streams, and the error of all of them.
+"""Moving tensors between ranks: transports and their abilities, chosen by the backends of a group, and communicators.
 
 May import observe and the modules that begin with _.
-Begin with private_groups.py and communicator.py.
+Begin with base.py, then gloo.py; communicator.py names what moves, and choice.py says over which transport.
 """
+
+from torchbagua.transport.base import Abilities, Members, Transport, TransportError, TransportMaker
+
+__all__ = ["Abilities", "Members", "Transport", "TransportError", "TransportMaker"]

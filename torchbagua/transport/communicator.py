@@ -1,10 +1,10 @@
-"""One group of ranks, and what they send each other: over a private gloo group, or over NCCL."""
+"""A communicator: a group of ranks, what they send each other, and the names that events and errors give to that."""
 
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, NoReturn
 
 import torch
@@ -12,11 +12,9 @@ import torch.distributed as dist
 
 from torchbagua.observe.events import Details, Phase
 from torchbagua.observe.tracer import NO_SPAN, Span, Tracer
-from torchbagua.transport.connections import MOST_CONNECTED_AT_ONCE, Connections
+from torchbagua.transport.base import Members, Transport, TransportError
 from torchbagua.transport.errors import CommunicationError, cause_of
-from torchbagua.transport.nccl import PrivateNccl
-from torchbagua.transport.private_groups import all_gather_equal, all_reduce, all_to_all, all_to_all_equal
-from torchbagua.transport.staging import Staging
+from torchbagua.transport.launches import Launches
 
 # A shorter message tells little of a link's rate: it may be gone in one burst.
 SMALL_MESSAGE_BYTES = 1 << 18
@@ -25,68 +23,54 @@ Direction = Literal["receiving from", "sending to", "connecting to"]
 
 
 class _Pending(NamedTuple):
-    work: dist.Work
-    tensor: torch.Tensor
+    transport: Transport
+    num_bytes: int
     posted_s: float
 
 
+@dataclass
+class _End:
+    """Whether a communicator and its twins are closed, and the error that closed them."""
+
+    is_closed: bool = False
+    cause: str = ""
+
+
 class Communicator:
-    """A group of ranks that exchange tensors: over a private gloo group, and over `nccl`, which may be the user's.
+    """A group of ranks that exchange tensors, over one transport for each type of devices.
 
-    The gloo group is private (DDP communicates on the user's group from its own thread, and two users of one gloo group
-    can deadlock), and every use must come in the same order on all its ranks: one lane, one thread. What lies on a GPU
-    passes through pinned memory of the host, unless `nccl` moves it.
-
-    Ranks are connected by `open`, or before their first exchange. Until then a communicator only says who is in it.
+    Every use must come in the same order on all its ranks: one lane, one thread. Ranks are connected by `open`, or
+    before their first exchange. Until then a communicator only says who is in it.
 
     Args:
-        store: the key-value store that all `ranks` share, with keys of this group alone.
-        rank: own index in `ranks`.
-        ranks: the members, as ranks of the user's group; they name the peers in errors.
+        members: the ranks, which errors name by their numbers in the user's group, and in the whole job.
         scope: "world", "intra_node" or "inter_node", for events and errors.
-        timeout: bound on every wait.
         tracer: hears of every phase of what is done over the group.
-        nccl: a group of the same ranks that exchanges tensors of GPUs, where there is one.
-        global_ranks: the numbers of the same ranks in the whole job, which errors add where they are others; None if
-            they are not known.
+        transports: by the types of devices whose tensors they move. The communicator closes them.
 
     Attributes:
-        tracer, nccl: the same.
-        private_nccl: what `nccl` is where it is nobody else's, and closed with the communicator.
+        tracer, scope: the same.
+        ranks: the members, as ranks of the user's group.
+        rank: own index in `ranks`.
         link_bytes_per_s: for each rank, the best rate of a receive from it longer than SMALL_MESSAGE_BYTES, 0 before
             the first. Data are sent when their receive is posted and not before, so the link is at least as fast.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        *,
-        rank: int,
-        ranks: Sequence[int],
-        scope: str,
-        timeout: timedelta,
-        tracer: Tracer,
-        nccl: dist.ProcessGroup | None = None,
-        global_ranks: Sequence[int] | None = None,
-    ) -> None:
-        self.rank = rank
-        self.ranks = tuple(ranks)
-        self._global_ranks = self.ranks if global_ranks is None else tuple(global_ranks)
-        self._twins: list[Communicator] = []
-        self._closed_by = ""
+    def __init__(self, members: Members, scope: str, tracer: Tracer, transports: Mapping[str, Transport]) -> None:
         self.scope = scope
-        self.link_bytes_per_s = [0.0] * len(ranks)
         self.tracer = tracer
-        self.nccl = nccl
-        self.private_nccl: PrivateNccl | None = None
-        self._timeout_s = timeout.total_seconds()
-        self._staging = Staging(self._timeout_s)
-        # A work holds the connections open, so what is posted and not waited for is kept where `close` ends it.
+        self.ranks = members.ranks
+        self.rank = members.rank
+        self.link_bytes_per_s = [0.0] * members.size
+        self._members = members
+        self._transports = dict(transports)
+        self._twins: list[Communicator] = []
+        self._end = _End()
+        self._launches: Launches | None = None
         self._pending: dict[tuple[int, Direction, int], _Pending] = {}
         # By the role, the stream and the number of bytes.
         self._scratch: dict[tuple[str, torch.cuda.Stream | None], dict[int, torch.Tensor]] = {}
         self._num_messages: Counter[tuple[str, int]] = Counter()
-        self._connections = Connections(store, rank, len(ranks), timeout)
 
     def open(self) -> None:
         """Connect all ranks, if there are not too many. Collective.
@@ -94,8 +78,12 @@ class Communicator:
         Raises:
             CommunicationError: they could not be connected within the timeout.
         """
-        if self.size <= MOST_CONNECTED_AT_ONCE:
-            self._open_mesh("opening the group")
+        self._check_open("opening the group")
+        for transport in self._transports.values():
+            try:
+                transport.open()
+            except TransportError as error:
+                self._fail_to_connect_all("opening the group", error)
 
     @property
     def size(self) -> int:
@@ -103,62 +91,82 @@ class Communicator:
         return len(self.ranks)
 
     @property
-    def gloo(self) -> dist.ProcessGroup:
-        """The private gloo group, for operations of one's own on tensors of the CPU, of which observers do not hear.
+    def torch_group(self) -> dist.ProcessGroup:
+        """The private torch group of all ranks, for operations of one's own on tensors of the CPU.
 
-        It connects all ranks, which is collective, if they are not connected yet. Raises CommunicationError once it is
-        closed.
+        Observers do not hear of these. It connects all ranks, which is collective, if they are not connected yet.
+        Raises CommunicationError once it is closed.
         """
-        return self._open_mesh("an operation")
+        self._check_open("an operation")
+        try:
+            return self._transports["cpu"].torch_group()
+        except TransportError as error:
+            self._fail_to_connect_all("an operation", error)
 
     def silent_twin(self) -> "Communicator":
-        """Return a communicator over the same connections of gloo, for one more thread; it is closed with this one.
+        """Return a communicator over the same connections, for one more thread; it is closed with this one.
 
         It tells no observer, since messages of two threads have no common order. It needs tags that this one does not
-        use at the same time: other pieces, see `Exchange`. Collective: it connects all ranks, if they are not connected
-        yet, since two threads cannot agree with those of another rank on who connects to whom first.
+        use at the same time: other pieces, see `Exchange`. It moves nothing in stream order. Collective: it connects
+        all ranks, if they are not connected yet.
 
         Raises:
             CommunicationError: the ranks could not be connected within the timeout.
         """
-        self._open_mesh("opening the group for one more thread")
+        purpose = "opening the group for one more thread"
+        self._check_open(purpose)
         twin = copy.copy(self)
-        twin.tracer, twin.nccl, twin.private_nccl = Tracer(()), None, None
-        twin._staging, twin._pending, twin._scratch, twin._twins = Staging(self._timeout_s), {}, {}, []
+        twin.tracer, twin._launches = Tracer(()), None
+        twin._pending, twin._scratch, twin._twins = {}, {}, []
+        by_host = {name: each for name, each in self._transports.items() if not each.abilities.in_stream_order}
+        try:
+            twin._transports = {name: transport.twin() for name, transport in by_host.items()}
+        except TransportError as error:
+            self._fail_to_connect_all(purpose, error)
         self._twins.append(twin)
         return twin
 
-    def set_private_nccl(self, nccl: PrivateNccl) -> None:
-        """Have NCCL move tensors of GPUs over this group."""
-        self.nccl, self.private_nccl = nccl.group, nccl
+    def use_transport(self, device_type: str, transport: Transport) -> None:
+        """Have `transport` move the tensors of a type of devices from now on."""
+        self._transports[device_type] = transport
 
-    def launch(
-        self, purpose: str, operation: Callable[[dist.ProcessGroup], None], messages: Callable[[], Sequence[Span]]
-    ) -> None:
-        """Launch an operation of NCCL on the current stream.
+    def watch_launches(self) -> None:
+        """Note what is launched in stream order from now on, for the thread that then calls `poll`."""
+        for transport in self._transports.values():
+            if transport.abilities.in_stream_order:
+                self._launches = Launches(transport.name)
 
-        Args:
-            purpose: what for, in errors.
-            operation: called with NCCL's group.
-            messages: returns the messages of the operation, of which observers are told; called where somebody listens.
+    def use_device(self, device: torch.device) -> None:
+        """Prepare for tensors on `device`, once. Collective.
 
         Raises:
-            CommunicationError: NCCL refuses, or the private group is closed; the user's own stays open. What fails
-                later is found by who polls a private group, and by NCCL's own watchdog.
+            CommunicationError: a rank did not come within the group's timeout, or the backend refuses.
         """
-        if self.nccl is None:
-            raise self.failure(purpose, "the group is closed")
-        spans = () if self.tracer.is_idle else messages()
-        for span in spans:
-            span.begin()
+        transport = self._transports.get(device.type)
+        if transport is not None:
+            try:
+                transport.use_device(device)
+            except TransportError as error:
+                raise self.failure(f"connecting {transport.name}", str(error)) from error
+
+    def poll(self) -> bool:
+        """Return whether a GPU is still working on what was launched since `watch_launches`.
+
+        Raises:
+            CommunicationError: it has worked on something for longer than the timeout, or the GPU has failed.
+        """
+        if self._launches is None:
+            return False
+        name = self._launches.transport_name
         try:
-            operation(self.nccl)
+            launch = self._launches.under_way()
         except RuntimeError as error:
-            raise self.failure(purpose, cause_of(error)) from error
-        for span in spans:
-            span.end()
-        if self.private_nccl is not None:
-            self.private_nccl.note(purpose)
+            raise self.failure(f"an operation of {name}", cause_of(error)) from error
+        timeout_s = self._members.timeout.total_seconds()
+        if launch is not None and time.monotonic() > launch.at_s + timeout_s:
+            cause = f"{name} was not done after {timeout_s:g} s: a rank is gone, or stands still"
+            raise self.failure(launch.purpose, cause)
+        return launch is not None
 
     def rank_before(self, distance: int) -> int:
         """Return the rank `distance` places before own, around the ring."""
@@ -188,15 +196,24 @@ class Communicator:
         return part
 
     def in_stream_order(self, device: torch.device) -> bool:
-        """Return whether tensors on `device` are moved in the order of the current stream: the host waits for none.
-
-        Then an exchange is one collective. Otherwise messages are posted one by one, and the host waits for each.
-        """
-        return self.nccl is not None and device.type == "cuda"
+        """Return whether tensors on `device` are moved in the order of the current stream: the host waits for none."""
+        return self._transport(device).abilities.in_stream_order
 
     def all_reduce(self, tensor: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]) -> None:
-        """Replace `tensor` by its sum over the ranks, in stream order; see `launch`."""
-        self.launch(purpose, lambda nccl: all_reduce(nccl, tensor), messages)
+        """Replace `tensor` by its sum over the ranks.
+
+        This and the following methods are one collective of the transport.
+
+        Args:
+            tensor: on all ranks alike.
+            purpose: what for, in errors.
+            messages: returns the messages of the operation, of which observers are told; called if somebody listens.
+
+        Raises:
+            CommunicationError: the transport failed, or is closed. What fails later in stream order is found by who
+                polls a private transport, and by the watchdog of the backend.
+        """
+        self._launch(tensor.device, lambda transport: transport.all_reduce(tensor), purpose, messages)
 
     def all_to_all(
         self,
@@ -205,24 +222,40 @@ class Communicator:
         purpose: str,
         messages: Callable[[], Sequence[Span]],
     ) -> None:
-        """Send `inputs[r]` to each rank r and receive `outputs[r]` from it, in stream order; see `launch`."""
-        self.launch(purpose, lambda nccl: all_to_all(nccl, outputs, inputs), messages)
+        """Send `inputs[r]` to each rank r and receive `outputs[r]` from it; see `all_reduce`."""
+        self._launch(inputs[0].device, lambda transport: transport.all_to_all(outputs, inputs), purpose, messages)
 
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]
     ) -> None:
-        """Send each rank its part of `input`, all of equal length, and receive theirs, in stream order; see `launch`."""
-        self.launch(purpose, lambda nccl: all_to_all_equal(nccl, output, input), messages)
+        """Send each rank its part of `input`, all of equal length, and receive theirs; see `all_reduce`."""
+        self._launch(input.device, lambda transport: transport.all_to_all_single(output, input), purpose, messages)
 
     def all_gather_into_tensor(
         self, output: torch.Tensor, own: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]
     ) -> None:
-        """Receive all ranks' `own` in `output`, of which it may be a part, in stream order; see `launch`."""
-        self.launch(purpose, lambda nccl: all_gather_equal(nccl, output, own), messages)
+        """Receive all ranks' `own` in `output`, of which it may be a part; see `all_reduce`."""
+        self._launch(own.device, lambda transport: transport.all_gather_into_tensor(output, own), purpose, messages)
 
-    def is_staged(self, device: torch.device) -> bool:
-        """Return whether tensors on `device` pass through the host's memory, where gloo moves them."""
-        return device.type == "cuda"
+    def _launch(
+        self,
+        device: torch.device,
+        operation: Callable[[Transport], None],
+        purpose: str,
+        messages: Callable[[], Sequence[Span]],
+    ) -> None:
+        transport = self._transport(device)
+        spans = () if self.tracer.is_idle else messages()
+        for span in spans:
+            span.begin()
+        try:
+            operation(transport)
+        except TransportError as error:
+            raise self.failure(purpose, str(error)) from error
+        for span in spans:
+            span.end()
+        if self._launches is not None and transport.abilities.in_stream_order:
+            self._launches.note(purpose, device)
 
     def connect(self, peers: Iterable[int] | None, purpose: str) -> None:
         """Connect to ranks, before anything is posted to them. They call it too, in the same exchange.
@@ -234,13 +267,18 @@ class Communicator:
         Raises:
             CommunicationError: a peer is gone, or did not call it within the group's timeout.
         """
-        if peers is None:
-            self._open_mesh(purpose)
-            return
         self._check_open(purpose)
-        failure = self._connections.connect(peers)
-        if failure is not None:
-            self._fail("connecting to", failure.peer, purpose, failure.cause)
+        for transport in self._transports.values():
+            if transport.abilities.has_messages:
+                try:
+                    transport.connect(peers)
+                except TransportError as error:
+                    if error.peer is None:
+                        self._fail_to_connect_all(purpose, error)
+                    cause, peer = str(error), error.peer
+                else:
+                    continue
+                self._fail("connecting to", peer, purpose, cause)
 
     def post(self, direction: Direction, peer: int, tensor: torch.Tensor, *, tag: int, purpose: str) -> None:
         """Start to send `tensor` to `peer`, or to receive it from there; nothing where it is empty.
@@ -258,27 +296,17 @@ class Communicator:
         if not tensor.numel():
             return
         self._check_open(purpose)
-        # The backend itself: the torch group's methods take a detour through the dispatcher.
-        backend, number = self._connections.to(peer)
-        post = backend.recv if direction == "receiving from" else backend.send
         key = (tag, direction, peer)
-        assert key not in self._pending
-        on_host = tensor
-        if self.is_staged(tensor.device):
-            get_host_memory = (
-                self._staging.receive_buffer if direction == "receiving from" else self._staging.copy_to_host
-            )
-            try:
-                on_host = get_host_memory(key, tensor)
-            except TimeoutError as error:
-                self._fail(direction, peer, purpose, cause_of(error))
-        posted_s = time.perf_counter()  # before data can flow
+        transport = self._transport(tensor.device)
+        self._pending[key] = _Pending(transport, tensor.nbytes, time.perf_counter())  # before data can flow
         try:
-            self._pending[key] = _Pending(post([on_host], number, tag), tensor, posted_s)
+            if direction == "receiving from":
+                transport.post_receive(peer, tensor, tag)
+            else:
+                transport.post_send(peer, tensor, tag)
             return
-        except RuntimeError as error:
-            cause = cause_of(error)
-        del backend, post
+        except TransportError as error:
+            cause = str(error)
         self._fail(direction, peer, purpose, cause)
 
     def wait(self, direction: Direction, peer: int, *, tag: int, purpose: str) -> None:
@@ -292,18 +320,17 @@ class Communicator:
         if pending is None:
             return
         try:
-            pending.work.wait()
-        except RuntimeError as error:
-            cause = cause_of(error)
+            if direction == "sending to":
+                pending.transport.wait_send(peer, tag)
+                return
+            pending.transport.wait_receive(peer, tag)
+        except TransportError as error:
+            cause = str(error)
         else:
-            if direction == "receiving from":
-                if pending.tensor.nbytes > SMALL_MESSAGE_BYTES:
-                    rate = pending.tensor.nbytes / (time.perf_counter() - pending.posted_s)
-                    self.link_bytes_per_s[peer] = max(self.link_bytes_per_s[peer], rate)
-                if self.is_staged(pending.tensor.device):
-                    self._staging.copy_to_device((tag, direction, peer), pending.tensor)
+            if pending.num_bytes > SMALL_MESSAGE_BYTES:
+                rate = pending.num_bytes / (time.perf_counter() - pending.posted_s)
+                self.link_bytes_per_s[peer] = max(self.link_bytes_per_s[peer], rate)
             return
-        del pending
         self._fail(direction, peer, purpose, cause)
 
     def span(self, phase: Phase, details: Details, *, on_host: bool = False) -> Span:
@@ -318,23 +345,32 @@ class Communicator:
         details = details._replace(peers=(self.ranks[peer],), message=message)
         return self.span(phase, details, on_host=on_host)
 
+    @property
+    def closed_in_order(self) -> list[Transport]:
+        """The transports that their members close together, see `Transport.close`."""
+        return [transport for transport in self._transports.values() if transport.abilities.has_collective_close]
+
     def close(self, failure: CommunicationError | None = None) -> None:
         """Close the connections; peers that still wait for this rank get an error at once.
 
         If `failure` is why, all that is tried over them afterwards says so, on other threads too.
 
-        A wait that is under way on another thread keeps them open until it ends. What NCCL has under way over a private
-        group is broken off, for which its `join` waits.
+        A wait that is under way on another thread may keep them open until it ends. What is under way in stream order
+        over a private transport is broken off, for which `join` waits.
         """
         if failure is not None:
-            self._closed_by = str(failure)  # first: another thread may look as soon as it is closed
-        self._connections.close()
+            self._end.cause = str(failure)  # first: another thread may look as soon as it is closed
+        self._end.is_closed = True
         self._pending.clear()
+        for transport in self._transports.values():
+            transport.abort()
         for twin in self._twins:
             twin.close(failure)
-        if self.private_nccl is not None:
-            self.nccl = None
-            self.private_nccl.abort()
+
+    def join(self) -> None:
+        """Wait, for some seconds at most, until what `close` has broken off has come to its end."""
+        for transport in self._transports.values():
+            transport.join()
 
     def failure(self, purpose: str, cause: str, whom: str = "") -> CommunicationError:
         """Return the error that says that `purpose` has failed on this rank, " receiving from rank 3" say, and why."""
@@ -343,29 +379,26 @@ class Communicator:
 
     def name_of(self, rank: int) -> str:
         """Return "rank 1" for errors, or "rank 1 (global rank 3)" if its number in the whole job is another."""
-        number, global_number = self.ranks[rank], self._global_ranks[rank]
+        number, global_number = self.ranks[rank], self._members.global_ranks[rank]
         return f"rank {number}" + (f" (global rank {global_number})" if global_number != number else "")
 
+    def _transport(self, device: torch.device) -> Transport:
+        return self._transports[device.type]
+
     def _check_open(self, purpose: str) -> None:
-        if self._connections.is_closed:
-            if self._closed_by:
-                raise CommunicationError(self._closed_by)
+        if self._end.is_closed:
+            if self._end.cause:
+                raise CommunicationError(self._end.cause)
             raise self.failure(purpose, "the group is closed")
 
-    def _open_mesh(self, purpose: str) -> dist.ProcessGroup:
-        self._check_open(purpose)
-        try:
-            self._connections.open_mesh()
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"torchbagua: the {self.scope} group of ranks {list(self.ranks)} could not be opened on rank "
-                f"{self.ranks[self.rank]} within {self._timeout_s:g} s; the ranks have to be started again: "
-                f"{cause_of(error)}"
-            ) from error
-        mesh = self._connections.mesh
-        if mesh is None:  # another thread has closed it meanwhile
+    def _fail_to_connect_all(self, purpose: str, error: TransportError) -> NoReturn:
+        if self._end.is_closed:  # by another thread meanwhile
             raise self.failure(purpose, "the group is closed")
-        return mesh
+        raise CommunicationError(
+            f"torchbagua: the {self.scope} group of ranks {list(self.ranks)} could not be opened on rank "
+            f"{self.ranks[self.rank]} within {self._members.timeout.total_seconds():g} s; the ranks have to be started "
+            f"again: {error}"
+        ) from error
 
     def _fail(self, direction: Direction, peer: int, purpose: str, cause: str) -> NoReturn:
         # Closing the connections is what tells the other ranks. The frames that the error's traceback keeps must not

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from torchbagua._torch import backend_of, gloo_devices
+from torchbagua.transport.base import TransportError
 from torchbagua.transport.errors import cause_of
 from torchbagua.transport.private_groups import gloo_group
 from torchbagua.transport.store_requests import read_texts, write_text
@@ -101,12 +102,18 @@ class Connections:
             return Failure(new[0], cause_of(error))
 
     def to(self, peer: int) -> tuple[Any, int]:
-        """Return what sends to and receives from `peer`, and its number there. They are connected."""
+        """Return what sends to and receives from `peer`, and its number there. They are connected.
+
+        Raises:
+            TransportError: another thread has closed the connections.
+        """
         link = self._links.get(peer)
         if link is not None:
             return backend_of(link), int(peer > self._rank)
-        assert self.mesh is not None
-        return backend_of(self.mesh), peer
+        mesh = self.mesh
+        if mesh is None:  # another thread has closed it
+            raise TransportError("the group is closed", peer)
+        return backend_of(mesh), peer
 
     def close(self) -> None:
         """Close all connections. What holds a work of theirs keeps them open."""

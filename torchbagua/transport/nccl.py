@@ -1,19 +1,20 @@
-"""An NCCL group of our own: connected ahead of its use, watched while it works, and closed within a bounded time."""
+"""Tensors of GPUs over NCCL, in stream order: over the user's group, or over a private one that can be aborted."""
 
 import os
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from torchbagua._torch import backend_of
 from torchbagua._warnings import warn_user
+from torchbagua.transport.base import Abilities, Members, TransportError
+from torchbagua.transport.errors import cause_of
 from torchbagua.transport.private_groups import nccl_group
+from torchbagua.transport.torch_groups import COLLECTIVES, TorchGroupCollectives
 
 # NCCL's own watchdog ends the process. It comes later, so that who watches can break off and raise before.
 _WATCHDOG_LATER = timedelta(seconds=10)
@@ -21,86 +22,72 @@ _WATCHDOG_LATER = timedelta(seconds=10)
 _LONGEST_ABORT_S = 10.0
 
 
-class Launch(NamedTuple):
-    """What a stream has been told to do, and where it is done."""
-
-    purpose: str
-    done: torch.cuda.Event
-    at_s: float
-
-
-class PrivateNccl:
-    """A group of ranks that exchange tensors of GPUs among themselves and with nobody else.
+class NcclTransport(TorchGroupCollectives):
+    """Collectives over a torch group with NCCL, which other users launch on too; its watchdog bounds them.
 
     Args:
-        store, rank, size: of the group.
-        timeout: bound on every wait for another rank.
-
-    Attributes:
-        group: torch's.
-        is_polled: whether somebody asks for what is under way; else launches are not noted.
+        group: which has NCCL. It stays open.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        self.group = nccl_group(store, rank, size, timeout + _WATCHDOG_LATER)
-        self.is_polled = False
-        self._timeout_s = timeout.total_seconds()
-        self._device: torch.device | None = None
-        self._launches: deque[Launch] = deque()
-        self._is_shut_down = False
-        self._abort: threading.Thread | None = None
+    name = "NCCL"
+    abilities = Abilities(frozenset({"cuda"}), in_stream_order=True, has_messages=False, collectives=COLLECTIVES)
 
-    def connect(self, device: torch.device) -> None:
-        """Connect the ranks on this GPU, unless they are. Collective.
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
 
-        Raises:
-            TimeoutError: a rank did not come.
-            RuntimeError: NCCL refuses.
-        """
-        if self._device is None:
-            self._device = device
-            self._run("connect", lambda: backend_of(self.group).eager_connect_single_device(device))
-
-    def note(self, purpose: str) -> None:
-        """Note that the current stream has been told to do `purpose`."""
-        if self.is_polled:
-            done = torch.cuda.current_stream(self._device).record_event()
-            self._launches.append(Launch(purpose, done, time.monotonic()))
-
-    def under_way(self) -> Launch | None:
-        """Return the first that the GPU is not done with."""
-        while self._launches and self._launches[0].done.query():
-            self._launches.popleft()
-        return self._launches[0] if self._launches else None
-
-    def shut_down(self) -> None:
-        """Finish what is under way, and close. Collective.
-
-        Raises:
-            TimeoutError: another rank did not take part; what is left to do is to abort.
-        """
-        if self._abort is None and not self._is_shut_down:
-            self._run("shut down", self.group.shutdown)
-            self._is_shut_down = True
+    def torch_group(self) -> dist.ProcessGroup:
+        return self._group
 
     def abort(self) -> None:
-        """Break off what is under way, and close; `join` waits for that."""
-        if self._abort is None and not self._is_shut_down:
-            self._abort = self._start("abort", self.group.abort, [])
+        return  # it is the user's group
+
+
+class PrivateNcclTransport(NcclTransport):
+    """Collectives over an NCCL group of the members alone, which are connected ahead of its use.
+
+    Its group is closed within a bounded time, and can be aborted while it works.
+    """
+
+    abilities = replace(NcclTransport.abilities, has_collective_close=True)
+
+    def __init__(self, members: Members) -> None:
+        super().__init__(nccl_group(members.store, members.rank, members.size, members.timeout + _WATCHDOG_LATER))
+        self._timeout_s = members.timeout.total_seconds()
+        self._device: torch.device | None = None
+        self._is_closed = False
+        self._abort: threading.Thread | None = None
+
+    def torch_group(self) -> dist.ProcessGroup:
+        if self._abort is not None or self._is_closed:
+            raise TransportError("the group is closed")
+        return self._group
+
+    def use_device(self, device: torch.device) -> None:
+        if self._device is None:
+            self._device = device
+            self._run_bounded("connect", lambda: backend_of(self._group).eager_connect_single_device(device))
+
+    def close(self) -> None:
+        if self._abort is None and not self._is_closed:
+            self._run_bounded("shut down", self._group.shutdown)
+            self._is_closed = True
+
+    def abort(self) -> None:
+        if self._abort is None and not self._is_closed:
+            self._abort = self._start("abort", self._group.abort, [])
 
     def join(self) -> None:
-        """Wait until breaking off has come to its end, for some seconds at most."""
         if self._abort is not None:
             self._abort.join(_LONGEST_ABORT_S)
 
-    def _run(self, what: str, function: Callable[[], object]) -> None:
+    def _run_bounded(self, what: str, function: Callable[[], object]) -> None:
         errors: list[BaseException] = []
         thread = self._start(what, function, errors)
         thread.join(self._timeout_s)
         if thread.is_alive():
-            raise TimeoutError(f"NCCL did not {what} within {self._timeout_s:g} s")
+            raise TransportError(f"NCCL did not {what} within {self._timeout_s:g} s")
         if errors:
-            raise errors[0]
+            raise TransportError(cause_of(errors[0])) from errors[0]
 
     def _start(self, what: str, function: Callable[[], object], errors: list[BaseException]) -> threading.Thread:
         """Call a function that may not return on a thread of its own."""
@@ -119,7 +106,7 @@ class PrivateNccl:
 
 
 def warn_of_launch_order() -> None:
-    """Warn where the environment makes two NCCL groups on one GPU wait for each other's launches."""
+    """Warn if the environment makes two NCCL groups on one GPU wait for each other's launches."""
     for variable in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"):
         if os.environ.get(variable) == "1":
             warn_user(

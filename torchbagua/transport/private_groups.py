@@ -7,15 +7,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from torchbagua._torch import (
-    all_gather_base,
-    backend_of,
     gloo_devices,
     gloo_options,
-    is_nccl,
     nccl_options,
     unregistered_group,
 )
@@ -53,43 +49,3 @@ def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
     """Return an NCCL group for tensors of GPUs, which connects when it is first used."""
     backend = dist.ProcessGroupNCCL(store, rank, size, nccl_options(timeout))
     return unregistered_group(store, rank, size, "cuda", dist.ProcessGroup.BackendType.NCCL, backend)
-
-
-# Torch's own functions (`dist.all_reduce` and its like) look the group up in torch's registry when they fail, and raise
-# what that says of a group it does not know in place of the error.
-
-
-def all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
-    """Replace `tensor` by its sum over the ranks; NCCL's is launched on the current stream."""
-    options = dist.AllreduceOptions()
-    options.asyncOp = False
-    _finish(group.allreduce([tensor], options))
-
-
-def all_to_all(group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-    """Send `inputs[r]` to each rank r and receive `outputs[r]` from it; NCCL's is launched on the current stream."""
-    options = dist.AllToAllOptions()
-    options.asyncOp = False
-    _finish(group.alltoall(outputs, inputs, options))
-
-
-def all_to_all_equal(group: dist.ProcessGroup, output: torch.Tensor, input: torch.Tensor) -> None:
-    """Send the r-th part of `input`, one of equal length for each rank, to each rank r, and receive theirs in order."""
-    options = dist.AllToAllOptions()
-    options.asyncOp = False
-    _finish(group.alltoall_base(output, input, [], [], options))
-
-
-def all_gather_equal(group: dist.ProcessGroup, output: torch.Tensor, own: torch.Tensor) -> None:
-    """Receive all ranks' `own` in `output`, in rank order; `own` may be its part of `output`."""
-    _finish(all_gather_base(group, output, own))
-
-
-def _finish(work: dist.Work | None) -> None:
-    if work is not None:  # NCCL returns none of what is on the current stream
-        work.wait()
-
-
-def has_nccl(process_group: dist.ProcessGroup) -> bool:
-    """Return whether NCCL is what moves tensors of GPUs in this group."""
-    return is_nccl(backend_of(process_group, "cuda"))

@@ -15,13 +15,13 @@ class GradientAllReduceAlgorithm(Algorithm):
     """Average gradients in full precision, as plain DDP does.
 
     Sums are formed in rank order, over several nodes first within each: in float32, and in float64 for float64
-    gradients. gloo adds in another order, so the result equals plain DDP's bit for bit only with two ranks, or where
-    the sums are exact.
+    gradients. An all-reduce of the backend sums in another order, so the result equals plain DDP's bit for bit only
+    with two ranks, or if the sums are exact.
 
     Args:
         hierarchical: with several nodes of several ranks: sum within nodes first, so that each part of a gradient
             crosses between nodes once per node. The result is the mean of all ranks, also if nodes have different
-            numbers of ranks. Over NCCL it has no effect.
+            numbers of ranks. It has no effect in stream order.
         average: divide by the number of ranks; False gives the sum.
 
     Raises:

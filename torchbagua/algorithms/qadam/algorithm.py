@@ -10,7 +10,7 @@ import torch
 from torchbagua._description import describe
 from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
 from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.optimizer_steps import unwrap
+from torchbagua.algorithms.optimizer_steps import parameters_of, unwrap
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
 from torchbagua.codecs.base import REGISTRY, Compressor
 from torchbagua.codecs.cast import Identity
@@ -191,7 +191,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
             # Where it fails the lane ends, and this backward's buckets raise it.
             in_step = self.lane.submit(compare)
-            if self.process_group.has_nccl:  # its collectives do not wait for their turn in the lane
+            device = parameters_of(self.q_adam)[0].device
+            if world.in_stream_order(device):  # what is launched there does not wait for its turn in the lane
                 in_step.result()
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:

@@ -164,9 +164,8 @@ class OwnImpl(tb.AlgorithmImpl):
         opened = group.open()
         self._groups.append((group, opened))
         opened.open()
-        opened.open_private_nccl()
-        if device.type == "cuda":
-            opened.connect_nccl(device)
+        opened.move_beside_training()
+        opened.use_device(device)
         return opened
 
     def finish(self, *, failed: bool) -> bool:

@@ -104,10 +104,10 @@ class ProcessGroupFacade:
             return CommMember.NON_COMM_MEMBER
         store = dist.PrefixStore(key, self.torch_group.get_group_store())
         place = (store, ranks.index(opened.rank), len(ranks))
-        if opened.has_nccl:
+        if opened.world.in_stream_order(torch.device("cuda")):
             return BaguaCommunicator(nccl_group(*place, opened.timeout))
         members = tb.BaguaProcessGroup(dist.ProcessGroup(*place), timeout=opened.timeout)
-        return BaguaCommunicator(members.world.gloo)
+        return BaguaCommunicator(members.world.torch_group)
 
 
 BaguaProcessGroup = ProcessGroupFacade

@@ -196,7 +196,7 @@ class Aggregation:
     def _use_device(self, device: torch.device) -> None:
         if device.type == "cuda":
             self._tracer.use_gpu(device)
-            self.group.connect_nccl(device)
+            self.group.use_device(device)
 
     @torch.no_grad()
     def _aggregate(self, what: str, model: torch.nn.Module, op: str, denom: Denominator, *, by_layer: bool) -> None:

@@ -40,7 +40,7 @@ def open_replicas(
         yield replicas
     finally:
         if impl.ends_in_order and not impl.lane.has_failed:
-            replicas.shut_down_nccl()
+            replicas.end_in_order()
         replicas.close()
 
 
@@ -112,8 +112,7 @@ class ReplicaMean:
             gradient_L.add_(self._kept_L)
             self._kept_L = None
         self._runner.impl.use_device(gradient_L.device)
-        if gradient_L.is_cuda:
-            self._replicas.connect_nccl(gradient_L.device)
+        self._replicas.use_device(gradient_L.device)
         average = fsdp_divide_factor(self._part.param_group) is None
         mean = self._all_reduce.mean(row, gradient_L, self._part.name, average=average)
         self._runner.run(self._replicas, self._part.name, gradient_L, lambda: mean(gradient_L))

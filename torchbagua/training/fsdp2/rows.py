@@ -180,7 +180,7 @@ class RowRunner:
             with self.failure.guard(), tracer.span("bucket", details), tracer.range(name):
                 communicate()
 
-        if x.is_cuda and group.has_nccl:
+        if group.world.in_stream_order(x.device):
             with torch.inference_mode(False):  # scratch that is made now is written to outside of it too
                 traced()
             return

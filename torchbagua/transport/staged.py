@@ -1,0 +1,83 @@
+"""Tensors of GPUs over a transport of the host, through pinned memory."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Literal
+
+import torch
+
+from torchbagua.transport.base import Transport, TransportError
+from torchbagua.transport.streams import wait_on_host
+
+_Key = tuple[int, Literal["send", "receive"], int]
+
+
+class StagedTransport(Transport):
+    """Messages between GPUs that `host` moves, each through a pinned buffer of its own.
+
+    Buffers are allocated once, for the longest message. All copies are made on the current stream of the tensor's GPU.
+
+    Args:
+        host: a transport with messages, of tensors of the CPU. It is opened and closed by whoever made it.
+        timeout: the bound on every wait for the GPU.
+    """
+
+    def __init__(self, host: Transport, timeout: timedelta) -> None:
+        self.name = host.name
+        self.abilities = replace(host.abilities, devices=frozenset({"cuda"}), collectives=frozenset())
+        self._host = host
+        self._timeout = timeout
+        self._buffers: dict[_Key, torch.Tensor] = {}
+        self._last_reads: dict[_Key, torch.cuda.Event] = {}
+        self._receives: dict[_Key, torch.Tensor] = {}
+
+    def connect(self, peers: Iterable[int] | None) -> None:
+        self._host.connect(peers)
+
+    def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
+        on_host = self._buffer((tag, "send", peer), tensor)
+        on_host.copy_(_bytes_of(tensor), non_blocking=True)
+        self._wait_for(torch.cuda.current_stream(tensor.device).record_event(), peer)
+        self._host.post_send(peer, on_host, tag)
+
+    def post_receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
+        key: _Key = (tag, "receive", peer)
+        self._host.post_receive(peer, self._buffer(key, tensor), tag)
+        self._receives[key] = tensor
+
+    def wait_send(self, peer: int, tag: int) -> None:
+        self._host.wait_send(peer, tag)
+
+    def wait_receive(self, peer: int, tag: int) -> None:
+        self._host.wait_receive(peer, tag)
+        key: _Key = (tag, "receive", peer)
+        tensor = self._receives.pop(key, None)
+        if tensor is not None:
+            _bytes_of(tensor).copy_(self._buffers[key][: tensor.nbytes], non_blocking=True)
+            self._last_reads[key] = torch.cuda.current_stream(tensor.device).record_event()
+
+    def twin(self) -> "StagedTransport":
+        return StagedTransport(self._host.twin(), self._timeout)
+
+    def abort(self) -> None:
+        self._receives.clear()
+
+    def _buffer(self, key: _Key, tensor: torch.Tensor) -> torch.Tensor:
+        """Return pinned memory for the bytes of `tensor`, once what was there before has been read."""
+        if (last_read := self._last_reads.pop(key, None)) is not None:
+            self._wait_for(last_read, key[2])
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < tensor.nbytes:
+            buffer = self._buffers[key] = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
+        return buffer[: tensor.nbytes]
+
+    def _wait_for(self, mark: torch.cuda.Event, peer: int) -> None:
+        try:
+            wait_on_host(mark, self._timeout.total_seconds())
+        except TimeoutError as error:
+            raise TransportError(str(error), peer) from error
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
