@@ -111,9 +111,7 @@ class BaguaProcessGroup(GroupOperations):
         given_nodes = None if nodes is None else number_given_nodes(nodes, self.size)
         same = {
             "BaguaProcessGroup's argument nodes": given_nodes,
-            "BaguaProcessGroup's argument transport": transport and getattr(
-                transport, "__qualname__", type(transport).__qualname__
-            ),
+            "BaguaProcessGroup's argument transport": _name_of(transport),
         }
         verdict = self._agree({**same, **(must_agree or {})}, refusal)
         self.id = verdict.id
@@ -340,3 +338,8 @@ class BaguaProcessGroup(GroupOperations):
     def _communicators(self) -> list[Communicator]:
         every = (self.world, self.intra_node, self.inter_node, self._gradients)
         return [communicator for communicator in every if communicator is not None]
+
+
+def _name_of(transport: TransportMaker | None) -> str | None:
+    """Return what is the same on all ranks if these open transports of one kind."""
+    return None if transport is None else getattr(transport, "__qualname__", type(transport).__qualname__)
