@@ -79,7 +79,7 @@ class Communicator:
             CommunicationError: they could not be connected within the timeout.
         """
         self._check_open("opening the group")
-        for transport in self._transports.values():
+        for transport in self._distinct:
             try:
                 transport.open()
             except TransportError as error:
@@ -118,11 +118,15 @@ class Communicator:
         twin = copy.copy(self)
         twin.tracer, twin._launches = Tracer(()), None
         twin._pending, twin._scratch, twin._twins = {}, {}, []
-        by_host = {name: each for name, each in self._transports.items() if not each.abilities.in_stream_order}
         try:
-            twin._transports = {name: transport.twin() for name, transport in by_host.items()}
+            twins = {
+                transport: transport.twin() for transport in self._distinct if not transport.abilities.in_stream_order
+            }
         except TransportError as error:
             self._fail_to_connect_all(purpose, error)
+        twin._transports = {
+            name: twins[transport] for name, transport in self._transports.items() if transport in twins
+        }
         self._twins.append(twin)
         return twin
 
@@ -132,7 +136,7 @@ class Communicator:
 
     def watch_launches(self) -> None:
         """Note what is launched in stream order from now on, for the thread that then calls `poll`."""
-        for transport in self._transports.values():
+        for transport in self._distinct:
             if transport.abilities.in_stream_order:
                 self._launches = Launches(transport.name)
 
@@ -268,7 +272,7 @@ class Communicator:
             CommunicationError: a peer is gone, or did not call it within the group's timeout.
         """
         self._check_open(purpose)
-        for transport in self._transports.values():
+        for transport in self._distinct:
             if transport.abilities.has_messages:
                 try:
                     transport.connect(peers)
@@ -348,7 +352,7 @@ class Communicator:
     @property
     def closed_in_order(self) -> list[Transport]:
         """The transports that their members close together, see `Transport.close`."""
-        return [transport for transport in self._transports.values() if transport.abilities.has_collective_close]
+        return [transport for transport in self._distinct if transport.abilities.has_collective_close]
 
     def close(self, failure: CommunicationError | None = None) -> None:
         """Close the connections; peers that still wait for this rank get an error at once.
@@ -362,14 +366,14 @@ class Communicator:
             self._end.cause = str(failure)  # first: another thread may look as soon as it is closed
         self._end.is_closed = True
         self._pending.clear()
-        for transport in self._transports.values():
+        for transport in self._distinct:
             transport.abort()
         for twin in self._twins:
             twin.close(failure)
 
     def join(self) -> None:
         """Wait, for some seconds at most, until what `close` has broken off has come to its end."""
-        for transport in self._transports.values():
+        for transport in self._distinct:
             transport.join()
 
     def failure(self, purpose: str, cause: str, whom: str = "") -> CommunicationError:
@@ -381,6 +385,11 @@ class Communicator:
         """Return "rank 1" for errors, or "rank 1 (global rank 3)" if its number in the whole job is another."""
         number, global_number = self.ranks[rank], self._members.global_ranks[rank]
         return f"rank {number}" + (f" (global rank {global_number})" if global_number != number else "")
+
+    @property
+    def _distinct(self) -> list[Transport]:
+        """The transports, each once: one may move the tensors of several types of devices."""
+        return list(dict.fromkeys(self._transports.values()))
 
     def _transport(self, device: torch.device) -> Transport:
         return self._transports[device.type]
