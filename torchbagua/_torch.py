@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.autograd import profiler
+from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
@@ -42,16 +44,48 @@ def add_backends(group: dist.ProcessGroup, backends: Mapping[str, tuple[dist.Pro
         group._register_backend(torch.device(device_type), kind, backend)
 
 
+def registered_group(
+    ranks: Sequence[int], rank: int, backend: str, store: dist.Store, name: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Return a group of some ranks of the job that torch's registry knows, as `torch.distributed.new_group` does.
+
+    new_group names its groups after a count of those that this process knows (`use_local_synchronization`), or wants
+    the whole world to take part. The count differs between ranks that are in groups of unequal number, and goes back
+    when a group is destroyed: ranks then wait for each other under different names, or find what an earlier group of
+    that name left in the store.
+
+    Args:
+        ranks: the members, by their numbers in the job; all of them call it.
+        rank: the index of this rank there.
+        backend: the name of a backend.
+        store: has keys of this group alone.
+        name: the same on all members, and no other group's.
+        timeout: of the group's operations, if the backend has one.
+    """
+    group: dist.ProcessGroup
+    group, _ = distributed_c10d._new_process_group_helper(  # type: ignore[attr-defined]
+        len(ranks), rank, list(ranks), dist.Backend(backend), store, name, timeout=timeout
+    )
+    members = {global_rank: index for index, global_rank in enumerate(ranks)}
+    distributed_c10d._world.pg_group_ranks[group] = members  # type: ignore[attr-defined]
+    return group
+
+
 def work_of(future: "torch.futures.Future[Any]") -> dist.Work:
     """Return what a process group written in Python hands out for an operation that is done when `future` is."""
     work: dist.Work = torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
     return work
 
 
+def device_types_of(group: dist.ProcessGroup) -> list[str]:
+    """Return the types of devices for which `group` has backends; none of a process group written in Python."""
+    return [device.type for device in group._device_types]
+
+
 def backend_of(group: dist.ProcessGroup, device_type: str | None = None) -> Any:
     """Return what moves tensors of a type of devices in `group`; None where nothing does. Default: its first type."""
-    types = [device.type for device in group._device_types]
-    device_type = device_type or types[0]
+    types = device_types_of(group)
+    device_type = device_type or next(iter(types), "")
     return group._get_backend(torch.device(device_type)) if device_type in types else None
 
 
@@ -105,6 +139,12 @@ def gloo_options(timeout: timedelta, devices: Sequence[Any], *, num_threads: int
     return options
 
 
+def is_gloo(backend: Any) -> bool:
+    """Return whether a backend is gloo's, also in what TORCH_DISTRIBUTED_DEBUG=DETAIL wraps around it."""
+    backend = getattr(backend, "wrapped_pg", backend)
+    return dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
+
+
 def is_nccl(backend: Any) -> bool:
     """Return whether a backend is NCCL's, also in what TORCH_DISTRIBUTED_DEBUG=DETAIL wraps around it."""
     backend = getattr(backend, "wrapped_pg", backend)
@@ -112,8 +152,11 @@ def is_nccl(backend: Any) -> bool:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the bound on every wait of the group's operations."""
-    timeout: timedelta = backend_of(group).options._timeout
+    """Return the bound on every wait of the group's operations; torch's default if its backend does not tell."""
+    try:
+        timeout: timedelta = backend_of(group).options._timeout
+    except (AttributeError, RuntimeError):  # there is no such backend; it is no C++ class, or has no options
+        return default_pg_timeout
     return timeout
 
 

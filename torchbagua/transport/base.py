@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,13 @@ class TransportError(RuntimeError):
         self.peer = peer
 
 
+class MissingOperation(NamedTuple):
+    """An operation that a transport's backend does not have, and what the backend said."""
+
+    operation: str
+    cause: str
+
+
 class Transport(Protocol):
     """Moves tensors between the members of one group.
 
@@ -102,6 +109,13 @@ class Transport(Protocol):
     def use_device(self, device: torch.device) -> None:
         """Prepare for tensors on `device`, once. Collective."""
         return
+
+    def missing_operation(self) -> MissingOperation | None:
+        """Return an operation that the backend lacks on some rank, the same on all; None if it has all. Collective.
+
+        It comes after `open` for tensors on CPUs, and after `use_device` for others.
+        """
+        return None
 
     def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
         """Start to send a tensor that is not empty. It stays as it is until `wait_send` has returned."""

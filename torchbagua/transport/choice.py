@@ -4,18 +4,19 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from torchbagua._torch import backend_of, is_nccl
 from torchbagua.transport.base import Members, Transport, TransportMaker
 from torchbagua.transport.gloo import GlooTransport
 from torchbagua.transport.nccl import NcclTransport, PrivateNcclTransport, warn_of_launch_order
 from torchbagua.transport.staged import StagedTransport
+from torchbagua.transport.torch_backend import TorchBackendTransport, backend_names
 
 
 class TransportChoice:
     """Opens transports for communicators over ranks of one torch group.
 
     Tensors of the CPU go over private gloo connections. Tensors of GPUs go over NCCL if the group has it, else through
-    the host's memory.
+    the host's memory. If the group has another backend for a type of devices, tensors there go over a private group
+    with that backend.
 
     Args:
         process_group: the group.
@@ -28,14 +29,17 @@ class TransportChoice:
     def __init__(self, process_group: dist.ProcessGroup, given: TransportMaker | None) -> None:
         self.given = given
         self._process_group = process_group
-        self._has_nccl = has_nccl(process_group)
+        self._backends = backend_names(process_group)
+        self._has_nccl = self._backends.get("cuda") == "nccl"
 
     def open(self, members: Members) -> dict[str, Transport]:
         """Return transports of these members, by the types of devices whose tensors they move.
 
         All ranks of the group use its own NCCL, on which training launches too.
         """
-        own = {} if self.given is None else self._given_to(members)
+        own = self._of_other_backends(members)
+        if self.given is not None:
+            own |= self._given_to(members)
         host = own.get("cpu") or GlooTransport(members)
         on_gpu: Transport
         if not self._has_nccl:
@@ -61,6 +65,15 @@ class TransportChoice:
         """Return private transports that move tensors in stream order; none if the host moves all."""
         return {"cuda": self._private_nccl(members)} if self._has_nccl else {}
 
+    def _of_other_backends(self, members: Members) -> dict[str, Transport]:
+        return {
+            device_type: TorchBackendTransport(
+                replace(members, store=dist.PrefixStore(f"{name} for {device_type}", members.store)), device_type
+            )
+            for device_type, name in self._backends.items()
+            if name not in ("gloo", "nccl")
+        }
+
     def _private_nccl(self, members: Members) -> PrivateNcclTransport:
         return PrivateNcclTransport(replace(members, store=dist.PrefixStore("nccl", members.store)))
 
@@ -69,7 +82,3 @@ class TransportChoice:
         transport = self.given(replace(members, store=dist.PrefixStore("given", members.store)))
         return dict.fromkeys(transport.abilities.devices, transport)
 
-
-def has_nccl(process_group: dist.ProcessGroup) -> bool:
-    """Return whether NCCL is what moves tensors of GPUs in this group."""
-    return is_nccl(backend_of(process_group, "cuda"))

@@ -203,6 +203,10 @@ class Communicator:
         """Return whether tensors on `device` are moved in the order of the current stream: the host waits for none."""
         return self._transport(device).abilities.in_stream_order
 
+    def posts_messages(self, device: torch.device) -> bool:
+        """Return whether messages of tensors on `device` are posted one by one; if not, an exchange is a collective."""
+        return self._transport(device).abilities.has_messages
+
     def all_reduce(self, tensor: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]) -> None:
         """Replace `tensor` by its sum over the ranks.
 

@@ -1,0 +1,309 @@
+"""Tensors over any backend of torch.distributed, by torch's public calls: xccl, hccl, ucc, mpi and others."""
+
+import json
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from torchbagua._torch import backend_of, device_types_of, is_gloo, is_nccl, registered_group
+from torchbagua.transport.base import Abilities, Members, MissingOperation, Transport, TransportError
+from torchbagua.transport.errors import cause_of
+from torchbagua.transport.torch_groups import COLLECTIVES
+
+_Direction = Literal["send", "receive"]
+
+# One function: torch 2.13 warns of the older name.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+# What torch's calls raise, also of a group that another thread has destroyed meanwhile.
+_ERRORS = (RuntimeError, ValueError, KeyError)
+
+_LONGEST_ABORT_S = 10.0
+
+
+class TorchBackendTransport(Transport):
+    """Moves tensors over a private group with the backend that `process_group` has for their device.
+
+    Between CPUs it sends messages. On other devices each exchange is one collective: a backend runs the messages of two
+    ranks there in the order of one stream, and two ranks that both send first would wait for each other.
+
+    The host waits for every operation. The timeout bounds this wait if the backend is gloo; others may ignore it.
+
+    Args:
+        members: ranks of a group that `init_process_group` or `new_group` has returned.
+        device_type: the type of the devices whose tensors it moves.
+        has_messages: whether it sends messages. By default it does so on CPUs only.
+
+    Raises:
+        ValueError: torch.distributed did not make the group, the group has no backend for these devices, or the backend
+            is mpi and not all ranks of the job are members.
+    """
+
+    def __init__(self, members: Members, device_type: str = "cpu", has_messages: bool | None = None) -> None:
+        self.name = _backend_for(members, device_type)
+        self.abilities = Abilities(
+            frozenset({device_type}),
+            has_messages=device_type == "cpu" if has_messages is None else has_messages,
+            has_deadline=self.name == "gloo",
+            has_collective_close=device_type != "cpu",
+            collectives=COLLECTIVES,
+        )
+        self._members = members
+        self._device_type = device_type
+        self._device = torch.device(device_type)
+        self._group: dist.ProcessGroup | None = None
+        self._is_closed = False
+        self._num_twins = 0
+        self._destruction: threading.Thread | None = None
+        # With their tensors, which some backends do not keep. Here, where `abort` ends them.
+        self._works: dict[tuple[int, _Direction, int], tuple[dist.Work, torch.Tensor]] = {}
+
+    def open(self) -> None:
+        self.torch_group()
+
+    def connect(self, peers: Iterable[int] | None) -> None:
+        self.torch_group()
+
+    def use_device(self, device: torch.device) -> None:
+        self._device = device
+
+    def missing_operation(self) -> MissingOperation | None:
+        if self._members.size == 1:
+            return None
+        works: dict[str, Any] = {}
+        group, probes = self.torch_group(), self._probes()
+
+        def start(operation: str) -> None:
+            works[operation] = probes[operation](group)
+
+        def wait(operation: str) -> None:
+            if works[operation] is not None:
+                works[operation].wait()
+
+        # Nobody waits for an operation that a rank could not start.
+        return self._find_failure("started", probes, start) or self._find_failure("done", probes, wait)
+
+    def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
+        self._post("send", lambda group, data: dist.isend(data, group=group, tag=tag, group_dst=peer), peer, tensor, tag)
+
+    def post_receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
+        self._post(
+            "receive", lambda group, data: dist.irecv(data, group=group, tag=tag, group_src=peer), peer, tensor, tag
+        )
+
+    def wait_send(self, peer: int, tag: int) -> None:
+        self._wait("send", peer, tag)
+
+    def wait_receive(self, peer: int, tag: int) -> None:
+        self._wait("receive", peer, tag)
+
+    def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        sent = torch.cat([_bytes_of(tensor) for tensor in inputs])
+        sent_lengths, lengths = ([tensor.nbytes for tensor in tensors] for tensors in (inputs, outputs))
+        received = sent.new_empty(sum(lengths))
+        self._run(
+            lambda group: dist.all_to_all_single(received, sent, lengths, sent_lengths, group=group, async_op=True)
+        )
+        for output, part in zip(outputs, received.split(lengths), strict=True):
+            _bytes_of(output).copy_(part)
+
+    def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        self._run(lambda group: dist.all_to_all_single(output, input, group=group, async_op=True))
+
+    def all_gather_into_tensor(self, output: torch.Tensor, own: torch.Tensor) -> None:
+        apart = own.clone()  # not every backend takes a part of the output for the input
+        self._run(lambda group: _all_gather(output, apart, group=group, async_op=True))
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        self._run(lambda group: dist.all_reduce(tensor, group=group, async_op=True))
+
+    def torch_group(self) -> dist.ProcessGroup:
+        if self._is_closed:
+            raise TransportError("the group is closed")
+        if self._group is None:
+            try:
+                self._group = self._make_group()
+            except _ERRORS as error:
+                raise TransportError(self._reason_not_to_open(error)) from error
+        return self._group
+
+    def twin(self) -> "TorchBackendTransport":
+        self._num_twins += 1
+        store = dist.PrefixStore(f"twin {self._num_twins}", self._members.store)
+        twin = TorchBackendTransport(
+            replace(self._members, store=store), self._device_type, self.abilities.has_messages
+        )
+        twin.open()
+        return twin
+
+    def close(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        self.abort()
+
+    def abort(self) -> None:
+        self._is_closed = True
+        self._works.clear()
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if self.abilities.has_deadline:
+            _destroy(group)
+        else:  # it may wait for what is under way
+            name = f"torchbagua: end of a group of {self.name}"
+            self._destruction = threading.Thread(target=_destroy, args=(group,), name=name, daemon=True)
+            self._destruction.start()
+
+    def join(self) -> None:
+        if self._destruction is not None:
+            self._destruction.join(_LONGEST_ABORT_S)
+
+    def _make_group(self) -> dist.ProcessGroup:
+        members, store = self._members, self._members.store
+        store.set(f"opens/{members.rank}", "")
+        if members.rank == 0:
+            store.set("name", f"torchbagua {secrets.token_hex(8)}")
+        store.wait(["name"], members.timeout)
+        name = store.get("name").decode()
+        backend_store = dist.PrefixStore("backend", store)
+        return registered_group(members.global_ranks, members.rank, self.name, backend_store, name, members.timeout)
+
+    def _reason_not_to_open(self, error: BaseException) -> str:
+        store = self._members.store
+        missing = [rank for rank in range(self._members.size) if not store.check([f"opens/{rank}"])]
+        return f"ranks {missing} did not come: {cause_of(error)}" if missing else cause_of(error)
+
+    def _probes(self) -> Mapping[str, Callable[[dist.ProcessGroup], Any]]:
+        """Return the operations that this transport calls, each on one byte for each rank."""
+        rank, size = self._members.rank, self._members.size
+        one, other, all_of_them, others = (
+            torch.zeros(length, dtype=torch.uint8, device=self._device) for length in (1, 1, size, size)
+        )
+        if self.abilities.has_messages:
+            return {
+                "irecv": lambda group: dist.irecv(other, group=group, group_src=(rank - 1) % size),
+                "isend": lambda group: dist.isend(one, group=group, group_dst=(rank + 1) % size),
+            }
+        lengths, total = [1] * size, one.float()
+        return {
+            "all_to_all_single": lambda group: dist.all_to_all_single(
+                others, all_of_them, lengths, lengths, group=group, async_op=True
+            ),
+            "all_gather_into_tensor": lambda group: _all_gather(others, one, group=group, async_op=True),
+            "all_reduce": lambda group: dist.all_reduce(total, group=group, async_op=True),
+        }
+
+    def _find_failure(
+        self, stage: str, operations: Iterable[str], attempt: Callable[[str], None]
+    ) -> MissingOperation | None:
+        """Attempt the operations, and return the first that failed on some rank, the same on all. Collective."""
+        store = dist.PrefixStore(stage, self._members.store)
+        for operation in operations:
+            try:
+                attempt(operation)
+            except Exception as error:  # of whatever kind, for backends are written by many
+                store.set("failure", json.dumps([operation, cause_of(error)]))
+                break
+        try:
+            if store.add("ranks", 1) == self._members.size:
+                store.set("all", "")
+            store.wait(["all"], self._members.timeout)
+            return MissingOperation(*json.loads(store.get("failure"))) if store.check(["failure"]) else None
+        except RuntimeError as error:
+            raise TransportError(f"waiting for all ranks to try its operations: {cause_of(error)}") from error
+
+    def _post(
+        self,
+        direction: _Direction,
+        post: Callable[[dist.ProcessGroup, torch.Tensor], Any],
+        peer: int,
+        tensor: torch.Tensor,
+        tag: int,
+    ) -> None:
+        key = (tag, direction, peer)
+        assert key not in self._works
+        data = _bytes_of(tensor)  # every backend has bytes, and not every one bfloat16
+        try:
+            self._works[key] = post(self.torch_group(), data), data
+        except TransportError as error:
+            raise TransportError(str(error), peer) from error
+        except _ERRORS as error:
+            raise TransportError(cause_of(error), peer) from error
+
+    def _wait(self, direction: _Direction, peer: int, tag: int) -> None:
+        posted = self._works.pop((tag, direction, peer), None)
+        if posted is not None:
+            try:
+                posted[0].wait()
+            except _ERRORS as error:
+                raise TransportError(cause_of(error), peer) from error
+
+    def _run(self, start: Callable[[dist.ProcessGroup], Any]) -> None:
+        try:
+            work = start(self.torch_group())
+            if work is not None:
+                work.wait()
+        except TransportError:
+            raise
+        except _ERRORS as error:
+            raise TransportError(cause_of(error)) from error
+
+
+def backend_names(process_group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the name of the backend that moves tensors, by the type of their device.
+
+    The backend of a group that was made by hand is known by its class, if torch's registry does not know the group.
+    """
+    names: dict[str, str] = {}
+    with suppress(TypeError, ValueError):  # it does not know the group
+        pairs = dist.get_backend_config(process_group).split(",")
+        names = {device_type: name for device_type, _, name in (pair.partition(":") for pair in pairs)}
+    for device_type in device_types_of(process_group):
+        backend = backend_of(process_group, device_type)
+        if is_gloo(backend):
+            names[device_type] = "gloo"
+        elif is_nccl(backend):
+            names[device_type] = "nccl"
+        else:
+            names.setdefault(device_type, type(backend).__name__)
+    return names
+
+
+def _backend_for(members: Members, device_type: str) -> str:
+    """Return the name of the backend for a type of devices; raise ValueError if there can be no private group of it."""
+    subject = "TorchBackendTransport: process_group must"
+    names = backend_names(members.process_group)
+    there = ", ".join(f"{name} for {each}" for each, name in names.items()) or "none"
+    try:
+        dist.get_process_group_ranks(members.process_group)
+    except KeyError:
+        raise ValueError(
+            f"{subject} be one that torch.distributed.init_process_group or new_group returned, got one that was made "
+            f"by hand, with {there}; private groups of its ranks are made by name"
+        ) from None
+    if device_type not in names:
+        raise ValueError(f"{subject} have a backend for tensors on {device_type}, got {there}")
+    if names[device_type] == "mpi" and members.size != dist.get_world_size():
+        raise ValueError(
+            f"{subject} have all ranks of the job with mpi, which makes a group on all of them together, got "
+            f"{members.size} of {dist.get_world_size()}; for ranks on several nodes, say "
+            "BaguaProcessGroup(group, nodes=[0] * group.size())"
+        )
+    return names[device_type]
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    # The whole world may have been destroyed before. Of a group written in Python torch does not find its own name,
+    # after it has let go of it (torch 2.13).
+    with suppress(*_ERRORS):
+        dist.destroy_process_group(group)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
