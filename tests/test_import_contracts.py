@@ -1,6 +1,7 @@
 """What a package must not know, beside the ladder of imports in pyproject.toml; read off its sources."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +98,17 @@ def test_contract(contract: str) -> None:
 )
 def test_a_breach_is_found(source: str) -> None:
     assert breaches(source, ("torch.distributed",))
+
+
+def test_above_transport_no_backend_is_named() -> None:
+    """Not in a comment either: what they do depends on the abilities of a transport."""
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for path in sources(("collectives", "runtime", "algorithms", "training", "fsdp"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search("gloo|nccl", line, re.IGNORECASE)
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_nothing_imports_compat() -> None:

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -221,7 +221,8 @@ class Communicator:
             CommunicationError: the transport failed, or is closed. What fails later in stream order is found by who
                 polls a private transport, and by the watchdog of the backend.
         """
-        self._launch(tensor.device, lambda transport: transport.all_reduce(tensor), purpose, messages)
+        transport = self._transport(tensor.device)
+        self._launch(tensor.device, transport.all_reduce, (tensor,), purpose, messages)
 
     def all_to_all(
         self,
@@ -231,38 +232,41 @@ class Communicator:
         messages: Callable[[], Sequence[Span]],
     ) -> None:
         """Send `inputs[r]` to each rank r and receive `outputs[r]` from it; see `all_reduce`."""
-        self._launch(inputs[0].device, lambda transport: transport.all_to_all(outputs, inputs), purpose, messages)
+        transport = self._transport(inputs[0].device)
+        self._launch(inputs[0].device, transport.all_to_all, (outputs, inputs), purpose, messages)
 
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]
     ) -> None:
         """Send each rank its part of `input`, all of equal length, and receive theirs; see `all_reduce`."""
-        self._launch(input.device, lambda transport: transport.all_to_all_single(output, input), purpose, messages)
+        transport = self._transport(input.device)
+        self._launch(input.device, transport.all_to_all_single, (output, input), purpose, messages)
 
     def all_gather_into_tensor(
         self, output: torch.Tensor, own: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]
     ) -> None:
         """Receive all ranks' `own` in `output`, of which it may be a part; see `all_reduce`."""
-        self._launch(own.device, lambda transport: transport.all_gather_into_tensor(output, own), purpose, messages)
+        transport = self._transport(own.device)
+        self._launch(own.device, transport.all_gather_into_tensor, (output, own), purpose, messages)
 
     def _launch(
         self,
         device: torch.device,
-        operation: Callable[[Transport], None],
+        collective: Callable[..., None],
+        tensors: tuple[Any, ...],
         purpose: str,
         messages: Callable[[], Sequence[Span]],
     ) -> None:
-        transport = self._transport(device)
         spans = () if self.tracer.is_idle else messages()
         for span in spans:
             span.begin()
         try:
-            operation(transport)
+            collective(*tensors)
         except TransportError as error:
             raise self.failure(purpose, str(error)) from error
         for span in spans:
             span.end()
-        if self._launches is not None and transport.abilities.in_stream_order:
+        if self._launches is not None and self.in_stream_order(device):
             self._launches.note(purpose, device)
 
     def connect(self, peers: Iterable[int] | None, purpose: str) -> None:

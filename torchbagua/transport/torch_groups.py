@@ -1,6 +1,7 @@
 """The collectives of a transport over a torch group that torch's registry need not know."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,29 +21,27 @@ class TorchGroupCollectives(Transport):
     """
 
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        options = dist.AllToAllOptions()
-        options.asyncOp = False
-        self._run(lambda group: group.alltoall(outputs, inputs, options))
+        self._run(self.torch_group().alltoall, outputs, inputs, _ordered(dist.AllToAllOptions()))
 
     def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        options = dist.AllToAllOptions()
-        options.asyncOp = False
-        self._run(lambda group: group.alltoall_base(output, input, [], [], options))
+        self._run(self.torch_group().alltoall_base, output, input, [], [], _ordered(dist.AllToAllOptions()))
 
     def all_gather_into_tensor(self, output: torch.Tensor, own: torch.Tensor) -> None:
-        self._run(lambda group: all_gather_base(group, output, own))
+        self._run(all_gather_base, self.torch_group(), output, own)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        options = dist.AllreduceOptions()
-        options.asyncOp = False
-        self._run(lambda group: group.allreduce([tensor], options))
+        self._run(self.torch_group().allreduce, [tensor], _ordered(dist.AllreduceOptions()))
 
-    def _run(self, start: Callable[[dist.ProcessGroup], dist.Work | None]) -> None:
+    def _run(self, start: Callable[..., dist.Work | None], *arguments: Any) -> None:
         try:
-            work = start(self.torch_group())
+            work = start(*arguments)
             if work is not None:  # there is none in stream order
                 work.wait()
-        except TransportError:
-            raise
         except RuntimeError as error:
             raise TransportError(cause_of(error)) from error
+
+
+def _ordered(options: Any) -> Any:
+    """Return options of a collective for the current stream."""
+    options.asyncOp = False
+    return options
