@@ -3,7 +3,8 @@
 Arguments: rank, world size, a file for the store, the fault, the algorithm. The last rank goes wrong in the middle of
 the third step, or has no data for more ("early"), or nobody goes wrong by itself ("none"); the others print what they
 raise, after how many seconds of that step, and which lanes they have left. A further argument, "later", has ranks
-connect when they first talk to each other, as in a group of many.
+connect when they first talk to each other, as in a group of many; "messages" and "collectives" have them communicate by
+torch's own calls, of the one kind or the other.
 """
 
 import os
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from torchbagua.transport import gloo
+from torchbagua.transport.torch_backend import TorchBackendTransport
 
 TIMEOUT = timedelta(seconds=4)
 ALGORITHMS = {
@@ -33,6 +36,10 @@ ALGORITHMS = {
     "async": tb.AsyncModelAverageAlgorithm(sync_interval_ms=20),
 }
 NODES = {"diloco_nodes": [0, 0, 1, 1]}
+TRANSPORTS = {
+    "messages": TorchBackendTransport,
+    "collectives": partial(TorchBackendTransport, has_messages=False),
+}
 
 
 def main() -> None:
@@ -73,9 +80,11 @@ def main() -> None:
         print("fault", flush=True)
     try:
         group = None
-        if algorithm in NODES:
+        transport = TRANSPORTS.get("".join(sys.argv[6:]))
+        if algorithm in NODES or transport is not None:
             assert dist.group.WORLD is not None
-            group = tb.BaguaProcessGroup(dist.group.WORLD, nodes=NODES[algorithm], timeout=timeout)
+            nodes = NODES.get(algorithm)
+            group = tb.BaguaProcessGroup(dist.group.WORLD, nodes=nodes, timeout=timeout, transport=transport)
         with tb.attach(ddp, optimizer, ALGORITHMS[algorithm], process_group=group, timeout=timeout):
             for step in range(num_steps):
                 start = time.monotonic()

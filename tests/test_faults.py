@@ -151,7 +151,17 @@ def test_a_pause_shorter_than_the_timeout_is_waited_for(algorithm: str, tmp_path
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("algorithm", "more"), [("diloco", ()), ("diloco_nodes", ()), ("diloco", ("later",)), ("ring", ("later",))], ids=str
+    ("algorithm", "more"),
+    [
+        ("diloco", ()),
+        ("diloco_nodes", ()),
+        ("diloco", ("later",)),
+        ("ring", ("later",)),
+        ("bytegrad", ("messages",)),
+        ("diloco_nodes", ("messages",)),
+        ("bytegrad", ("collectives",)),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("trial", range(50))
 def test_a_rank_is_killed_at_any_time(algorithm: str, more: tuple[str, ...], trial: int, tmp_path: Path) -> None:

@@ -63,12 +63,16 @@ def registered_group(
         timeout: of the group's operations, if the backend has one.
     """
     group: dist.ProcessGroup
-    group, _ = distributed_c10d._new_process_group_helper(  # type: ignore[attr-defined]
-        len(ranks), rank, list(ranks), dist.Backend(backend), store, name, timeout=timeout
-    )
-    members = {global_rank: index for index, global_rank in enumerate(ranks)}
-    distributed_c10d._world.pg_group_ranks[group] = members  # type: ignore[attr-defined]
+    place = len(ranks), rank, list(ranks)
+    group, _ = distributed_c10d._new_process_group_helper(*place, dist.Backend(backend), store, name, timeout=timeout)  # type: ignore[arg-type]
+    distributed_c10d._world.pg_group_ranks[group] = {global_rank: index for index, global_rank in enumerate(ranks)}
     return group
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """Return the store that the group's members share; torch keeps that of a group written in Python elsewhere."""
+    store: dist.Store = group.get_group_store() or distributed_c10d._get_process_group_store(group)
+    return store
 
 
 def work_of(future: "torch.futures.Future[Any]") -> dist.Work:

@@ -188,8 +188,8 @@ class Algorithm:
             TypeError: `process_group` is not a process group, `optimizer` is not an optimizer, or `make_impl` returned
                 something else than an impl of this kind.
             UncompressedParametersWarning: a rank has a `refusal`.
-            ValueError: ranks disagree in the algorithm, its arguments or the package's version, or `optimizer` does not
-                fit.
+            ValueError: ranks disagree in the algorithm, its arguments or the package's version, `optimizer` does not
+                fit, or a backend lacks an operation.
             TimeoutError: a rank did not call it in time.
             CommunicationError: a private group could not be opened.
             RuntimeError: the native library exists and cannot be loaded.
@@ -217,6 +217,7 @@ class Algorithm:
         close = group.close
         try:
             group.open()
+            group.check_operations(torch.device("cpu"), type(self).__name__)
             impl = self.make_impl(group)
             if not isinstance(impl, AlgorithmImpl):
                 raise TypeError(f"{type(self).__name__}.make_impl must return an AlgorithmImpl, got {impl!r}")

@@ -433,13 +433,17 @@ class AlgorithmImpl:
         """Set the device of the tensors that the lane works on. The first call with a GPU is collective.
 
         Raises:
-            ValueError: it is another GPU than before.
+            ValueError: it is another GPU than before, the process group has no backend for it, or that lacks an
+                operation; this is then an error on all ranks.
             CommunicationError: the backend could not connect the ranks there.
         """
-        if device.type == "cuda" and device != self._gpu:  # it is asked for every bucket
+        if device.type != "cpu" and device != self._gpu:  # it is asked for every bucket
+            self.process_group.world.check_device(device)
             self.lane.use_gpu(device)
-            self.tracer.use_gpu(device)
+            if device.type == "cuda":  # elsewhere observers are told when the host began and ended
+                self.tracer.use_gpu(device)
             self.process_group.use_device(device)
+            self.process_group.check_operations(device, type(self.algorithm).__name__)
             self._gpu = device
 
     def begin_backward(self, *, has_joined: bool) -> None:

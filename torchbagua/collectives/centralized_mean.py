@@ -37,7 +37,7 @@ def centralized_mean(
 ) -> Mean:
     """Return the function that averages a flat tensor over `group`; it leaves the same bits on all ranks.
 
-    In full precision and in stream order that is the backend's all-reduce, which knows of nodes itself: `hierarchical`
+    In full precision and without messages that is the backend's all-reduce, which knows of nodes itself: `hierarchical`
     has no effect there. A group of one changes nothing.
 
     Args:
@@ -56,7 +56,7 @@ def centralized_mean(
     intra_compressor = intra_compressor or Identity()
     is_of_nodes = hierarchical and group.intra_node is not None
     is_full = isinstance(compressor, Identity) and (isinstance(intra_compressor, Identity) or not is_of_nodes)
-    if is_full and group.world.in_stream_order(spec.device):
+    if is_full and not group.world.posts_messages(spec.device):
         return AllReduceMean(group.world, spec, divisor)
     mean: Mean
     if is_of_nodes:

@@ -88,7 +88,7 @@ class Exchange:
             distances = range(1, communicator.size)
             turns = [(communicator.rank_after(distance), communicator.rank_before(distance)) for distance in distances]
         sources = [source for _, source in turns]
-        self.in_stream_order = any(communicator.in_stream_order(receives[source].device) for source in sources)
+        self.in_stream_order = not all(communicator.posts_messages(receives[source].device) for source in sources)
         self.is_one_at_a_time = (
             len(sources) > 1
             and not self.in_stream_order

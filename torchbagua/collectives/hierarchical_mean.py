@@ -72,7 +72,8 @@ class HierarchicalMean:
     ) -> bool:
         """Return whether pieces are long messages still, and none is empty, the same on all ranks."""
         cuts = shard_cuts(group, spec, compressor.block_elements, intra_compressor)
-        if not (compressor.codes_blocks_alone and is_long(intra_compressor, spec, cuts)):
+        posts_messages = group.world.posts_messages(spec.device)
+        if not (posts_messages and compressor.codes_blocks_alone and is_long(intra_compressor, spec, cuts)):
             return False
         pieces = _piece_cuts(group, compressor, spec, intra_compressor)[: group.num_shards * _NUM_PIECES + 1]
         return all(start < stop for start, stop in itertools.pairwise(pieces))

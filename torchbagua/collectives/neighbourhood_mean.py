@@ -101,7 +101,7 @@ class _MeanWithPeers:
             weights = self._topology.neighbours(rank, size, round)
             self._peers[round] = peers_in_order(self._topology, rank, size, round), weights
         peers, weights = self._peers[round]
-        if self._topology.period(size) > _MOST_LINKED_ROUNDS and not communicator.in_stream_order(x_N.device):
+        if self._topology.period(size) > _MOST_LINKED_ROUNDS and communicator.posts_messages(x_N.device):
             communicator.connect(None, f"peer_exchange of {self._bucket}")
         rows = communicator.scratch("rows", len(peers) * x_N.nbytes, x_N.device)
         values = dict(zip(peers, rows.view(x_N.dtype).view(len(peers), x_N.numel()), strict=True))

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torchbagua._torch import timeout_of
+from torchbagua._torch import store_of, timeout_of
 from torchbagua._warnings import warn_user
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.board import StoreBoard
@@ -136,7 +136,7 @@ class BaguaProcessGroup(GroupOperations):
 
     def _agree(self, same: Settings, refusal: str | None) -> Verdict:
         """Return what is known of all ranks, which agree in `same` and the package's version."""
-        group_store = self.process_group.get_group_store()
+        group_store = store_of(self.process_group)
         # Every rank constructs its groups in the same order, so counting own constructions gives all the same name.
         counter = f"torchbagua/constructed/{self.rank}"
         self._store = dist.PrefixStore(f"torchbagua/{group_store.add(counter, 1)}", group_store)
@@ -173,6 +173,11 @@ class BaguaProcessGroup(GroupOperations):
         except BaseException:
             self.close()
             raise
+        for name in self.world.names_without_deadline:
+            warn_user(
+                f"torchbagua: backend {name} does not bound its waits by timeout={self.timeout}: if a rank is gone, "
+                "the others may wait for it for ever. Have the launcher watch the ranks"
+            )
 
     def _members(self, key: str, ranks: list[int]) -> Members:
         return Members(
@@ -241,6 +246,24 @@ class BaguaProcessGroup(GroupOperations):
             except CommunicationError:
                 self.close()
                 raise
+
+    def check_operations(self, device: torch.device, algorithm: str) -> None:
+        """Raise an error, the same on all ranks, if a backend lacks what moves tensors on `device`. Collective.
+
+        Args:
+            device: given to `use_device` before, unless it is the CPU.
+            algorithm: what needs the operation, in the error.
+
+        Raises:
+            ValueError: a rank could not start an operation, or it failed; names backend, operation and algorithm.
+            CommunicationError: a rank is gone or did not take part within the group's timeout.
+        """
+        missing = self.world.missing_operation(device)
+        if missing is not None:
+            raise ValueError(
+                f"torchbagua: backend {missing.backend} has no {missing.operation}, which {algorithm} needs for "
+                f"tensors on {device.type}: {missing.cause}"
+            )
 
     def compare_clocks(self) -> None:
         """Compare the clocks of the ranks and add to `clock_offsets`, if `compares_clocks`. Collective.

@@ -86,9 +86,9 @@ class RankChunks:
         self.rank = communicator.rank
         self.device = spec.device
         self._element_bytes = spec.dtype.itemsize
-        in_stream_order = communicator.in_stream_order(spec.device)
-        self.are_sent_at_once = in_stream_order and not compressor.wire_is_tensor
-        self.are_coded_at_once = in_stream_order or spec.device.type == "cuda"
+        posts_messages = communicator.posts_messages(spec.device)
+        self.are_sent_at_once = not (posts_messages or compressor.wire_is_tensor)
+        self.are_coded_at_once = not posts_messages or spec.device.type == "cuda"
         num_pieces = (len(cuts) - 1) // communicator.size
         assert num_pieces == 1 or not (self.are_coded_at_once or part)
         self._part = part

@@ -64,7 +64,8 @@ class TwoPhaseMean:
                 sent=slice(start, start + spec.num_elements), mean=slice(start + own.start, start + own.stop)
             )
         self._part = part
-        self._cut(2 if part is None and is_long(compressor, spec, cuts) else 1)
+        is_long_message = communicator.posts_messages(spec.device) and is_long(compressor, spec, cuts)
+        self._cut(2 if part is None and is_long_message else 1)
         sent_bytes = 2 * (communicator.size - 1) / communicator.size * self._chunks.layout.num_bytes
         self._first_runs = FirstRuns(communicator, sent_bytes, spec.name)
 

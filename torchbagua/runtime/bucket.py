@@ -54,8 +54,6 @@ def check_elements(what: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in _CARRIED_DTYPES:
         *others, last = (str(dtype).removeprefix("torch.") for dtype in _CARRIED_DTYPES)
         raise ValueError(f"{what} must be {', '.join(others)} or {last}, got {tensor.dtype}")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{what} must be on the CPU or on a CUDA device, got {tensor.device}")
 
 
 class BaguaBucket(BucketOperations):

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from torchbagua._torch import future_of
-from torchbagua.transport.streams import SideStream
+from torchbagua.transport.streams import SideStream, ThreadStream
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class Lane:
     def use_gpu(self, device: torch.device) -> None:
         """Have jobs from now on work on tensors of this GPU. Raises ValueError for another GPU than before."""
         if self._side is None:
-            self._side = SideStream(device)
+            self._side = SideStream(device) if device.type == "cuda" else ThreadStream(device)
         if self._side.device != device:
             raise ValueError(
                 f"{self._name}: all tensors must be on one GPU, got some on {device}, others on {self._side.device}"

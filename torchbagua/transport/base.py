@@ -72,8 +72,9 @@ class TransportError(RuntimeError):
 
 
 class MissingOperation(NamedTuple):
-    """An operation that a transport's backend does not have, and what the backend said."""
+    """An operation that the backend of a transport does not have, and what it said when it was tried."""
 
+    backend: str
     operation: str
     cause: str
 

@@ -81,4 +81,3 @@ class TransportChoice:
         assert self.given is not None
         transport = self.given(replace(members, store=dist.PrefixStore("given", members.store)))
         return dict.fromkeys(transport.abilities.devices, transport)
-

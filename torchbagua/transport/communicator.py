@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torchbagua.observe.events import Details, Phase
 from torchbagua.observe.tracer import NO_SPAN, Span, Tracer
-from torchbagua.transport.base import Members, Transport, TransportError
+from torchbagua.transport.base import Members, MissingOperation, Transport, TransportError
 from torchbagua.transport.errors import CommunicationError, cause_of
 from torchbagua.transport.launches import Launches
 
@@ -202,6 +202,28 @@ class Communicator:
     def in_stream_order(self, device: torch.device) -> bool:
         """Return whether tensors on `device` are moved in the order of the current stream: the host waits for none."""
         return self._transport(device).abilities.in_stream_order
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise ValueError if no transport moves tensors on `device`."""
+        self._transport(device)
+
+    @property
+    def names_without_deadline(self) -> list[str]:
+        """The names of transports whose waits may take longer than the timeout."""
+        names = [transport.name for transport in self._distinct if not transport.abilities.has_deadline]
+        return list(dict.fromkeys(names))  # GPUs' may have that of the host, through which it sends
+
+    def missing_operation(self, device: torch.device) -> MissingOperation | None:
+        """Return an operation that moves tensors on `device` and that a rank lacks, the same on all ranks. Collective.
+
+        Raises:
+            CommunicationError: a rank is gone, or did not call it within the group's timeout.
+        """
+        transport = self._transport(device)
+        try:
+            return transport.missing_operation()
+        except TransportError as error:
+            raise self.failure(f"trying the operations of {transport.name}", str(error)) from error
 
     def posts_messages(self, device: torch.device) -> bool:
         """Return whether messages of tensors on `device` are posted one by one; if not, an exchange is a collective."""
@@ -400,7 +422,13 @@ class Communicator:
         return list(dict.fromkeys(self._transports.values()))
 
     def _transport(self, device: torch.device) -> Transport:
-        return self._transports[device.type]
+        transport = self._transports.get(device.type)
+        if transport is None:
+            raise ValueError(
+                f"torchbagua: tensors must be on {' or '.join(sorted(self._transports))}, got some on {device}, for "
+                f"which the process group has no backend; give init_process_group one for {device.type}"
+            )
+        return transport
 
     def _check_open(self, purpose: str) -> None:
         if self._end.is_closed:

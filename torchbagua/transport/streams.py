@@ -1,8 +1,9 @@
-"""The CUDA stream that a lane works on, beside the one that trains."""
+"""The stream that a lane works on: one of CUDA beside the one that trains, or that of its thread."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -69,6 +70,32 @@ class SideStream:
         self._stream.wait_event(mark)
         with torch.cuda.stream(self._stream):
             yield
+
+
+class ThreadStream(SideStream):
+    """The stream of an accelerator without CUDA on which its backend communicates: that of the thread which calls it.
+
+    Args:
+        device: the accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.token = torch.empty(1, device=device)
+
+    def bind_thread(self) -> None:
+        torch.accelerator.set_device_index(self.device)
+
+    def mark(self) -> Any:
+        return torch.accelerator.current_stream(self.device).record_event()
+
+    def join(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+    @contextmanager
+    def after(self, mark: Any) -> Iterator[None]:
+        torch.accelerator.current_stream(self.device).wait_event(mark)
+        yield
 
 
 class StreamHandoff:

@@ -90,7 +90,9 @@ class TorchBackendTransport(Transport):
         return self._find_failure("started", probes, start) or self._find_failure("done", probes, wait)
 
     def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
-        self._post("send", lambda group, data: dist.isend(data, group=group, tag=tag, group_dst=peer), peer, tensor, tag)
+        self._post(
+            "send", lambda group, data: dist.isend(data, group=group, tag=tag, group_dst=peer), peer, tensor, tag
+        )
 
     def post_receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
         self._post(
@@ -214,7 +216,7 @@ class TorchBackendTransport(Transport):
             if store.add("ranks", 1) == self._members.size:
                 store.set("all", "")
             store.wait(["all"], self._members.timeout)
-            return MissingOperation(*json.loads(store.get("failure"))) if store.check(["failure"]) else None
+            return MissingOperation(self.name, *json.loads(store.get("failure"))) if store.check(["failure"]) else None
         except RuntimeError as error:
             raise TransportError(f"waiting for all ranks to try its operations: {cause_of(error)}") from error
 

@@ -1,0 +1,88 @@
+"""TorchBackendTransport: the bits of the default transport, what it refuses, and ranks that die."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import programs
+import torchbagua as tb
+from ranks import run_ranks
+from test_faults import SIZE, TIMEOUT_S, check_raised_in_time, run_with_fault
+from torch_backend_rank import CASES
+from torchbagua.transport import torch_backend
+from torchbagua.transport.base import Members
+
+
+def run(ranks: int, names: list[str]) -> None:
+    """In real processes, since private groups are found by torch's registry, which all threads of a process share."""
+    script = Path(__file__).with_name("torch_backend_rank.py")
+    printed = programs.run(programs.forked_ranks(script, *names, ranks=ranks), timeout_s=300).stdout
+    assert [line for line in printed.splitlines() if line.startswith("right: ")] == [f"right: {name}" for name in names]
+
+
+FAST = ["all_algorithms", "refused", "other_backend"]
+
+
+def test_bits_are_those_of_the_default_transport() -> None:
+    run(3, FAST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_those_of_the_default_transport_with_four_ranks(name: str) -> None:
+    run(4, [name])
+
+
+@pytest.mark.parametrize(
+    ("fault", "algorithm", "calls"),
+    [
+        ("kill", "bytegrad", "messages"),
+        *(
+            pytest.param(fault, algorithm, calls, marks=pytest.mark.slow)
+            for fault, algorithm, calls in (
+                ("stop", "bytegrad", "messages"),
+                ("raise", "bytegrad", "messages"),
+                ("kill", "low_precision", "messages"),
+                ("kill", "bytegrad", "collectives"),
+                ("stop", "bytegrad", "collectives"),
+                ("kill", "diloco", "collectives"),
+            )
+        ),
+    ],
+)
+def test_survivors_raise_and_exit(fault: str, algorithm: str, calls: str, tmp_path: Path) -> None:
+    outputs, seconds_until_exit = run_with_fault(fault, algorithm, tmp_path / "store", SIZE, calls)
+    for output in outputs:
+        assert re.search("raised on MainThread: CommunicationError: .* failed on rank", output), output
+        assert "lanes []" in output, output
+        check_raised_in_time(fault, output)
+    assert seconds_until_exit < TIMEOUT_S + 10, outputs
+
+
+def test_mpi_has_groups_of_all_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has MPI only if it was built from source, so the name of the backend is pretended."""
+    monkeypatch.setattr(torch_backend, "backend_names", lambda group: {"cpu": "mpi"})
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    world = dist.group.WORLD
+    assert world is not None
+    members = Members(world, (0,), 0, dist.HashStore(), tb.BaguaProcessGroup(world).timeout, (0,))
+    with pytest.raises(ValueError, match=r"must have all ranks of the job with mpi, .* got 1 of 2; .* nodes=\[0\]"):
+        torch_backend.TorchBackendTransport(members)
+    with pytest.raises(ValueError, match="must have a backend for tensors on xpu, got mpi for cpu"):
+        torch_backend.TorchBackendTransport(members, "xpu")
+
+
+def test_a_device_without_a_backend_is_refused() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        impl = tb.ByteGradAlgorithm().reify(group)
+        try:
+            expected = "tensors must be on cpu or cuda, got some on mps:0, for which the process group has no backend"
+            with pytest.raises(ValueError, match=expected):
+                impl.use_device(torch.device("mps:0"))
+        finally:
+            impl.close()
+
+    run_ranks(2, body)

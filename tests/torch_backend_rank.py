@@ -1,0 +1,279 @@
+"""One rank that trains over TorchBackendTransport, and compares bits with the default transport; started by torchrun.
+
+Arguments: the names of the cases.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from torchbagua.transport.base import TransportMaker
+from torchbagua.transport.torch_backend import TorchBackendTransport
+
+NUM_STEPS = 4
+TIMEOUT = timedelta(seconds=30)
+
+ALGORITHMS: dict[str, Callable[[], tb.Algorithm]] = {
+    "gradient_allreduce": tb.GradientAllReduceAlgorithm,
+    "compressed_allreduce": tb.CompressedAllReduceAlgorithm,
+    "bytegrad": tb.ByteGradAlgorithm,
+    "powersgd": partial(tb.PowerSGDAlgorithm, start_step=1),
+    "topk": partial(tb.TopKAlgorithm, ratio=0.1),
+    "decentralized": partial(tb.DecentralizedAlgorithm, peer_selection_mode=tb.topology.Ring()),
+    "low_precision_decentralized": tb.LowPrecisionDecentralizedAlgorithm,
+    "diloco": partial(tb.DiLoCoAlgorithm, 2),
+    "local_sgd": partial(tb.algorithms.LocalSGDAlgorithm, 2),
+    "streaming_diloco": partial(tb.DiLoCoAlgorithm, 4, fragments=2, delay=1),
+}
+
+
+class GlooWork(dist.Work):
+    """The work of a backend that knows no timeout."""
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self) -> bool:
+        return self._work.wait()
+
+
+class OtherBackend(dist.ProcessGroup):
+    """gloo under another name, as a backend written in Python: it has what this package calls, and lacks `lacking`."""
+
+    lacking: frozenset[str] = frozenset()
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self) -> str:
+        return "other"
+
+    def _start(self, operation: str, *arguments: Any) -> GlooWork:
+        if operation in self.lacking:
+            raise NotImplementedError(f"there is no {operation}")
+        return GlooWork(getattr(self._gloo, operation)(*arguments))
+
+    def send(self, *arguments: Any) -> GlooWork:
+        return self._start("send", *arguments)
+
+    def recv(self, *arguments: Any) -> GlooWork:
+        return self._start("recv", *arguments)
+
+    def allreduce(self, *arguments: Any) -> GlooWork:
+        return self._start("allreduce", *arguments)
+
+    def alltoall_base(self, *arguments: Any) -> GlooWork:
+        return self._start("alltoall_base", *arguments)
+
+    def _allgather_base(self, *arguments: Any) -> GlooWork:
+        return self._start("_allgather_base", *arguments)
+
+    # Their names from torch 2.13 on.
+    all_to_all_single = alltoall_base
+    all_gather_single = _allgather_base
+
+
+class Model(nn.Sequential):
+    """Some layers, of which one has several blocks."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(10, 301), nn.Tanh(), nn.Linear(301, 47), nn.Tanh(), nn.Linear(47, 1))
+
+
+def nodes() -> list[int]:
+    return [rank // 2 for rank in range(dist.get_world_size())]
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def train(
+    name: str,
+    transport: TransportMaker | None,
+    nodes: list[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    own_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Train with SGD under DDP over `group`, with an algorithm over `own_group`, and return the weights."""
+    assert dist.group.WORLD is not None
+    group = group or dist.group.WORLD
+    ddp = DistributedDataParallel(Model(), process_group=group)
+    data = torch.Generator().manual_seed(dist.get_rank())
+    optimizer: torch.optim.Optimizer
+    if name == "qadam":
+        optimizer = tb.QAdamOptimizer(ddp.parameters(), lr=1e-3, warmup_steps=1)
+    else:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    algorithm = "qadam" if name == "qadam" else ALGORITHMS[name]()
+    own = tb.BaguaProcessGroup(own_group or group, nodes=nodes, timeout=TIMEOUT, transport=transport)
+    with tb.attach(ddp, optimizer, algorithm, process_group=own):
+        for _ in range(NUM_STEPS):
+            optimizer.zero_grad()
+            ddp(torch.randn(6, 10, generator=data)).square().mean().backward()
+            optimizer.step()
+    return weights_of(ddp)
+
+
+def same_bits(*arguments: Any, transport: TransportMaker = TorchBackendTransport, **options: Any) -> None:
+    """Train over the default transport and over another one, and compare the weights."""
+    expected = train(*arguments, None, **{**options, "own_group": None})
+    found = train(*arguments, transport, **options)
+    assert torch.equal(found, expected), (arguments, (found - expected).abs().max())
+
+
+@contextmanager
+def told_once_of_deadlines() -> Iterator[None]:
+    """The warning that a backend does not bound its waits is given, and no other."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    told = [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
+    assert len(told) == 1, told
+    assert "backend other does not bound its waits by timeout=0:00:30" in told[0]
+
+
+def all_algorithms() -> None:
+    assert {*ALGORITHMS, "qadam", "async"} == set(tb.algorithms.base._REGISTRY)
+    for name in [*ALGORITHMS, "qadam"]:
+        same_bits(name)
+
+
+def all_algorithms_over_nodes() -> None:
+    for name in [*ALGORITHMS, "qadam"]:
+        same_bits(name, nodes=nodes())
+
+
+def unequal_nodes() -> None:
+    """Of groups that torch numbers itself, ranks would not find each other: they are in groups of unequal number."""
+    for _ in range(3):
+        same_bits("bytegrad", nodes=[int(rank > 2) for rank in range(dist.get_world_size())])
+
+
+def asynchronous() -> None:
+    """Its rounds come when they come. In the end all ranks have the same weights."""
+    ALGORITHMS["async"] = partial(tb.AsyncModelAverageAlgorithm, sync_interval_ms=5)
+    weights = train("async", TorchBackendTransport)
+    of_all = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_all, weights)
+    assert all(torch.equal(other, weights) for other in of_all)
+    assert weights.isfinite().all()
+
+
+def collectives_alone() -> None:
+    """As on an accelerator: each exchange is one collective. Of two ranks gloo's sum has the bits of rank order.
+
+    There are four ranks.
+    """
+    collective = partial(TorchBackendTransport, has_messages=False)
+    for name in ("bytegrad", "compressed_allreduce"):
+        same_bits(name, transport=collective, nodes=nodes())
+    halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]  # whose ranks have other numbers in the job
+    for name in [*ALGORITHMS, "qadam"]:
+        same_bits(name, transport=collective, group=halves[dist.get_rank() // 2])
+
+
+def other_backend() -> None:
+    """A group of another backend has its transport by itself."""
+    group = dist.new_group(backend="other")
+    for name in ("bytegrad", "low_precision_decentralized", "streaming_diloco"):
+        with told_once_of_deadlines():
+            found = train(name, None, own_group=group)
+        assert torch.equal(found, train(name, None))
+    same_bits("topk", transport=partial(TorchBackendTransport, has_messages=False), own_group=group)
+
+
+def refused() -> None:
+    """A missing operation is an error on all ranks, also if one of them lacks it alone."""
+    group = dist.new_group(backend="other")
+    for transport, lacking, operation in (
+        (None, "send", "isend"),
+        (None, "recv", "irecv"),
+        (partial(TorchBackendTransport, has_messages=False), "alltoall_base", "all_to_all_single"),
+        (partial(TorchBackendTransport, has_messages=False), "_allgather_base", "all_gather_into_tensor"),
+        (partial(TorchBackendTransport, has_messages=False), "allreduce", "all_reduce"),
+    ):
+        for ranks in (range(dist.get_world_size()), [1]):
+            OtherBackend.lacking = frozenset({lacking} if dist.get_rank() in ranks else ())
+            expected = (
+                rf"torchbagua: backend other has no {operation}, which ByteGradAlgorithm needs for tensors on cpu: "
+                f"there is no {lacking}"
+            )
+            with told_once_of_deadlines(), pytest.raises(ValueError, match=expected):
+                train("bytegrad", transport, own_group=group)
+    OtherBackend.lacking = frozenset()
+    by_hand = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    with pytest.raises(ValueError, match=r"process_group must be one that .* returned, got one that was made by hand"):
+        tb.BaguaProcessGroup(by_hand, transport=TorchBackendTransport)
+    train("bytegrad", None, own_group=group)  # nothing is left of what failed
+
+
+def sharded() -> None:
+    """A sharded module gathers and reduces over it, the weights in 8 bits or in full precision."""
+
+    def run(transport: TransportMaker | None, **options: Any) -> torch.Tensor:
+        model = Model()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in (*model, model):
+            fully_shard(layer, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.Generator().manual_seed(dist.get_rank())
+        group = tb.BaguaProcessGroup(mesh.get_group(), timeout=TIMEOUT, transport=transport)
+        with tb.fsdp.attach(model, optimizer, tb.ByteGradAlgorithm(), process_group=group, **options):
+            for _ in range(NUM_STEPS):
+                optimizer.zero_grad()
+                model(torch.randn(6, 10, generator=data)).square().mean().backward()
+                optimizer.step()
+        return torch.cat([parameter.full_tensor().flatten() for parameter in model.parameters()])
+
+    for options in ({}, {"quantize_weights": "minmax_uint8"}):
+        expected = run(None, **options)
+        for transport in (TorchBackendTransport, partial(TorchBackendTransport, has_messages=False)):
+            assert torch.equal(run(transport, **options), expected)
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        all_algorithms,
+        all_algorithms_over_nodes,
+        unequal_nodes,
+        asynchronous,
+        collectives_alone,
+        other_backend,
+        refused,
+        sharded,
+    )
+}
+
+
+def main() -> None:
+    dist.Backend.register_backend("other", OtherBackend, devices=["cpu"])
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    torch.set_num_threads(1)
+    for name in sys.argv[1:]:
+        CASES[name]()
+        if dist.get_rank() == 0:
+            print(f"right: {name}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
