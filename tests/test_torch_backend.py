@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import programs
 import torchbagua as tb
-from ranks import run_ranks
+from ranks import init_default_group, run_ranks
 from test_faults import SIZE, TIMEOUT_S, check_raised_in_time, run_with_fault
 from torch_backend_rank import CASES
 from torchbagua.transport import torch_backend
@@ -64,6 +64,7 @@ def test_survivors_raise_and_exit(fault: str, algorithm: str, calls: str, tmp_pa
 
 def test_mpi_has_groups_of_all_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch has MPI only if it was built from source, so the name of the backend is pretended."""
+    init_default_group()
     monkeypatch.setattr(torch_backend, "backend_names", lambda group: {"cpu": "mpi"})
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     world = dist.group.WORLD

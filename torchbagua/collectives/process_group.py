@@ -213,18 +213,19 @@ class BaguaProcessGroup(GroupOperations):
         except RuntimeError as error:
             raise self.world.failure("opening private groups on all ranks", cause_of(error)) from error
 
-    def open_gradient_group(self) -> dist.ProcessGroup:
-        """Return a torch group of the ranks of this node, to make a `BaguaProcessGroup` of, where there are nodes.
+    def open_gradient_group(self) -> "BaguaProcessGroup":
+        """Return a group of the ranks of this node, which averages gradients beside this group. Collective.
 
-        It moves tensors in stream order if this group does, and else has no backend. It is closed with this group.
+        It sends over the same kinds of transports as this group, and is closed with it.
         """
         node = self.nodes[self.rank]
         members = self._members(f"gradients of node{node}", self.node_ranks[node])
         transports = self._choice.open_in_stream_order(members)
         self._gradients = Communicator(members, "intra_node", self.tracer, transports)
         for transport in transports.values():
-            return transport.torch_group()
-        return dist.ProcessGroup(members.store, members.rank, members.size)
+            return BaguaProcessGroup(transport.torch_group(), timeout=self.timeout)
+        by_hand = dist.ProcessGroup(members.store, members.rank, members.size)
+        return BaguaProcessGroup(by_hand, timeout=self.timeout, transport=self._choice.within(members))
 
     def move_beside_training(self) -> None:
         """Communicate on another thread than the one that trains, from now on: that of a lane, which calls `poll`."""

@@ -68,7 +68,7 @@ class ReplicaGroup(dist.ProcessGroup):
         self._impl.use_device(x_L.device)
         mean = self._all_reduce.mean(row, x_L, name, average=options.reduceOp == dist.ReduceOp.AVG)
         self._runner.run(self._impl.process_group, name, x_L, lambda: mean(x_L))
-        future: torch.futures.Future[Any] = torch.futures.Future(devices=[x_L.device] if x_L.is_cuda else None)
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=None if x_L.is_cpu else [x_L.device])
         future.set_result([x_L])
         return work_of(future)
 

@@ -102,7 +102,7 @@ def ddp_within_nodes(ddp: DistributedDataParallel, hook: Hook | None) -> ExitSta
 
 def _keep_gradients(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     flat = bucket.buffer()
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[] if flat.is_cpu else [flat.device])
     future.set_result(flat)
     return future
 

@@ -1,9 +1,11 @@
 """Which transport moves the tensors of each type of devices, among ranks of a torch group."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch.distributed as dist
 
+from torchbagua._torch import backend_of, is_nccl
 from torchbagua.transport.base import Members, Transport, TransportMaker
 from torchbagua.transport.gloo import GlooTransport
 from torchbagua.transport.nccl import NcclTransport, PrivateNcclTransport, warn_of_launch_order
@@ -29,26 +31,32 @@ class TransportChoice:
     def __init__(self, process_group: dist.ProcessGroup, given: TransportMaker | None) -> None:
         self.given = given
         self._process_group = process_group
-        self._backends = backend_names(process_group)
-        self._has_nccl = self._backends.get("cuda") == "nccl"
+        self._has_nccl = has_nccl(process_group)
+        backends = backend_names(process_group)
+        self._others = {device: name for device, name in backends.items() if name not in ("gloo", "nccl")}
 
     def open(self, members: Members) -> dict[str, Transport]:
         """Return transports of these members, by the types of devices whose tensors they move.
 
         All ranks of the group use its own NCCL, on which training launches too.
         """
-        own = self._of_other_backends(members)
-        if self.given is not None:
-            own |= self._given_to(members)
+        own = {} if self.given is None else self._given_to(members)
+        for device_type, name in self._others.items():
+            if device_type not in own:
+                store = dist.PrefixStore(f"{name} for {device_type}", members.store)
+                own[device_type] = TorchBackendTransport(replace(members, store=store), device_type)
         host = own.get("cpu") or GlooTransport(members)
-        on_gpu: Transport
+        transports = {"cpu": host, **own}
+        if "cuda" in transports:
+            return transports
         if not self._has_nccl:
-            on_gpu = StagedTransport(host, members.timeout)
+            if host.abilities.has_messages:
+                transports["cuda"] = StagedTransport(host, members.timeout)
         elif members.size == self._process_group.size():
-            on_gpu = NcclTransport(self._process_group)
+            transports["cuda"] = NcclTransport(self._process_group)
         else:
-            on_gpu = self._private_nccl(members)
-        return {"cpu": host, "cuda": on_gpu, **own}
+            transports["cuda"] = self._private_nccl(members)
+        return transports
 
     def open_beside_training(self, members: Members) -> dict[str, Transport]:
         """Return transports for another thread than the one that trains, in place of those that it launches on.
@@ -65,14 +73,22 @@ class TransportChoice:
         """Return private transports that move tensors in stream order; none if the host moves all."""
         return {"cuda": self._private_nccl(members)} if self._has_nccl else {}
 
-    def _of_other_backends(self, members: Members) -> dict[str, Transport]:
-        return {
-            device_type: TorchBackendTransport(
-                replace(members, store=dist.PrefixStore(f"{name} for {device_type}", members.store)), device_type
+    def within(self, part: Members) -> TransportMaker | None:
+        """Return the `given` of a group that is made by hand of `part`, so that it sends as this group does."""
+        maker = self.given
+        if maker is None and self._others:
+            accelerators = [device_type for device_type in self._others if device_type != "cpu"]
+            maker = partial(TorchBackendTransport, device_type=accelerators[0] if accelerators else "cpu")
+        if maker is None:
+            return None
+
+        def open_within(members: Members) -> Transport:
+            ranks, global_ranks = (
+                tuple(numbers[rank] for rank in members.ranks) for numbers in (part.ranks, part.global_ranks)
             )
-            for device_type, name in self._backends.items()
-            if name not in ("gloo", "nccl")
-        }
+            return maker(replace(members, process_group=part.process_group, ranks=ranks, global_ranks=global_ranks))
+
+        return open_within
 
     def _private_nccl(self, members: Members) -> PrivateNcclTransport:
         return PrivateNcclTransport(replace(members, store=dist.PrefixStore("nccl", members.store)))
@@ -81,3 +97,8 @@ class TransportChoice:
         assert self.given is not None
         transport = self.given(replace(members, store=dist.PrefixStore("given", members.store)))
         return dict.fromkeys(transport.abilities.devices, transport)
+
+
+def has_nccl(process_group: dist.ProcessGroup) -> bool:
+    """Return whether NCCL is what moves tensors of GPUs in this group."""
+    return is_nccl(backend_of(process_group, "cuda"))
