@@ -110,6 +110,10 @@ bench-host-time: $(STAMPS)/package ## count what a gradient bucket launches over
 bench-low-rank: $(STAMPS)/package ## time what PowerSGD computes beside torch's two products
 	$(BIN)/python benchmarks/low_rank.py $(ARGS)
 
+.PHONY: bench-plain-torch
+bench-plain-torch: $(STAMPS)/package ## time the codecs in plain torch, and compiled, beside the native kernels
+	$(BIN)/python benchmarks/plain_torch.py $(ARGS)
+
 .PHONY: bench-page-faults
 bench-page-faults: $(STAMPS)/package ## time what users can do about page faults of training on CPUs
 	$(BIN)/python benchmarks/page_faults.py $(ARGS)

@@ -45,6 +45,39 @@ def test_groups(group: dist.ProcessGroup) -> None:
     assert _torch.backend_of(group, "cuda") is None
 
 
+class WrittenInPython(dist.ProcessGroup):
+    """A group without a C++ backend."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+
+
+def test_registered_groups() -> None:
+    init_default_group()
+    timeout = timedelta(seconds=7)
+    if "python_group" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("python_group", WrittenInPython, devices=["cpu"])
+    gloo = _torch.registered_group((0,), 0, "gloo", dist.HashStore(), "a name of ours", timeout)
+    assert dist.get_backend_config(gloo) == "cpu:gloo,cuda:gloo"
+    assert dist.get_process_group_ranks(gloo) == [0]
+    assert _torch.timeout_of(gloo) == timeout
+    assert _torch.is_gloo(_torch.backend_of(gloo, "cpu"))
+    assert _torch.device_types_of(gloo) == ["cuda", "cpu"]
+    assert _torch.store_of(gloo) is not None
+    in_python = _torch.registered_group((0,), 0, "python_group", dist.HashStore(), "another name", timeout)
+    assert isinstance(in_python, WrittenInPython)
+    assert _torch.device_types_of(in_python) == []
+    assert _torch.timeout_of(in_python) == timedelta(minutes=30)
+    store = _torch.store_of(in_python)
+    assert store is not None
+    store.set("key", "value")
+    with_abstract_store = dist.ProcessGroup(dist.PrefixStore("a", dist.PrefixStore("b", dist.Store())), 0, 1)
+    assert _torch.store_of(with_abstract_store) is None
+    with pytest.raises(ValueError, match="process_group must have a store, got one without, as in a world of mpi"):
+        torchbagua.BaguaProcessGroup(with_abstract_store)
+    dist.destroy_process_group(gloo)
+
+
 def test_work_of_a_future() -> None:
     future: torch.futures.Future[int] = torch.futures.Future()
     work = _torch.work_of(future)

@@ -69,10 +69,18 @@ def registered_group(
     return group
 
 
-def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Return the store that the group's members share; torch keeps that of a group written in Python elsewhere."""
-    store: dist.Store = group.get_group_store() or distributed_c10d._get_process_group_store(group)
-    return store
+def store_of(group: dist.ProcessGroup) -> dist.Store | None:
+    """Return the store that the group's members share; None if there is none, as in a world that MPI has started.
+
+    Torch keeps the store of a group written in Python in its registry.
+    """
+    store: dist.Store | None = group.get_group_store()
+    if store is None:
+        _, store = distributed_c10d._world.pg_map.get(group, (None, None))
+    bare: Any = store
+    while isinstance(bare, dist.PrefixStore):
+        bare = bare.underlying_store
+    return None if type(bare) is dist.Store else store  # the abstract class, of which the world of MPI has one
 
 
 def work_of(future: "torch.futures.Future[Any]") -> dist.Work:

@@ -99,7 +99,14 @@ class BaguaProcessGroup(GroupOperations):
             raise ValueError(f"BaguaProcessGroup: timeout must be a positive datetime.timedelta, got {timeout!r}")
         if transport is not None and not callable(transport):
             raise TypeError(f"BaguaProcessGroup: transport must be a class of torchbagua.transport, got {transport!r}")
+        group_store = store_of(process_group)
+        if group_store is None:
+            raise ValueError(
+                "BaguaProcessGroup: process_group must have a store, got one without, as in a world of mpi; call "
+                'init_process_group("gloo"), and give the group that new_group(backend="mpi") returns'
+            )
         self.process_group = process_group
+        self._group_store = group_store
         self.rank = process_group.rank()
         self.size = process_group.size()
         self.timeout = timeout or timeout_of(process_group)
@@ -136,7 +143,7 @@ class BaguaProcessGroup(GroupOperations):
 
     def _agree(self, same: Settings, refusal: str | None) -> Verdict:
         """Return what is known of all ranks, which agree in `same` and the package's version."""
-        group_store = store_of(self.process_group)
+        group_store = self._group_store
         # Every rank constructs its groups in the same order, so counting own constructions gives all the same name.
         counter = f"torchbagua/constructed/{self.rank}"
         self._store = dist.PrefixStore(f"torchbagua/{group_store.add(counter, 1)}", group_store)
