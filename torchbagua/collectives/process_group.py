@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torchbagua._torch import store_of, timeout_of
+from torchbagua._torch import timeout_of
 from torchbagua._warnings import warn_user
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.board import StoreBoard
@@ -24,6 +24,7 @@ from torchbagua.transport.base import Members, TransportError, TransportMaker
 from torchbagua.transport.choice import TransportChoice
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError, cause_of
+from torchbagua.transport.store_requests import require_store
 from torchbagua.transport.streams import wait_on_host
 from torchbagua.version import __version__
 
@@ -99,14 +100,8 @@ class BaguaProcessGroup(GroupOperations):
             raise ValueError(f"BaguaProcessGroup: timeout must be a positive datetime.timedelta, got {timeout!r}")
         if transport is not None and not callable(transport):
             raise TypeError(f"BaguaProcessGroup: transport must be a class of torchbagua.transport, got {transport!r}")
-        group_store = store_of(process_group)
-        if group_store is None:
-            raise ValueError(
-                "BaguaProcessGroup: process_group must have a store, got one without, as in a world of mpi; call "
-                'init_process_group("gloo"), and give the group that new_group(backend="mpi") returns'
-            )
         self.process_group = process_group
-        self._group_store = group_store
+        self._group_store = require_store(process_group)
         self.rank = process_group.rank()
         self.size = process_group.size()
         self.timeout = timeout or timeout_of(process_group)
@@ -143,10 +138,9 @@ class BaguaProcessGroup(GroupOperations):
 
     def _agree(self, same: Settings, refusal: str | None) -> Verdict:
         """Return what is known of all ranks, which agree in `same` and the package's version."""
-        group_store = self._group_store
         # Every rank constructs its groups in the same order, so counting own constructions gives all the same name.
         counter = f"torchbagua/constructed/{self.rank}"
-        self._store = dist.PrefixStore(f"torchbagua/{group_store.add(counter, 1)}", group_store)
+        self._store = dist.PrefixStore(f"torchbagua/{self._group_store.add(counter, 1)}", self._group_store)
         own = Introduction(
             settings={"the version of torchbagua": __version__, **same},
             host=socket.gethostname(),
@@ -158,7 +152,7 @@ class BaguaProcessGroup(GroupOperations):
         try:
             return agree_over_store(self._store, self.rank, self.size, own, self.timeout)
         except TimeoutError:
-            group_store.add(counter, -1)  # a rank that has not come has not counted either: all may try again
+            self._group_store.add(counter, -1)  # a rank that has not come has not counted either: all may try again
             raise
 
     def open(self) -> None:

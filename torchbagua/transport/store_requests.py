@@ -1,6 +1,19 @@
-"""Several texts in one request to a store, if it has the calls for that: FileStore does not."""
+"""The store of a group, and several texts in one request to it, if it has the calls for that: FileStore does not."""
 
 import torch.distributed as dist
+
+from torchbagua._torch import store_of
+
+
+def require_store(process_group: dist.ProcessGroup) -> dist.Store:
+    """Return the store that the ranks of a group share; raise ValueError if it has none."""
+    store = store_of(process_group)
+    if store is None:
+        raise ValueError(
+            "BaguaProcessGroup: process_group must have a store, got one without, as in a world of mpi; call "
+            'init_process_group("gloo"), and give the group that new_group(backend="mpi") returns'
+        )
+    return store
 
 
 def read_texts(store: dist.Store, keys: list[str]) -> list[str]:
