@@ -16,6 +16,7 @@ from torchbagua.algorithms.optimizer_steps import check_optimizer, unwrap
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import check_compression
+from torchbagua.codecs.mean_codecs import MeanCodecs
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer, Run, check_observers
 
@@ -69,6 +70,18 @@ class Algorithm:
     def make_codec(self) -> Compressor:
         """Return the codec of the gradients or weights that it sends: by default that of full precision."""
         return Identity()
+
+    def make_shard_codecs(self) -> MeanCodecs | None:
+        """Return the codecs of the gradients of sharded modules: those on which fully_shard was called.
+
+        By default None: the algorithm takes no sharded modules. Override it for a gradient algorithm that sends what
+        `make_codec` says, and keeps nothing of what that leaves out. FSDP then forms the means, without the impl's
+        `init_operations`.
+
+        Raises:
+            ValueError: an argument of the algorithm does not suit sharded modules.
+        """
+        return None
 
     def uncompressed(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return those of `parameters` that are sent in full precision because the codec does not encode them.

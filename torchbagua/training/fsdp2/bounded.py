@@ -18,7 +18,7 @@ from torchbagua.collectives.exact_gather import ExactGather
 from torchbagua.collectives.gloo_reduce_scatter import gloo_reduce_scatter
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.lane import Job, Lane
-from torchbagua.training.fsdp2.first_failure import FirstFailure
+from torchbagua.training.fsdp2.comm_runner import FirstFailure
 from torchbagua.training.fsdp2.rows import CommunicatingPart
 
 

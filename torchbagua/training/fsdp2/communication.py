@@ -9,15 +9,16 @@ import torch
 from torchbagua._description import describe
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.training.fsdp2.bounded import bound_gathers, bound_reduce_scatters, on_cpus, open_shards
-from torchbagua.training.fsdp2.first_failure import FirstFailure
-from torchbagua.training.fsdp2.gather import gathered_by
+from torchbagua.training.fsdp2.checks import check_even_nodes, shard_codecs
+from torchbagua.training.fsdp2.comm_runner import FirstFailure, FsdpCommRunner
+from torchbagua.training.fsdp2.gather import install_weight_gathers
 from torchbagua.training.fsdp2.options import Sharding
-from torchbagua.training.fsdp2.reduce_scatter import scattered_by
-from torchbagua.training.fsdp2.replicas import averaged_by, open_replicas, share_shards
-from torchbagua.training.fsdp2.rows import RowRunner, communicating_parts
+from torchbagua.training.fsdp2.reduce_scatter import install_reduce_scatters
+from torchbagua.training.fsdp2.replicas import install_replica_means, open_replicas, share_shards
+from torchbagua.training.fsdp2.rows import communicating_parts
 
 
-def communicated_by(
+def install_communication(
     impl: AlgorithmImpl,
     module: torch.nn.Module,
     parts: Mapping[str, Any],
@@ -36,23 +37,26 @@ def communicated_by(
         must_agree: what must be the same on all of these ranks, by name.
 
     Raises:
-        ValueError, TimeoutError, CommunicationError: see `scattered_by`, `open_replicas`.
+        ValueError, TimeoutError, CommunicationError: see `check_even_nodes`, `open_replicas`.
     """
+    codecs = shard_codecs("attach", impl.algorithm)
     communicating = communicating_parts(module, parts)
     with ExitStack() as undo:  # closed here only where one of these steps raises
-        runner = RowRunner(impl)
+        runner = FsdpCommRunner(impl)
         if sharding.replicate_group is not None:
             algorithm = describe(impl.algorithm, type(impl.algorithm).__name__)
             must_agree = {"the algorithm": algorithm, **must_agree}
             replicas = undo.enter_context(open_replicas(impl, sharding.replicate_group, must_agree))
             share_shards(replicas, module)
-            runner = RowRunner(impl, replicas)
-            undo.enter_context(averaged_by(runner, communicating))
-        undo.enter_context(bound_gathers(impl.process_group, runner.failure, communicating))
-        undo.enter_context(scattered_by(runner, communicating))
-        undo.enter_context(bound_reduce_scatters(impl.process_group, runner.failure, communicating))
-        if sharding.quantize_weights is not None:
-            undo.enter_context(gathered_by(runner, communicating, sharding.quantize_weights))
+            runner = FsdpCommRunner(impl, replicas)
+            undo.enter_context(install_replica_means(runner, communicating, codecs))
+        undo.enter_context(bound_gathers(runner.group, runner.failure, communicating))
+        check_even_nodes(impl.algorithm, codecs, runner.group.node_ranks)
+        undo.enter_context(install_reduce_scatters(runner, communicating, codecs))
+        undo.enter_context(bound_reduce_scatters(runner.group, runner.failure, communicating))
+        if (codec := sharding.quantize_weights) is not None:
+            hierarchical = codecs.hierarchical
+            undo.enter_context(install_weight_gathers(runner, communicating, codec, hierarchical=hierarchical))
         return undo.pop_all()
 
 

@@ -1,0 +1,42 @@
+"""The codecs of a mean: one between all ranks, or one between nodes and one within them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from torchbagua.codecs.base import Compressor
+from torchbagua.codecs.lookup import codec_for_dtype
+
+
+@dataclass(frozen=True)
+class MeanCodecs:
+    """The codecs with which ranks send what they average.
+
+    Args:
+        codec: encodes what is sent between all ranks; with `intra_codec`, what is sent between nodes.
+        intra_codec: encodes what is sent within a node: over several nodes of several ranks, the mean is then
+            hierarchical, so ranks sum within nodes first. `Identity()` is full precision. None for a mean that treats
+            all ranks alike, wherever they are.
+
+    Raises:
+        TypeError: an argument is not a Compressor.
+    """
+
+    codec: Compressor
+    intra_codec: Compressor | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Compressor):
+            raise TypeError(f"MeanCodecs: codec must be a Compressor, got {self.codec!r}")
+        if self.intra_codec is not None and not isinstance(self.intra_codec, Compressor):
+            raise TypeError(f"MeanCodecs: intra_codec must be a Compressor or None, got {self.intra_codec!r}")
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether ranks sum within nodes first."""
+        return self.intra_codec is not None
+
+    def for_dtype(self, dtype: torch.dtype) -> "MeanCodecs":
+        """Return these codecs, with full precision in place of each that does not encode `dtype`."""
+        intra_codec = None if self.intra_codec is None else codec_for_dtype(self.intra_codec, dtype)
+        return MeanCodecs(codec_for_dtype(self.codec, dtype), intra_codec)
