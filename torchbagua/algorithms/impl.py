@@ -12,7 +12,7 @@ from torchbagua.algorithms.optimizer_steps import StepsTaken, StepWatch, paramet
 from torchbagua.algorithms.rank_state import check_rank_state, owner_of
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
-from torchbagua.codecs.lookup import codec_for_dtype
+from torchbagua.codecs.mean_codecs import codec_for_dtype
 from torchbagua.collectives.agreement import fingerprint, require_same_progress
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor

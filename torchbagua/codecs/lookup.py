@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from torchbagua.codecs.base import ALIASES, REGISTRY, Compressor
 from torchbagua.codecs.cast import Identity
 
@@ -48,8 +46,3 @@ def by_name(compression: str | Compressor | None, **options: Any) -> Compressor:
     if isinstance(compression, str):
         return REGISTRY[compression](**options)
     return Identity() if compression is None else compression
-
-
-def codec_for_dtype(codec: Compressor, dtype: torch.dtype) -> Compressor:
-    """Return `codec`; or that of full precision, if `codec` does not encode `dtype`."""
-    return codec if codec.encodes(dtype) else Identity()

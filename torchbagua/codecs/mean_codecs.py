@@ -1,11 +1,11 @@
-"""The codecs of a mean: one between all ranks, or one between nodes and one within them."""
+"""The codecs of a mean, and full precision in place of those that do not encode a dtype."""
 
 from dataclasses import dataclass
 
 import torch
 
 from torchbagua.codecs.base import Compressor
-from torchbagua.codecs.lookup import codec_for_dtype
+from torchbagua.codecs.cast import Identity
 
 
 @dataclass(frozen=True)
@@ -40,3 +40,8 @@ class MeanCodecs:
         """Return these codecs, with full precision in place of each that does not encode `dtype`."""
         intra_codec = None if self.intra_codec is None else codec_for_dtype(self.intra_codec, dtype)
         return MeanCodecs(codec_for_dtype(self.codec, dtype), intra_codec)
+
+
+def codec_for_dtype(codec: Compressor, dtype: torch.dtype) -> Compressor:
+    """Return `codec`; or that of full precision, if `codec` does not encode `dtype`."""
+    return codec if codec.encodes(dtype) else Identity()

@@ -72,6 +72,7 @@ class ReplicaGroup(dist.ProcessGroup):
                 "parameter's end: if it is FSDP's, call torchbagua.fsdp.align_blocks(module) after fully_shard; if it "
                 "is yours, use another group to have it exact"
             )
+        self._impl.use_device(x_L.device)
         mean = self._mean_of(row, average=options.reduceOp == dist.ReduceOp.AVG)
         self._runner.run(self._runner.group, row.name, x_L, partial(mean, x_L))
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[x_L.device] if x_L.is_cuda else None)

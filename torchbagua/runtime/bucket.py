@@ -7,8 +7,6 @@ import torch
 
 from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.observe.events import Details
-from torchbagua.observe.tracer import NO_SPAN, Span, Tracer
 from torchbagua.runtime.memory_order import MemoryOrder, flat_length
 from torchbagua.runtime.operations import BucketOperations, Operation
 
@@ -56,13 +54,6 @@ def check_elements(what: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{what} must be {', '.join(others)} or {last}, got {tensor.dtype}")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{what} must be on the CPU or on a CUDA device, got {tensor.device}")
-
-
-def bucket_span(tracer: Tracer, name: str, flat: torch.Tensor) -> Span:
-    """Return the phase in which a flat tensor, called `name`, is communicated."""
-    if tracer.is_idle:
-        return NO_SPAN
-    return tracer.span("bucket", Details(bucket=name, num_elements=flat.numel(), raw_bytes=flat.nbytes))
 
 
 class BaguaBucket(BucketOperations):
@@ -138,7 +129,7 @@ class BaguaBucket(BucketOperations):
         told at once.
         """
         try:
-            with bucket_span(self.group.tracer, self.name, self.flat):
+            with self.group.tracer.bucket_span(self.name, self.flat):
                 for operation in self.operations:
                     with self.group.tracer.range(operation.name):
                         operation.run(self)
@@ -153,7 +144,7 @@ class BaguaBucket(BucketOperations):
         if not rest:
             return
         try:
-            with bucket_span(self.group.tracer, self.name, self.flat):
+            with self.group.tracer.bucket_span(self.name, self.flat):
                 for finish in rest:
                     finish()
         except BaseException:

@@ -101,18 +101,12 @@ class Attachment:
             undo.enter_context(step_hooks)
             if impl.averages_weights:
                 if setup.is_sharded:
-                    undo.enter_context(bound_waits(impl, setup.module, setup.sharded_parts))
+                    bound_waits(undo, impl, setup.module, setup.sharded_parts)
                 for ddp in setup.ddps:
                     silence(ddp)
             elif setup.is_sharded:
-                communication = install_communication(
-                    impl,
-                    setup.module,
-                    setup.sharded_parts,
-                    setup.sharding,
-                    setup.must_agree(),
-                )
-                undo.enter_context(communication)
+                parts = setup.sharded_parts
+                install_communication(undo, impl, setup.module, parts, setup.sharding, setup.must_agree())
             else:
                 assert setup.ddp is not None
                 undo.enter_context(hooked(setup.ddp, partial(comm_hook, impl)))

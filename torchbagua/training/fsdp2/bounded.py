@@ -53,36 +53,34 @@ def _size_of(part: CommunicatingPart) -> int:
     return 1 if group is None else group.size()
 
 
-def bound_gathers(group: BaguaProcessGroup, failure: FirstFailure, parts: Sequence[CommunicatingPart]) -> ExitStack:
-    """Gather the weights of `parts` over the connections of `group`, until what is returned is closed.
+def bound_gathers(
+    undo: ExitStack, group: BaguaProcessGroup, failure: FirstFailure, parts: Sequence[CommunicatingPart]
+) -> None:
+    """Gather the weights of `parts` over the connections of `group`, until `undo` is closed.
 
     An all-gather that the user has set stays.
     """
-    with ExitStack() as undo:  # closed here only where one of these steps raises
-        runner = GatherRunner(group, failure)
-        undo.callback(runner.close)
-        for part in on_cpus(parts):
-            comm, is_torchs = fsdp_all_gather(part.param_group)
-            if is_torchs:
-                undo.callback(part.part.set_custom_all_gather, comm)
-                part.part.set_custom_all_gather(BoundedGather(runner, part))
-        return undo.pop_all()
+    runner = GatherRunner(group, failure)
+    undo.callback(runner.close)
+    for part in on_cpus(parts):
+        comm, is_torchs = fsdp_all_gather(part.param_group)
+        if is_torchs:
+            undo.callback(part.part.set_custom_all_gather, comm)
+            part.part.set_custom_all_gather(BoundedGather(runner, part))
 
 
 def bound_reduce_scatters(
-    group: BaguaProcessGroup, failure: FirstFailure, parts: Sequence[CommunicatingPart]
-) -> ExitStack:
-    """Reduce-scatter the gradients of `parts` over the connections of `group`, until what is returned is closed.
+    undo: ExitStack, group: BaguaProcessGroup, failure: FirstFailure, parts: Sequence[CommunicatingPart]
+) -> None:
+    """Reduce-scatter the gradients of `parts` over the connections of `group`, until `undo` is closed.
 
     A reduce-scatter that the user has set stays.
     """
-    with ExitStack() as undo:  # closed here only where one of these steps raises
-        for part in on_cpus(parts):
-            comm, is_torchs = fsdp_reduce_scatter(part.param_group)
-            if is_torchs:
-                undo.callback(part.part.set_custom_reduce_scatter, comm)
-                part.part.set_custom_reduce_scatter(BoundedReduceScatter(group, failure, part))
-        return undo.pop_all()
+    for part in on_cpus(parts):
+        comm, is_torchs = fsdp_reduce_scatter(part.param_group)
+        if is_torchs:
+            undo.callback(part.part.set_custom_reduce_scatter, comm)
+            part.part.set_custom_reduce_scatter(BoundedReduceScatter(group, failure, part))
 
 
 class GatherRunner:

@@ -9,7 +9,6 @@ import torch
 from torchbagua._torch import queue_callback
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.runtime.bucket import bucket_span
 from torchbagua.runtime.lane import Job
 
 
@@ -85,11 +84,10 @@ class FsdpCommRunner:
             until_end: let it go on, on the lane, until backward ends, or the next is run. It holds the gradient of a
                 whole layer, and more than one would cost the memory that sharding saves.
         """
-        self.impl.use_device(x.device)
         tracer = self.group.tracer
 
         def communicate_traced() -> None:
-            with self.failure.guard(), bucket_span(tracer, name, x), tracer.range(name):
+            with self.failure.guard(), tracer.bucket_span(name, x), tracer.range(name):
                 communicate()
 
         if group.world.in_stream_order(x.device):

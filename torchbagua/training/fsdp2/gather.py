@@ -10,36 +10,25 @@ import torch
 from torchbagua._torch import fsdp_all_gather, fsdp_gathered_dtypes, fsdp_shard_group
 from torchbagua._warnings import UncompressedParametersWarning, warn_user
 from torchbagua.codecs.base import Compressor
-from torchbagua.codecs.lookup import by_name
 from torchbagua.collectives.row_gather import RowGather
 from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
 from torchbagua.training.fsdp2.rows import CommunicatingPart
 
 
 def install_weight_gathers(
+    undo: ExitStack,
     runner: FsdpCommRunner,
     parts: Sequence[CommunicatingPart],
-    quantize_weights: str | Compressor,
+    codec: Compressor,
     *,
     hierarchical: bool,
-) -> ExitStack:
-    """Gather the weights of all parts in a codec's bytes until what is returned is closed; then torch does again.
-
-    Args:
-        runner: over whose group weights are gathered. Its ranks are those among which the parts are sharded.
-        parts: whose weights they are.
-        quantize_weights: the codec.
-        hierarchical: see `RowGather`.
-    """
-    codec = by_name(quantize_weights)
-    with ExitStack() as undo:  # closed here only where one of these steps raises
-        for part in parts:
-            gather = WeightGather(runner, part, codec, hierarchical=hierarchical)
-            # When torch's is back: what has been decoded is not computed with any more.
-            undo.callback(part.part.reshard)
-            undo.callback(part.part.set_custom_all_gather, fsdp_all_gather(part.param_group)[0])
-            part.part.set_custom_all_gather(gather)
-        return undo.pop_all()
+) -> None:
+    """Gather the weights of all parts with `codec` until `undo` is closed; then torch does again, in full precision."""
+    for part in parts:
+        gather = WeightGather(runner, part, codec, hierarchical=hierarchical)
+        undo.callback(part.part.reshard)  # when torch's is back: what has been decoded is not computed with any more
+        undo.callback(part.part.set_custom_all_gather, fsdp_all_gather(part.param_group)[0])
+        part.part.set_custom_all_gather(gather)
 
 
 class WeightGather:

@@ -20,9 +20,9 @@ from torchbagua.training.fsdp2.rows import CommunicatingPart
 
 
 def install_reduce_scatters(
-    runner: FsdpCommRunner, parts: Sequence[CommunicatingPart], codecs: MeanCodecs
-) -> ExitStack:
-    """Reduce-scatter the gradients of all parts with `codecs` until what is returned is closed; then torch does again.
+    undo: ExitStack, runner: FsdpCommRunner, parts: Sequence[CommunicatingPart], codecs: MeanCodecs
+) -> None:
+    """Reduce-scatter the gradients of all parts with `codecs` until `undo` is closed; then torch does again.
 
     With replicas, a hierarchical mean treats the ranks of one shard group as it treats those of one node, if they are
     on one node. If it compresses nothing within nodes, torch's own reduce-scatter stays.
@@ -30,13 +30,11 @@ def install_reduce_scatters(
     has_replicas = runner.replicas is not None and runner.replicas.size > 1
     if has_replicas and codecs.intra_codec is not None and len(runner.group.node_ranks) == 1:
         if isinstance(codecs.intra_codec, Identity):
-            return ExitStack()
+            return
         codecs = MeanCodecs(codecs.intra_codec)
-    with ExitStack() as undo:  # closed here only where one of these steps raises
-        for part in parts:
-            undo.callback(part.part.set_custom_reduce_scatter, fsdp_reduce_scatter(part.param_group)[0])
-            part.part.set_custom_reduce_scatter(RowScatter(runner, part, codecs))
-        return undo.pop_all()
+    for part in parts:
+        undo.callback(part.part.set_custom_reduce_scatter, fsdp_reduce_scatter(part.param_group)[0])
+        part.part.set_custom_reduce_scatter(RowScatter(runner, part, codecs))
 
 
 class RowScatter:

@@ -54,15 +54,15 @@ def share_shards(replicas: BaguaProcessGroup, module: torch.nn.Module) -> None:
     broadcast_tensors(replicas.world, map(local_shard, (*module.parameters(), *module.buffers())), "the shards")
 
 
-def install_replica_means(runner: FsdpCommRunner, parts: Sequence[CommunicatingPart], codecs: MeanCodecs) -> ExitStack:
-    """Average the gradients of all parts over the replicas with `codecs`, until what is returned is closed."""
-    with ExitStack() as undo:  # closed here only where one of these steps raises
-        for part in parts:
-            mean = ReplicaMean(runner, part, codecs)
-            undo.callback(part.part.set_all_reduce_hook, None)
-            undo.callback(mean.close)
-            part.part.set_all_reduce_hook(mean)
-        return undo.pop_all()
+def install_replica_means(
+    undo: ExitStack, runner: FsdpCommRunner, parts: Sequence[CommunicatingPart], codecs: MeanCodecs
+) -> None:
+    """Average the gradients of all parts over the replicas with `codecs`, until `undo` is closed."""
+    for part in parts:
+        mean = ReplicaMean(runner, part, codecs)
+        undo.callback(part.part.set_all_reduce_hook, None)
+        undo.callback(mean.close)
+        part.part.set_all_reduce_hook(mean)
 
 
 def mean_of_rows(group: BaguaProcessGroup, codecs: MeanCodecs, row: TensorSpec, *, average: bool) -> Mean:
