@@ -6,7 +6,7 @@ rank. On GPUs they stay torch's: NCCL runs them in stream order, and its watchdo
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -157,7 +157,7 @@ class BoundedGather:
         self._runner = runner
         self._part = part
         self._torchs, _ = fsdp_all_gather(part.param_group)
-        self._gathers: dict[dist.ProcessGroup, ExactGather] = {}
+        self._gather_over = cache(partial(_exact_gather, runner, part))
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for the output."""
@@ -181,18 +181,15 @@ class BoundedGather:
         length = input_tensor.numel()
         own_row = output_tensor[group.rank() * length :][:length]
         assert own_row.data_ptr() == input_tensor.data_ptr(), "FSDP gathers in place"
-        return self._runner.run(partial(self._gather_of(group), output_tensor), async_op=async_op)
+        return self._runner.run(partial(self._gather_over(group), output_tensor), async_op=async_op)
 
-    def _gather_of(self, group: dist.ProcessGroup) -> ExactGather:
-        if group not in self._gathers:
-            shards = self._runner.group
-            ranks: Sequence[int] = range(shards.size)
-            if group is not fsdp_shard_group(self._part.param_group):
-                every = dist.get_process_group_ranks(shards.process_group)
-                ranks = [every.index(rank) for rank in dist.get_process_group_ranks(group)]
-            name = f"weights of {self._part.label}"
-            self._gathers[group] = ExactGather(self._runner.communicator, ranks, shards.nodes, name)
-        return self._gathers[group]
+
+def _exact_gather(runner: GatherRunner, part: CommunicatingPart, group: dist.ProcessGroup) -> ExactGather:
+    ranks: Sequence[int] = range(runner.group.size)
+    if group is not fsdp_shard_group(part.param_group):
+        every = dist.get_process_group_ranks(runner.group.process_group)
+        ranks = [every.index(rank) for rank in dist.get_process_group_ranks(group)]
+    return ExactGather(runner.communicator, ranks, runner.group.nodes, f"weights of {part.label}")
 
 
 class BoundedReduceScatter:
