@@ -72,11 +72,10 @@ class Algorithm:
         return Identity()
 
     def make_shard_codecs(self) -> MeanCodecs | None:
-        """Return the codecs of the gradients of sharded modules: those on which fully_shard was called.
+        """Return the codecs for the gradients of modules on which fully_shard was called. By default None: takes none.
 
-        By default None: the algorithm takes no sharded modules. Override it for a gradient algorithm that sends what
-        `make_codec` says, and keeps nothing of what that leaves out. FSDP then forms the means, without the impl's
-        `init_operations`.
+        Override it if the algorithm averages gradients with the codec of `make_codec`, and without error feedback. On a
+        sharded module the mean is then formed with these codecs, and `AlgorithmImpl.init_operations` is not called.
 
         Raises:
             ValueError: an argument of the algorithm does not suit sharded modules.

@@ -13,10 +13,9 @@ class MeanCodecs:
     """The codecs with which ranks send what they average.
 
     Args:
-        codec: encodes what is sent between all ranks; with `intra_codec`, what is sent between nodes.
-        intra_codec: encodes what is sent within a node: over several nodes of several ranks, the mean is then
-            hierarchical, so ranks sum within nodes first. `Identity()` is full precision. None for a mean that treats
-            all ranks alike, wherever they are.
+        codec: the codec between all ranks; with an `intra_codec`, between nodes.
+        intra_codec: the codec within nodes. The mean is then hierarchical: over several nodes of several ranks, ranks
+            sum within nodes first. `Identity()` is full precision. None for a mean that does not depend on nodes.
 
     Raises:
         TypeError: an argument is not a Compressor.

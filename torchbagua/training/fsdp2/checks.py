@@ -100,13 +100,6 @@ def check_even_nodes(algorithm: Algorithm, codecs: MeanCodecs, node_ranks: Seque
         )
 
 
-def _algorithms_of_shards() -> list[str]:
-    """Return the names of the registered classes that take sharded modules as gradient algorithms."""
-    default = Algorithm.make_shard_codecs
-    constructors = [get(name) for name in available_algorithms()]
-    return sorted({cls.__name__ for cls in constructors if getattr(cls, "make_shard_codecs", default) is not default})
-
-
 def unquantized_weights(module: torch.nn.Module, parts: Parts, sharding: Sharding) -> Iterator[str]:
     """Yield a message for each part whose weights are gathered in full precision, against `quantize_weights`."""
     if sharding.quantize_weights is None:
@@ -116,6 +109,13 @@ def unquantized_weights(module: torch.nn.Module, parts: Parts, sharding: Shardin
         dtypes = fsdp_gathered_dtypes(part.param_group)
         if len(dtypes) > 1 or not all(map(codec.encodes, dtypes)):
             yield why_in_full_precision(f"weights of {part.label}", codec, dtypes)
+
+
+def _algorithms_of_shards() -> list[str]:
+    """Return the names of the registered classes that take sharded modules as gradient algorithms."""
+    default = Algorithm.make_shard_codecs
+    constructors = [get(name) for name in available_algorithms()]
+    return sorted({cls.__name__ for cls in constructors if getattr(cls, "make_shard_codecs", default) is not default})
 
 
 def _refuse_options(module: torch.nn.Module, sharding: Sharding) -> None:

@@ -127,6 +127,7 @@ class ReplicaMean:
             return
         if kept is not None:
             gradient_L.add_(kept[1])
+            kept = None  # its memory is free while the mean is formed
         if gradient_L.is_cuda:
             self._replicas.connect_nccl(gradient_L.device)
         average = fsdp_divide_factor(self._part.param_group) is None
