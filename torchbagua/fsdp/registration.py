@@ -26,8 +26,8 @@ def register_backend(algorithm: Algorithm, *, name: str = "torchbagua") -> None:
         torchbagua.fsdp.align_blocks(model)
 
     A group of this backend compresses each all-reduce, sum or mean, of a flat floating-point tensor, also one of yours.
-    Metrics are exact as tensors without a dimension, or over another group. Everything else, as the
-    reduce-scatter, stays torch's own. Register on all ranks, before the mesh is made.
+    Metrics are exact as tensors without a dimension, or over another group. Everything else, as the reduce-scatter,
+    stays torch's own. Register on all ranks, before the mesh is made.
 
     Args:
         algorithm: one that averages gradients and takes sharded modules, with `average=True` and without error
