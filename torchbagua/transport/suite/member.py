@@ -60,6 +60,7 @@ class Member:
         others: the ranks of all other members.
         deadline_s: in seconds.
         last_call: the call of a transport that came last.
+        is_meeting: whether this rank waits for others in `meet`.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Member:
         self.others = [rank for rank in range(self.size) if rank != self.rank]
         self.deadline_s = deadline.total_seconds()
         self.last_call = "the transport's constructor"
+        self.is_meeting = False
         self._maker = maker
         self._members = members
         self._deadline = deadline
@@ -168,10 +170,12 @@ class Member:
         self._num_meetings += 1
         if self._members.store.add(key, 1) == self.size:
             self._members.store.set(f"{key} is complete", "")
+        self.is_meeting = True
         while not self._members.store.check([f"{key} is complete"]):
             if self._members.store.check(["failed"]):
                 raise OtherMemberFailed
             time.sleep(_POLL_S)
+        self.is_meeting = False
 
     def expect_bits(self, what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
         """Raise Mismatch unless both tensors have the same bytes; `what` names the tensor."""
@@ -219,6 +223,8 @@ class Member:
             taken_s = time.monotonic() - start_s
             if peer is not None and error.peer != peer:
                 raise Mismatch(f"{what}: expected an error with peer {peer}, got peer {error.peer}") from error
+        except Exception as error:
+            raise Mismatch(f"{what}: expected TransportError, got {type(error).__name__}: {error}") from error
         else:
             raise Mismatch(f"{what}: expected TransportError, got none")
         if taken_s < at_least_s:
