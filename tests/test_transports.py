@@ -11,7 +11,7 @@ import torch
 from torchbagua.transport import Abilities, Members, TransportError, TransportMaker, gloo
 from torchbagua.transport.gloo import GlooTransport
 from torchbagua.transport.suite import TransportFault, check_transport
-from transports import PlayedNccl, QueueTransport, StagedOnCpu, play_pinned_memory
+from transports import PlayedNccl, QueueTransport, StagedOnCpu, StagedOverGloo, play_pinned_memory
 
 DEADLINE = timedelta(seconds=0.5)
 TIMEOUT = timedelta(seconds=2)  # of transports that fail
@@ -46,6 +46,11 @@ def test_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = check(StagedOnCpu)
     assert ran > MESSAGES | DEADLINES | ENDS
     assert not ran & COLLECTIVES
+
+
+@pytest.mark.gpu
+def test_staging_of_a_gpu() -> None:
+    assert check(StagedOverGloo) > MESSAGES | DEADLINES | ENDS
 
 
 def test_collectives_in_stream_order() -> None:

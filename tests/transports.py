@@ -54,16 +54,23 @@ class PlayedNccl(GlooTransport):
         return [rank for rank, tensor in enumerate(tensors) if tensor.numel() and rank != self._rank]
 
 
-class StagedOnCpu(StagedTransport):
-    """Passes tensors of the CPU through other memory of the host, as those of a GPU."""
+class StagedOverGloo(StagedTransport):
+    """Staging that opens and closes its own transport of the host."""
 
     def __init__(self, members: Members) -> None:
         super().__init__(GlooTransport(members), members.timeout)
-        self.abilities = replace(self.abilities, devices=frozenset({"cpu"}))
 
     def abort(self) -> None:
         super().abort()
         self._host.abort()
+
+
+class StagedOnCpu(StagedOverGloo):
+    """Passes tensors of the CPU through other memory of the host, as those of a GPU."""
+
+    def __init__(self, members: Members) -> None:
+        super().__init__(members)
+        self.abilities = replace(self.abilities, devices=frozenset({"cpu"}))
 
 
 class PlayedStream:

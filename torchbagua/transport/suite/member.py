@@ -51,7 +51,7 @@ class Member:
     Args:
         maker: opens the transports that are tested.
         members: of the check, with a store of its own.
-        deadline: the timeout of transports whose waits are to fail.
+        deadline: the timeout of transports whose waits are to fail; some members come half of it later than others.
         device: of the tensors; None for the first type of devices that the transport moves.
 
     Attributes:
