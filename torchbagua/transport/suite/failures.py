@@ -1,4 +1,4 @@
-"""Checks of failures and ends: what a transport does about peers that do not come, and when it is aborted or closed."""
+"""Checks of failures and ends: peers that do not come, peers that abort, and the use of a closed transport."""
 
 import functools
 import threading
@@ -112,7 +112,7 @@ def check_abort_by_another_thread(member: Member) -> None:
 
 def check_use_after_abort(member: Member) -> None:
     """After `abort` every message and collective fails, also one posted before; `abort` once more does nothing."""
-    transport = member.open(has_short_timeout=True)
+    transport = member.open()
     member.use(transport)
     if transport.abilities.has_messages:
         transport.post_receive(member.before, member.zeros(transport, 10), 1)
@@ -131,7 +131,7 @@ def check_use_after_abort(member: Member) -> None:
 
 def check_close(member: Member) -> None:
     """All members close; then every message and collective fails, and `abort` does nothing."""
-    transport = member.open(has_short_timeout=True)
+    transport = member.open()
     member.use(transport)
     member.meet()
     transport.close()
@@ -153,29 +153,30 @@ def check_threads(member: Member) -> None:
     transport.join()
     member.meet()
     give_up_s = time.monotonic() + _THREADS_END_WITHIN_S
-    while left := [thread for thread in threading.enumerate() if _is_foreign(thread) and thread not in before]:
+    while left := sorted(thread.name for thread in {*threading.enumerate()} - before if _is_of_transport(thread)):
         if time.monotonic() > give_up_s:
-            raise Mismatch(f"abort and join: expected no new thread, got {sorted(thread.name for thread in left)}")
+            raise Mismatch(f"abort and join: expected no new thread, got {left}")
         time.sleep(0.01)
 
 
-def _is_foreign(thread: threading.Thread) -> bool:
+def _is_of_transport(thread: threading.Thread) -> bool:
     return not isinstance(thread, SuiteThread)
 
 
 def check_unclaimed(member: Member) -> None:
-    """What the transport does not claim works, or raises TransportError and nothing else."""
-    transport = member.open()
-    if not transport.abilities.has_messages:
-        _allow_failure(lambda: transport.post_receive(member.before, member.zeros(transport, 10), 0))
-        _allow_failure(lambda: transport.post_send(member.after, member.zeros(transport, 10), 0))
-    for collective in sorted({"all_to_all", "all_gather", "all_reduce"} - transport.abilities.collectives):
-        _allow_failure(functools.partial(member.run_collective, transport, collective))
+    """A message or collective that the transport does not claim works, or raises TransportError and nothing else."""
+    abilities = member.open().abilities
+    if not abilities.has_messages:
+        _allow_failure(member, lambda transport: transport.post_receive(member.before, member.zeros(transport, 10), 0))
+        _allow_failure(member, lambda transport: transport.post_send(member.after, member.zeros(transport, 10), 0))
+    for collective in sorted({"all_to_all", "all_gather", "all_reduce"} - abilities.collectives):
+        _allow_failure(member, functools.partial(member.run_collective, collective=collective))
 
 
-def _allow_failure(call: Callable[[], object]) -> None:
+def _allow_failure(member: Member, call: Callable[[Transport], None]) -> None:
+    """Call a function with a transport of its own, which is of no use after an error."""
     with suppress(TransportError):
-        call()
+        call(member.open())
 
 
 def _expect_failure_of_collective(member: Member, transport: Transport, collective: str, why: str) -> None:
