@@ -35,7 +35,7 @@ def open_shards(impl: AlgorithmImpl, parts: Sequence[CommunicatingPart]) -> Iter
     """
     group = fsdp_shard_group(parts[0].param_group)
     assert group is not None
-    shards = BaguaProcessGroup(group, timeout=impl.process_group.timeout)
+    shards = BaguaProcessGroup(group, timeout=impl.process_group.timeout, transport=impl.process_group.transport)
     try:
         shards.tell_through(impl.tracer, "shards")
         yield shards

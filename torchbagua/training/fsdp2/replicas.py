@@ -38,7 +38,9 @@ def open_replicas(
     """
     own = impl.process_group
     places = {"the rank that holds a shard, of those of its module": f"{own.rank} of {own.size}"}
-    replicas = BaguaProcessGroup(group, timeout=own.timeout, must_agree={**must_agree, **places})
+    replicas = BaguaProcessGroup(
+        group, timeout=own.timeout, transport=own.transport, must_agree={**must_agree, **places}
+    )
     try:
         replicas.open()
         replicas.tell_through(own.tracer, "replicas")
