@@ -22,7 +22,7 @@ from training import Tower, build, train
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from torchbagua.codecs import TensorSpec
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
-from torchbagua.collectives.exchange import Exchange
+from torchbagua.collectives.exchange import Exchange, Pipeline
 from whole_mean import WholeByteGradAlgorithm
 
 pytestmark = pytest.mark.gpu
@@ -172,9 +172,7 @@ def test_nccl_moves_what_an_exchange_and_a_mean_send(group: dist.ProcessGroup, g
             own.open_private_nccl()
             own.connect_nccl(gpu)
         received = torch.zeros_like(x)
-        exchange = Exchange(own.world, "all_to_all", [received], "bucket 0", [(0, 0)])
-        exchange.expect()
-        exchange.run(lambda target: x)
+        Exchange(Pipeline(own.world), "all_to_all", [received], "bucket 0", [(0, 0)]).run([x])
         assert torch.equal(received, x)
         mean = torch.empty_like(x)
         AllReduceMean(own.world, TensorSpec((x.numel(),), x.dtype, gpu, "bucket 0"), 2.0)(x, mean)

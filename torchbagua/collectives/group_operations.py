@@ -10,12 +10,12 @@ from torchbagua.codecs.base import Compressor, sum_dtype
 from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name
-from torchbagua.collectives.all_gather import AllGather
+from torchbagua.collectives.all_gather import all_gather
 from torchbagua.collectives.centralized_mean import centralized_mean
-from torchbagua.collectives.exchange import ElementCounts, Exchange
+from torchbagua.collectives.exchange import ElementCounts, Exchange, Pipeline
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.rank_chunks import RankChunks
-from torchbagua.collectives.reduce_scatter import ReduceScatter
+from torchbagua.collectives.reduce_scatter import reduce_scatter
 
 T = TypeVar("T")
 
@@ -88,10 +88,8 @@ class GroupOperations(NodeGroups):
         if self.size > 1:
             spec = _spec(every.view(-1), name)
             cuts = [rank * flat.numel() for rank in range(self.size + 1)]
-            gather = self._collective(
-                ("all_gather", spec), lambda: AllGather(RankChunks(self.world, Identity(), spec, cuts))
-            )
-            gather(every[self.rank], every.view(-1))
+            chunks = self._collective(("all_gather", spec), lambda: RankChunks(self.world, Identity(), spec, cuts))
+            all_gather(chunks, every[self.rank], every.view(-1))
         return _like(every, x).view(self.size, *x.shape)
 
     def reduce_scatter(self, x: torch.Tensor, *, average: bool = False, name: str = "reduce_scatter") -> torch.Tensor:
@@ -117,12 +115,9 @@ class GroupOperations(NodeGroups):
         own = flat[self.rank * length :][:length].clone()
         if self.size > 1:
             spec = _spec(flat, name)
-            divisor = float(self.size) if average else 1.0
-            scatter = self._collective(
-                ("reduce_scatter", spec, divisor), lambda: ReduceScatter(self._equal_chunks(spec), divisor=divisor)
-            )
+            chunks = self._collective(("reduce_scatter", spec), lambda: self._equal_chunks(spec))
             total = own.to(sum_dtype(own.dtype))
-            scatter(flat, total)
+            reduce_scatter(chunks, flat, total, divisor=float(self.size) if average else 1.0)
             own.copy_(total)
         return _like(own, x).view(x.shape[1:])
 
@@ -168,8 +163,8 @@ class GroupOperations(NodeGroups):
             sent={peer: tensor.numel() for peer, tensor in sends.items()},
             received={peer: tensor.numel() for peer, tensor in receives.items()},
         )
-        exchange = Exchange(self.world, "peer_exchange", of_all, name, turns, counts)
-        exchange.run(lambda target: outgoing.get(target, nothing))
+        exchange = Exchange(Pipeline(self.world), "peer_exchange", of_all, name, turns, counts)
+        exchange.run(outgoing.get(target, nothing) for target in exchange.targets)
 
     def _equal_chunks(self, spec: TensorSpec) -> RankChunks:
         """Return the tensor in chunks, where each rank has as many of its elements as any other."""

@@ -194,6 +194,10 @@ class Communicator:
         """
         return self.nccl is not None and device.type == "cuda"
 
+    def posts_messages(self, device: torch.device) -> bool:
+        """Return whether tensors on `device` are sent by `post` and `wait`, one by one; else by one collective."""
+        return not self.in_stream_order(device)
+
     def all_reduce(self, tensor: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]) -> None:
         """Replace `tensor` by its sum over the ranks, in stream order; see `launch`."""
         self.launch(purpose, lambda nccl: all_reduce(nccl, tensor), messages)
