@@ -118,8 +118,8 @@ def require_same_progress(
 ) -> int:
     """Return the largest `value` of all ranks, or raise the same error on all unless they have come equally far.
 
-    Messages of other lengths would end the process in gloo, so ranks that may have come to different places compare
-    this before.
+    A transport may end the process if the two sides of a message differ in length, so ranks that may have come to
+    different places compare this before.
 
     Args:
         communicator: whose ranks compare.

@@ -14,6 +14,9 @@ from torchbagua.transport.communicator import SMALL_MESSAGE_BYTES, Communicator
 # Exchanges of different operations, and of different pieces, may be under way at the same time.
 _TAGS = {"all_to_all": 0, "all_gather": 1, "peer_exchange": 2, "agreement": 3}
 
+# While one is under way the transport already has what the next one sends, so that no link waits for a processor.
+_MOST_ROUNDS = 2
+
 # 5 Gbit/s. What is faster, as between ranks of one machine, waits for processors and not for links.
 _FAST_LINK_BYTES_PER_S = 0.625e9
 
@@ -43,14 +46,15 @@ class Exchange:
 
     In each turn a rank sends to one peer and receives from one; by default, in turn d, it sends to the rank d places
     after it and receives from the one d places before it. If messages are long and not every link is known to be fast,
-    turns come one at a time: the receive of a turn is posted when the data of the turn before is there. A send waits
-    until its receive is posted, so every link carries one stream in each direction; more streams at a time took up to
-    twice as long over a slow network. Otherwise the cost is how often ranks wait for each other, and all receives are
-    posted when the exchange is made.
+    turns come one at a time: the receive of a turn is posted when the data of the turn before is there. A transport
+    that posts messages holds a send back until its receive is posted, so every link carries one stream in each
+    direction; more streams at a time took up to twice as long over a slow network. Otherwise the cost is how often
+    ranks wait for each other, and all receives are posted when the exchange is made.
 
     Ranks need not agree on whether turns come one at a time: it decides when data moves, and not what moves.
 
-    Over a communicator that does not post messages one by one, an exchange is one all-to-all.
+    If the communicator does not post messages one by one, `send` is one all-to-all: in stream order the host does not
+    wait for it.
 
     Args:
         pipeline: of the exchanges that are under way together, over the communicator whose ranks exchange.
@@ -129,9 +133,10 @@ class Exchange:
             self._all_to_all(dict(zip(self.targets, tensors, strict=False)))  # there may be no end to them
 
     def arrivals(self) -> Iterator[int]:
-        """Yield the ranks whose tensors have arrived, one after the other, in the order of turns.
+        """Wait for what others send, and yield each rank when its tensor is there, in the order of turns.
 
-        In stream order they yield all at once: what the current stream does next, it does when they have arrived.
+        Exchanges of one pipeline do this in the order in which they send. In stream order no host waits: what the
+        current stream does next, it does when the tensor is there.
 
         Raises:
             CommunicationError: a peer is gone, or did not take part within the group's timeout.
@@ -140,6 +145,7 @@ class Exchange:
             yield from self._sources
             return
         for turns in self.rounds:
+            self._pipeline.wait_for_earlier_sends()
             for index, (_, source) in enumerate(turns, 1):
                 with self._span("receive", source, self._receives[source]):
                     self._communicator.wait("receiving from", source, tag=self._tag, purpose=self._purpose)
@@ -209,10 +215,10 @@ class Exchange:
 class Pipeline:
     """The exchanges over one communicator that are under way together. All ranks have the same ones.
 
-    What exchanges send goes out in the order in which they call `send`. A round that may begin is sent at once, and
-    each tensor as soon as it is computed. A later round is computed while the one before it is under way, and sent when
-    that is over, before the caller goes on with what has arrived: so no link waits for a processor. Two rounds of
-    exchanges that send all at once may be under way at the same time, and no more than two messages to one peer.
+    Their rounds are sent in the order in which they call `Exchange.send`. Rounds of one turn are under way one at a
+    time; the next is computed meanwhile, and begins when all of this one has arrived, before the caller decodes that.
+    Other rounds are under way two at a time, and each of their tensors is sent as soon as it is computed. So no link
+    waits for a processor, and no more than two messages are on their way to a peer.
 
     Args:
         communicator: whose ranks exchange.
@@ -245,22 +251,29 @@ class Pipeline:
         assert ended.exchange is exchange
         self._advance()
 
+    def wait_for_earlier_sends(self) -> None:
+        """Wait until what is sent by rounds of which all has arrived is gone."""
+        while len(self._to_leave) > len(self._to_arrive):
+            round, spans = self._to_leave.popleft()
+            for (target, _), span in zip(round.turns, spans, strict=True):
+                round.exchange.wait_for_send(target)
+                span.end()
+
     def finish(self) -> None:
-        """Wait until all that exchanges send is there. To be called when all has arrived."""
-        assert not self._to_send
-        self._wait_for_sends(0)
+        """Wait until all that exchanges send is gone. To be called when all has arrived."""
+        assert not self._to_arrive
+        self.wait_for_earlier_sends()
 
     def _advance(self) -> None:
         self._post_receives()
         while self._to_send:
-            following = self._to_send[0]
-            last = self._to_leave[-1][0] if self._to_leave else following
-            num_beside = 0 if following.exchange.is_one_at_a_time or last.exchange.is_one_at_a_time else 1
-            if len(self._to_arrive) > num_beside:
+            following, under_way = self._to_send[0], self._to_arrive
+            is_alone = following.exchange.is_one_at_a_time or (under_way and under_way[0].exchange.is_one_at_a_time)
+            if len(under_way) >= (1 if is_alone else _MOST_ROUNDS):
                 if not self._computed:
                     self._computed.extend(itertools.islice(following.tensors, len(following.turns)))
                 return
-            self._wait_for_sends(num_beside)
+            self.wait_for_earlier_sends()
             self._send(self._to_send.popleft())
 
     def _post_receives(self) -> None:
@@ -279,14 +292,6 @@ class Pipeline:
             spans.append(round.exchange.post_send(target, tensor))
         self._to_arrive.append(round)
         self._to_leave.append((round, spans))
-
-    def _wait_for_sends(self, num_left: int) -> None:
-        """Wait until what rounds send is there, of all but the last."""
-        while len(self._to_leave) > num_left:
-            round, spans = self._to_leave.popleft()
-            for (target, _), span in zip(round.turns, spans, strict=True):
-                round.exchange.wait_for_send(target)
-                span.end()
 
 
 class _Round(NamedTuple):

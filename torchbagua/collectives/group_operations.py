@@ -1,4 +1,4 @@
-"""What an algorithm of one's own sends: operations of a group that work over gloo and NCCL, on CPUs and GPUs."""
+"""What an algorithm of one's own sends: operations of a group that work over every transport, on CPUs and GPUs."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -26,8 +26,8 @@ class GroupOperations(NodeGroups):
     """The operations of a `BaguaProcessGroup`.
 
     All ranks call the same ones, in the same order, with tensors of the same sizes: on the lane, as a bucket's
-    operations do, and never beside what that runs. On a GPU they are done on the current stream, and with NCCL no host
-    waits. Observers hear of every message under `name`, and errors have it too.
+    operations do, and never beside what that runs. On a GPU they are done on the current stream, and in stream order no
+    host waits. Observers hear of every message under `name`, and errors have it too.
 
     All raise CommunicationError where a rank is gone or did not take part within the group's timeout.
     """
@@ -130,7 +130,8 @@ class GroupOperations(NodeGroups):
     ) -> None:
         """Send a tensor to each of some ranks, and receive one from each of some ranks.
 
-        If you send to a rank, that rank must receive from you, as many bytes: gloo ends the process if they differ.
+        If you send to a rank, that rank must receive from you, as many bytes. If they differ, a transport may end the
+        process.
 
         Args:
             sends: contiguous tensors, by the rank that they go to.
@@ -147,7 +148,7 @@ class GroupOperations(NodeGroups):
                         f"BaguaProcessGroup.exchange: {what} must be by another rank of {self.size}, got {peer!r} on "
                         f"rank {self.rank}"
                     )
-        # As bytes: NCCL moves tensors of one dtype at a time, and gloo does not know all.
+        # As bytes: a collective moves tensors of one dtype, and a transport may not know every dtype.
         outgoing = {peer: _bytes_of(f"sends[{peer}]", tensor) for peer, tensor in sends.items()}
         incoming = {peer: _bytes_of(f"receives[{peer}]", tensor) for peer, tensor in receives.items()}
         turns = []

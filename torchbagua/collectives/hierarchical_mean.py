@@ -5,8 +5,8 @@ Shape suffixes: N elements, L elements of a shard.
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -17,7 +17,7 @@ from torchbagua.collectives.exchange import Pipeline
 from torchbagua.collectives.first_runs import FirstRuns
 from torchbagua.collectives.hierarchical import shard_cuts, sum_of_shard
 from torchbagua.collectives.nodes import NodeGroups
-from torchbagua.collectives.rank_chunks import RankChunks
+from torchbagua.collectives.rank_chunks import Piece, RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
 from torchbagua.collectives.two_phase_mean import is_long
 
@@ -93,35 +93,52 @@ class HierarchicalMean:
                 self._run(x_N, x_N if out_N is None else out_N)
 
     def _run(self, x_N: torch.Tensor, out_N: torch.Tensor) -> None:
-        chunks, owns_shard = self._chunks, self._owners is not None
+        chunks = self._chunks
         sum_L = sum_of_shard(chunks)
         sums = [sum_L[piece.within_own] for piece in chunks.pieces]
         # All are made by now, so that receives are posted early.
         within = Pipeline(chunks.communicator)
         scatter, gather = ReduceScatter(chunks, x_N, within), AllGather(chunks, out_N, within)
-        between = Pipeline(self._owners or chunks.communicator)
-        parts = list(zip(self._shard_chunks, sums, strict=owns_shard))
-        scatters = [ReduceScatter(part, sum_P, between, divisor=self._divisor) for part, sum_P in parts]
-        gathers = [AllGather(part, sum_P, between) for part, sum_P in parts]
-        whole = [part.pieces[0] for part, _ in parts]
-
+        between = None if self._owners is None else Pipeline(self._owners)
+        means = [] if between is None else self._begin_means(sums, between)
         for piece in chunks.pieces:
             scatter.send(piece)
-        for index, piece in enumerate(chunks.pieces):
-            scatter.receive_mean(piece, sums[index])
-            if owns_shard:
-                scatters[index].send(whole[index])
-        for index in range(len(parts)):
-            scatters[index].receive_encoded_mean(whole[index], gathers[index].own_wire(whole[index]), sums[index])
-            gathers[index].send(whole[index])
-        for index, piece in enumerate(chunks.pieces):
-            if owns_shard:
-                gathers[index].receive(whole[index])
-            gather.send(piece, sums[index])
+        for piece, sum_L in zip(chunks.pieces, sums, strict=True):
+            scatter.receive_mean(piece, sum_L)
+            if means:
+                means[piece.index].scatter.send(means[piece.index].piece)
+        for mean in means:
+            mean.scatter.receive_encoded_mean(mean.piece, mean.gather.own_wire(mean.piece))
+            mean.gather.send(mean.piece)
+        for piece, sum_L in zip(chunks.pieces, sums, strict=True):
+            if means:
+                means[piece.index].gather.receive(means[piece.index].piece)
+            gather.send(piece, sum_L)
         for piece in chunks.pieces:
             gather.receive(piece)
-        between.finish()
+        if between is not None:
+            between.finish()
         within.finish()
+
+    def _begin_means(self, sums: Sequence[torch.Tensor], between: Pipeline) -> list["_MeanOfPiece"]:
+        parts = list(zip(self._shard_chunks, sums, strict=True))
+        scatters = [ReduceScatter(chunks, sum_L, between, divisor=self._divisor) for chunks, sum_L in parts]
+        gathers = [AllGather(chunks, sum_L, between) for chunks, sum_L in parts]
+        pieces = [chunks.pieces[0] for chunks in self._shard_chunks]
+        return list(map(_MeanOfPiece, pieces, scatters, gathers))
+
+
+class _MeanOfPiece(NamedTuple):
+    """The two-phase mean of one piece of own shard over nodes.
+
+    Attributes:
+        piece: the whole of that.
+        scatter, gather: its phases.
+    """
+
+    piece: Piece
+    scatter: ReduceScatter
+    gather: AllGather
 
 
 def _piece_cuts(

@@ -88,17 +88,21 @@ class ReduceScatter:
                 chunks.compressor.decode_mean(rows, layout, self._divisor, out_L)
 
     def receive_encoded_mean(
-        self, piece: Piece, wire_W: torch.Tensor, memory_N: torch.Tensor, residual: Residual | None = None
+        self,
+        piece: Piece,
+        wire_W: torch.Tensor,
+        residual: Residual | None = None,
+        memory_N: torch.Tensor | None = None,
     ) -> None:
         """Wait for own part of a piece from all ranks, and encode the mean into `wire_W`.
 
         Args:
             piece: of all chunks.
             wire_W: for the mean.
-            memory_N: a tensor like the one that is scattered, or that itself. With a residual, own part of it is memory
-                for the mean before that is encoded.
             residual: what compression left out of the means of own chunk before is added, and what it leaves out now is
                 staged there.
+            memory_N: with a residual, a tensor like the one that is scattered, or that itself: own part of it is memory
+                for the mean before that is encoded.
 
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
@@ -110,6 +114,7 @@ class ReduceScatter:
             if residual is None:
                 chunks.compressor.decode_mean_encode(rows, layout, self._divisor, wire_W)
                 return
+            assert memory_N is not None
             chunks.compressor.decode_mean_encode_feedback(
                 rows,
                 layout,

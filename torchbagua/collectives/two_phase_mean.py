@@ -86,7 +86,7 @@ class TwoPhaseMean:
         for piece in chunks.pieces:
             scatter.send(piece)
         for piece in chunks.pieces:
-            scatter.receive_encoded_mean(piece, gather.own_wire(piece), out_N, mean)
+            scatter.receive_encoded_mean(piece, gather.own_wire(piece), mean, out_N)
             gather.send(piece)
         for piece in chunks.pieces:
             gather.receive(piece)
