@@ -277,7 +277,7 @@ def test_exchange_brings_every_tensor_to_its_rank(num_elements: int, fast_ranks:
             exchange = Exchange(pipeline, "all_to_all", receives, "numbers")
             exchange.send(torch.full((num_elements,), 10.0 * rank + target) for target in exchange.targets)
             heard.extend(exchange.arrivals())
-            pipeline.finish()
+            pipeline.wait_for_sends()
             for source in range(4):
                 assert receives[source].unique().tolist() == [0.0 if source == rank else 10.0 * source + rank]
             assert sorted(heard) == [source for source in range(4) if source != rank]

@@ -60,7 +60,7 @@ def run_two_exchanges(num_elements: int, rate: float) -> list[list[str]]:
             for source in exchange.arrivals():
                 assert tensors[source].unique().tolist() == [float(source)]
                 log.append(f"decodes {name} {source}")
-        pipeline.finish()
+        pipeline.wait_for_sends()
         return log
 
     return run_ranks(SIZE, body)
@@ -123,7 +123,7 @@ def test_a_third_exchange_is_sent_when_the_first_has_arrived() -> None:
         assert len(sent) == 3
         for exchange in exchanges[1:]:
             exchange.wait()
-        pipeline.finish()
+        pipeline.wait_for_sends()
         assert [tensor[0].item() for tensor in receives] == [10.0 * value + peer for value in range(3)]
         return sent
 

@@ -99,4 +99,4 @@ def all_gather(chunks: RankChunks, x_L: torch.Tensor, out_N: torch.Tensor) -> No
         gather.send(piece, x_L[piece.within_own])
     for piece in chunks.pieces:
         gather.receive(piece)
-    pipeline.finish()
+    pipeline.wait_for_sends()

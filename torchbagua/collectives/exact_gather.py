@@ -87,7 +87,7 @@ class ExactGather:
             exchange.send(itertools.repeat(row))
         for exchange, _ in within:
             exchange.wait()
-        pipeline.finish()
+        pipeline.wait_for_sends()
 
 
 def _ring(ranks: Sequence[int], own: int) -> list[tuple[int, int]]:

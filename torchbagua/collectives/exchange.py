@@ -145,7 +145,7 @@ class Exchange:
             yield from self._sources
             return
         for turns in self.rounds:
-            self._pipeline.wait_for_earlier_sends()
+            self._pipeline.wait_for_sends()
             for index, (_, source) in enumerate(turns, 1):
                 with self._span("receive", source, self._receives[source]):
                     self._communicator.wait("receiving from", source, tag=self._tag, purpose=self._purpose)
@@ -162,7 +162,7 @@ class Exchange:
         """Send `tensors`, and wait until all is sent and received: for the only exchange of its pipeline."""
         self.send(tensors)
         self.wait()
-        self._pipeline.finish()
+        self._pipeline.wait_for_sends()
 
     def post_receives(self, number: int) -> None:
         """Post the receives of the rounds up to this one, unless they are posted: their senders send from now on."""
@@ -251,18 +251,13 @@ class Pipeline:
         assert ended.exchange is exchange
         self._advance()
 
-    def wait_for_earlier_sends(self) -> None:
-        """Wait until what is sent by rounds of which all has arrived is gone."""
+    def wait_for_sends(self) -> None:
+        """Wait until what is sent by rounds of which all has arrived is gone; a collective ends with it."""
         while len(self._to_leave) > len(self._to_arrive):
             round, spans = self._to_leave.popleft()
             for (target, _), span in zip(round.turns, spans, strict=True):
                 round.exchange.wait_for_send(target)
                 span.end()
-
-    def finish(self) -> None:
-        """Wait until all that exchanges send is gone. To be called when all has arrived."""
-        assert not self._to_arrive
-        self.wait_for_earlier_sends()
 
     def _advance(self) -> None:
         self._post_receives()
@@ -273,7 +268,7 @@ class Pipeline:
                 if not self._computed:
                     self._computed.extend(itertools.islice(following.tensors, len(following.turns)))
                 return
-            self.wait_for_earlier_sends()
+            self.wait_for_sends()
             self._send(self._to_send.popleft())
 
     def _post_receives(self) -> None:

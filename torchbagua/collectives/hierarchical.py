@@ -92,11 +92,12 @@ class Hierarchical:
             scatter = ReduceScatter(chunks, x_N, pipeline)
             scatter.send(piece)
             scatter.receive_mean(piece, sum_L)
+            pipeline.wait_for_sends()
         if self._between_nodes is not None:
             self._between_nodes(sum_L, round_index)
         gather.send(piece, sum_L)
         gather.receive(piece)
-        pipeline.finish()
+        pipeline.wait_for_sends()
 
 
 def shard_cuts(group: NodeGroups, spec: TensorSpec, block_elements: int, compressor: Compressor) -> tuple[int, ...]:

@@ -107,6 +107,7 @@ class HierarchicalMean:
             scatter.receive_mean(piece, sum_L)
             if means:
                 means[piece.index].scatter.send(means[piece.index].piece)
+        within.wait_for_sends()
         for mean in means:
             mean.scatter.receive_encoded_mean(mean.piece, mean.gather.own_wire(mean.piece))
             mean.gather.send(mean.piece)
@@ -117,8 +118,8 @@ class HierarchicalMean:
         for piece in chunks.pieces:
             gather.receive(piece)
         if between is not None:
-            between.finish()
-        within.finish()
+            between.wait_for_sends()
+        within.wait_for_sends()
 
     def _begin_means(self, sums: Sequence[torch.Tensor], between: Pipeline) -> list["_MeanOfPiece"]:
         parts = list(zip(self._shard_chunks, sums, strict=True))

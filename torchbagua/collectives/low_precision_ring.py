@@ -154,7 +154,7 @@ class LowPrecisionRing:
         for source in exchange.arrivals():
             with self._span("decode"):
                 self._add(receives[source], [copy_N for neighbour, copy_N in copies if neighbour == source])
-        pipeline.finish()
+        pipeline.wait_for_sends()
 
     def _add(self, wire_W: torch.Tensor, copies: list[torch.Tensor]) -> None:
         for elements, own_bytes, layout in zip(self._elements, self._byte_slices, self._layouts, strict=True):

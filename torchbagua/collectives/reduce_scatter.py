@@ -186,4 +186,4 @@ def reduce_scatter(chunks: RankChunks, x_N: torch.Tensor, out_L: torch.Tensor, *
         scatter.send(piece)
     for piece in chunks.pieces:
         scatter.receive_mean(piece, out_L[piece.within_own])
-    pipeline.finish()
+    pipeline.wait_for_sends()

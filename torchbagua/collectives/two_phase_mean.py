@@ -90,7 +90,7 @@ class TwoPhaseMean:
             gather.send(piece)
         for piece in chunks.pieces:
             gather.receive(piece)
-        pipeline.finish()
+        pipeline.wait_for_sends()
 
     def _cut(self, num_pieces: int) -> None:
         """Cut chunks into so many pieces. The mean is the same, to the bit, since blocks are."""
