@@ -203,6 +203,10 @@ class Communicator:
         """Return whether tensors on `device` are moved in the order of the current stream: the host waits for none."""
         return self._transport(device).abilities.in_stream_order
 
+    def posts_messages(self, device: torch.device) -> bool:
+        """Return whether tensors on `device` are sent by `post` and `wait`, one by one; else by one collective."""
+        return not self.in_stream_order(device)
+
     def all_reduce(self, tensor: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]) -> None:
         """Replace `tensor` by its sum over the ranks.
 
