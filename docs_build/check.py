@@ -22,6 +22,8 @@ MODULES = (
     "torchbagua.collectives.topology",
     "torchbagua.fsdp",
     "torchbagua.observe",
+    "torchbagua.transport",
+    "torchbagua.transport.suite",
 )
 # Public too: their objects are handed to users, or an algorithm of one's own is written with them.
 FURTHER = (

@@ -17,7 +17,7 @@ import torchbagua as tb
 from torchbagua import codecs
 from torchbagua.algorithms.base import get, init_for
 from torchbagua.codecs.base import REGISTRY
-from torchbagua.training.fsdp2.checks import check_algorithm_of_shards
+from torchbagua.training.fsdp2.checks import shard_codecs
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "algorithms"
@@ -80,7 +80,7 @@ class Entry:
         if self.algorithm.averages_weights:
             return "between replicas"
         try:
-            check_algorithm_of_shards("tables", self.algorithm)
+            shard_codecs("tables", self.algorithm)
         except ValueError:
             return "no"
         return "yes"

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DeviceMesh, init_device_mesh
 
 import torchbagua as tb
 from oracle import ordered_sum, quantise, quantise_block, quantise_block_4_bits
-from sharded_rank import BLOCK, BYTEGRAD, EIGHT, F32, FOUR_BITS, Net, decoded, divide_by_three, row_of, sum_alone
+from sharded_rank import BLOCK, BYTEGRAD, EIGHT, F32, FOUR_BITS, OWN, Net, decoded, divide_by_three, row_of, sum_alone
 from torchbagua.codecs import Compressor
 
 GROUPS = [["first", "middle.0"], ["middle.1"], ["last"]]
@@ -83,6 +83,7 @@ class Case:
 BOTH_WAYS = {
     "bytegrad": Case(),
     "four bits": Case(FOUR_BITS, in_4_bits),
+    "own algorithm": Case(OWN, in_4_bits),
     "accumulated": Case(accumulates="all"),
     "accumulated within": Case(accumulates="shards"),
     "a divide factor": Case(prepare=sum_then_divide_by_three, divisors=(1, 1, 3), accumulates="shards"),

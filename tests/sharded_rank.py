@@ -28,7 +28,7 @@ from torch.distributed.tensor import init_device_mesh
 import torchbagua as tb
 from oracle import ordered_sum, quantise, quantise_block, quantise_block_4_bits
 from torchbagua._torch import fsdp_all_gather, fsdp_param_groups, fsdp_reduce_scatter
-from torchbagua.codecs import Compressor, MinMaxUInt4, MinMaxUInt8
+from torchbagua.codecs import Compressor, Identity, MeanCodecs, MinMaxUInt4, MinMaxUInt8
 from torchbagua.training.fsdp2.bounded import BoundedGather
 
 BLOCK = 16
@@ -37,6 +37,23 @@ BYTEGRAD = tb.ByteGradAlgorithm(block=BLOCK)
 EIGHT, FOUR = MinMaxUInt8(BLOCK), MinMaxUInt4(BLOCK)
 FOUR_BITS = tb.CompressedAllReduceAlgorithm(FOUR)
 FULL = tb.CompressedAllReduceAlgorithm(None)
+
+
+@dataclass(frozen=True)
+class OwnAlgorithm(tb.Algorithm):
+    """One that a user has written: gradients in 4 bits, within nodes in full precision."""
+
+    def make_codec(self) -> Compressor:
+        return FOUR
+
+    def make_shard_codecs(self) -> MeanCodecs:
+        return MeanCodecs(self.make_codec(), Identity())
+
+    def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
+        return tb.AlgorithmImpl(process_group, self)
+
+
+OWN = OwnAlgorithm()
 
 
 class Net(nn.Module):
@@ -104,6 +121,8 @@ CASES = {
     "bytegrad": Case(),
     "four bits": Case(FOUR_BITS),
     "full precision": Case(FULL),
+    "own algorithm": Case(OWN),
+    "own algorithm, over nodes": Case(OWN, nodes=True, weights=EIGHT),
     "premultiplied sum": Case(prepare=divide_by_three, divisor=3.0),
     "sum": Case(prepare=sum_alone),
     "reduced in bfloat16": Case(policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)),
@@ -132,6 +151,7 @@ OF_FOUR_RANKS = [
     "over nodes",
     "weights in 8 bits, resharded to two",
     "weights in 8 bits, over nodes",
+    "own algorithm, over nodes",
 ]
 
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,7 +17,7 @@ from ranks import gloo_group, init_default_group, run_ranks
 from torchbagua.codecs import Identity, MinMaxUInt8, TensorSpec
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.broadcast import broadcast_tensors
-from torchbagua.collectives.exchange import Exchange
+from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.collectives.store_agreement import Introduction, Verdict, agree_over_store
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 from torchbagua.runtime.lane import Lane
@@ -272,8 +273,11 @@ def test_exchange_brings_every_tensor_to_its_rank(num_elements: int, fast_ranks:
         for _ in range(2):
             receives = [torch.zeros(num_elements) for _ in range(4)]
             heard: list[int] = []
-            exchange = Exchange(communicator, "all_to_all", receives, "numbers")
-            exchange.run(lambda target: torch.full((num_elements,), 10.0 * rank + target), heard.append)
+            pipeline = Pipeline(communicator)
+            exchange = Exchange(pipeline, "all_to_all", receives, "numbers")
+            exchange.send(torch.full((num_elements,), 10.0 * rank + target) for target in exchange.targets)
+            heard.extend(exchange.arrivals())
+            pipeline.wait_for_sends()
             for source in range(4):
                 assert receives[source].unique().tolist() == [0.0 if source == rank else 10.0 * source + rank]
             assert sorted(heard) == [source for source in range(4) if source != rank]
@@ -287,7 +291,7 @@ def test_link_rate_is_learnt_from_long_messages() -> None:
         rates = []
         for num_elements in (10, 100_000):
             tensors = [torch.zeros(num_elements) for _ in range(4)]
-            Exchange(communicator, "all_to_all", tensors[2:], "numbers").run(tensors.__getitem__)
+            Exchange(Pipeline(communicator), "all_to_all", tensors[2:], "numbers").run(tensors)
             rates.append(communicator.link_bytes_per_s[1 - communicator.rank])
         return rates[0], rates[1]
 
@@ -305,13 +309,13 @@ def test_timeout_names_operation_bucket_and_peer_and_tells_the_others() -> None:
     def body(group: dist.ProcessGroup) -> None:
         communicator = tb.BaguaProcessGroup(group, timeout=SHORT).world
         tensors = [torch.zeros(100_000) for _ in range(6)]
-        Exchange(communicator, "all_to_all", tensors[3:], "first").run(tensors.__getitem__)
+        Exchange(Pipeline(communicator), "all_to_all", tensors[3:], "first").run(tensors)
         if group.rank() == 2:
             done.wait(30)
             return
         start = time.monotonic()
         try:
-            Exchange(communicator, "all_to_all", tensors[3:], "second").run(tensors.__getitem__)
+            Exchange(Pipeline(communicator), "all_to_all", tensors[3:], "second").run(tensors)
         except tb.CommunicationError as error:
             errors[group.rank()] = str(error)
             seconds[group.rank()] = time.monotonic() - start
@@ -385,13 +389,13 @@ def test_receive_that_close_has_dropped_is_no_success() -> None:
     def body(group: dist.ProcessGroup) -> None:
         bagua_group = tb.BaguaProcessGroup(group)
         receives = [torch.zeros(3) for _ in range(2)]
-        exchange = Exchange(bagua_group.world, "all_gather", receives, "x")
+        exchange = Exchange(Pipeline(bagua_group.world), "all_gather", receives, "x")
 
-        def close(target: int) -> torch.Tensor:
+        def close() -> Iterator[torch.Tensor]:
             bagua_group.close()
-            return torch.zeros(0)
+            yield torch.zeros(0)
 
-        exchange.run(close)
+        exchange.run(close())
 
     with pytest.raises(tb.CommunicationError, match=r"all_gather of x .* the group is closed"):
         run_ranks(2, body)
@@ -401,7 +405,7 @@ def test_closed_group_raises() -> None:
     def body(group: dist.ProcessGroup) -> None:
         bagua_group = tb.BaguaProcessGroup(group)
         bagua_group.close()
-        Exchange(bagua_group.world, "all_to_all", [torch.ones(1)] * 2, "x")
+        Exchange(Pipeline(bagua_group.world), "all_to_all", [torch.ones(1)] * 2, "x")
 
     with pytest.raises(tb.CommunicationError, match=r"all_to_all of x over .* failed on rank 0: the group is closed"):
         run_ranks(2, body)

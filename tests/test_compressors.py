@@ -16,6 +16,7 @@ from torchbagua.codecs import (
     Cast,
     Compressor,
     Identity,
+    MeanCodecs,
     MinMaxUInt4,
     MinMaxUInt8,
     Sign1Bit,
@@ -347,3 +348,19 @@ def test_unknown_names() -> None:
         by_name("MinMaxUInt4")
     with pytest.raises(ValueError, match="Cast: dtype must be one of"):
         Cast("float8")
+
+
+def test_the_codecs_of_a_mean_are_full_precision_for_what_they_do_not_encode() -> None:
+    eight, four = MinMaxUInt8(), MinMaxUInt4()
+    assert MeanCodecs(eight, four).for_dtype(torch.float32) == MeanCodecs(eight, four)
+    assert MeanCodecs(eight, four).for_dtype(torch.float64) == MeanCodecs(Identity(), Identity())
+    assert MeanCodecs(eight).for_dtype(torch.float64) == MeanCodecs(Identity())  # not hierarchical either
+    assert not MeanCodecs(eight).hierarchical
+    assert MeanCodecs(eight, Identity()).hierarchical
+
+
+def test_the_codecs_of_a_mean_are_compressors() -> None:
+    with pytest.raises(TypeError, match="MeanCodecs: codec must be a Compressor, got 'minmax_uint8'"):
+        MeanCodecs("minmax_uint8")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="MeanCodecs: intra_codec must be a Compressor or None, got False"):
+        MeanCodecs(Identity(), False)  # type: ignore[arg-type]

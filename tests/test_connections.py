@@ -245,3 +245,19 @@ def test_a_given_group_opens_nothing_beside_the_attachments(is_given: bool, monk
     run_ranks(4, body)
     # The world, and with nodes those within them and between them.
     assert sorted(opened) == ([2] * 8 + [4] * 4 if is_given else [4] * 4)
+
+
+def test_a_closed_transport_connects_to_nobody() -> None:
+    """And says so at once, whether its peer is there or not."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        connections = Connections(group.get_group_store(), group.rank(), 2, timedelta(seconds=30))
+        connections.close()
+        start = time.monotonic()
+        if group.rank() == 0:
+            failure = connections.connect([1])
+            assert failure is not None
+            assert failure == (1, "the group is closed")
+        assert time.monotonic() < start + 5
+
+    run_ranks(2, body)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.collectives.exact_gather import ExactGather
-from torchbagua.collectives.exchange import Exchange
+from torchbagua.collectives.exchange import Exchange, Pipeline
 
 SIZE = 4
 
@@ -124,7 +124,7 @@ def test_a_group_that_a_failure_has_closed_says_which_on_all_threads() -> None:
             return
         match = r"all_to_all of gradients over the world group failed on rank 1 receiving from rank 0: "
         with pytest.raises(tb.CommunicationError, match=match):
-            Exchange(own.world, "all_to_all", [torch.ones(1)] * 2, "gradients").run(lambda target: torch.ones(1))
+            Exchange(Pipeline(own.world), "all_to_all", [torch.ones(1)] * 2, "gradients").run([torch.ones(1)])
         with pytest.raises(tb.CommunicationError, match=match):
             ExactGather(twin, range(2), own.nodes, "weights")(torch.ones(2))
 

@@ -20,57 +20,12 @@ from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 from torchbagua.runtime.lane import Lane
-from torchbagua.transport import staged
 from torchbagua.transport import streams as side_stream
-from torchbagua.transport.base import Abilities, Members, TransportMaker
-from torchbagua.transport.gloo import GlooTransport
-from torchbagua.transport.staged import StagedTransport
+from torchbagua.transport.base import TransportMaker
 from torchbagua.transport.streams import StreamHandoff
-from torchbagua.transport.torch_groups import COLLECTIVES
+from transports import PlayedNccl, PlayedStream, StagedOnCpu, play_pinned_memory
 
 LENGTHS = (3000, 17, 1, 5000)
-
-
-class PlayedNccl(GlooTransport):
-    """A gloo transport that does what NCCL's can, and writes down which thread asked for a collective."""
-
-    abilities = Abilities(frozenset({"cpu"}), in_stream_order=True, has_messages=False, collectives=COLLECTIVES)
-
-    def __init__(self, members: Members, calls: list[str]) -> None:
-        super().__init__(members)
-        self._calls = calls
-
-    def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        """What NCCL does in one operation, of tensors of one type, some of them empty."""
-        assert len({tensor.dtype for tensor in [*outputs, *inputs]}) == 1
-        self._calls.append(threading.current_thread().name)
-        group = self.torch_group()
-        works = [group.recv([theirs], rank, 0) for rank, theirs in enumerate(outputs) if theirs.numel()]
-        works += [group.send([mine], rank, 0) for rank, mine in enumerate(inputs) if mine.numel()]
-        for work in works:
-            work.wait()
-
-    def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        self._calls.append(threading.current_thread().name)
-        super().all_to_all_single(output, input)
-
-    def all_gather_into_tensor(self, output: torch.Tensor, own: torch.Tensor) -> None:
-        self._calls.append(threading.current_thread().name)
-        theirs = torch.empty_like(output)
-        super().all_gather_into_tensor(theirs, own.clone())
-        output.copy_(theirs)
-
-
-class StagedOnCpu(StagedTransport):
-    """Passes tensors of the CPU through other memory of the host, as those of a GPU."""
-
-    def __init__(self, members: Members) -> None:
-        super().__init__(GlooTransport(members), members.timeout)
-        self.abilities = GlooTransport.abilities
-
-    def abort(self) -> None:
-        super().abort()
-        self._host.abort()
 
 
 def mean_of_ranks(
@@ -134,36 +89,11 @@ def test_error_feedback_over_nccl_has_the_same_bits(nodes: list[int]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-class PlayedStream:
-    """A stream that does at once what is asked of it, and writes down when the host waits for it."""
-
-    def __init__(self, log: list[str]) -> None:
-        self._log = log
-
-    def query(self) -> bool:
-        self._log.append("host waits")
-        return True
-
-    def record_event(self) -> "PlayedStream":
-        return self
-
-
 def test_messages_of_gpus_pass_through_memory_that_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = mean_of_ranks(MinMaxUInt8(), [0, 0, 0, 0])
     log: list[str] = []
     allocated: list[int] = []
-
-    def pinned(num_bytes: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-        assert pin_memory
-        allocated.append(num_bytes)
-        return torch.zeros(num_bytes, dtype=dtype)
-
-    class Torch:
-        cuda = type("cuda", (), {"current_stream": staticmethod(lambda device: PlayedStream(log))})
-        uint8 = torch.uint8
-        empty = staticmethod(pinned)
-
-    monkeypatch.setattr(staged, "torch", Torch)
+    play_pinned_memory(monkeypatch, log, allocated)
     found = mean_of_ranks(MinMaxUInt8(), [0, 0, 0, 0], StagedOnCpu)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     messages = 4 * 3 * 2  # four ranks, three peers, two phases

@@ -22,7 +22,7 @@ from training import Tower, build, train
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from torchbagua.codecs import TensorSpec
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
-from torchbagua.collectives.exchange import Exchange
+from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.transport.nccl import PrivateNcclTransport
 from whole_mean import WholeByteGradAlgorithm
 
@@ -173,8 +173,7 @@ def test_nccl_moves_what_an_exchange_and_a_mean_send(group: dist.ProcessGroup, g
             own.move_beside_training()
             own.use_device(gpu)
         received = torch.zeros_like(x)
-        exchange = Exchange(own.world, "all_to_all", [received], "bucket 0", [(0, 0)])
-        exchange.run(lambda target: x)
+        Exchange(Pipeline(own.world), "all_to_all", [received], "bucket 0", [(0, 0)]).run([x])
         assert torch.equal(received, x)
         mean = torch.empty_like(x)
         AllReduceMean(own.world, TensorSpec((x.numel(),), x.dtype, gpu, "bucket 0"), 2.0)(x, mean)

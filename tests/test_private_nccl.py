@@ -21,10 +21,8 @@ from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime.lane import Lane
 from torchbagua.transport import choice
 from torchbagua.transport import nccl as private_nccl
-from torchbagua.transport.base import Members
 from torchbagua.transport.communicator import Communicator
-from torchbagua.transport.gloo import GlooTransport
-from torchbagua.transport.staged import StagedTransport
+from transports import StagedOnCpu
 
 GPU = torch.device("cuda", 0)
 SHORT = timedelta(seconds=1)
@@ -316,14 +314,6 @@ def test_waits_of_the_host_for_the_gpu_are_bounded(nccl: Nccl) -> None:
         lane.close()
 
     run_ranks(1, body)
-
-
-class StagedOnCpu(StagedTransport):
-    """Waits for the GPU before it sends tensors of the CPU."""
-
-    def __init__(self, members: Members) -> None:
-        super().__init__(GlooTransport(members), members.timeout)
-        self.abilities = GlooTransport.abilities
 
 
 def test_messages_that_the_gpu_does_not_come_to_are_an_error(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:

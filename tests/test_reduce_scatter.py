@@ -9,9 +9,9 @@ import torchbagua as tb
 from oracle import ordered_sum, quantise
 from ranks import run_ranks
 from torchbagua.codecs import Compressor, Identity, MinMaxUInt8, TensorSpec
-from torchbagua.collectives.all_gather import AllGather
+from torchbagua.collectives.all_gather import all_gather
 from torchbagua.collectives.rank_chunks import RankChunks
-from torchbagua.collectives.reduce_scatter import ReduceScatter
+from torchbagua.collectives.reduce_scatter import reduce_scatter
 from torchbagua.collectives.row_mean import RowMean
 
 BLOCK = 16
@@ -38,10 +38,10 @@ def test_each_rank_gets_the_mean_of_its_own_row(size: int, compressor: Compresso
 
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         own = tb.BaguaProcessGroup(group)
-        scatter = ReduceScatter(RankChunks(own.world, compressor, spec, cuts), divisor=3.0)
+        chunks = RankChunks(own.world, compressor, spec, cuts)
         out = torch.full((sum(ROW),), torch.nan)
         for _ in range(2):
-            scatter(values[group.rank()].clone(), out)
+            reduce_scatter(chunks, values[group.rank()].clone(), out, divisor=3.0)
         own.close()
         return out
 
@@ -77,7 +77,7 @@ def test_all_ranks_get_all_rows(compressor: Compressor) -> None:
     def body(group: dist.ProcessGroup) -> torch.Tensor:
         own = tb.BaguaProcessGroup(group)
         out = torch.full((spec.num_elements,), torch.nan)
-        AllGather(RankChunks(own.world, compressor, spec, cuts))(values[group.rank()], out)
+        all_gather(RankChunks(own.world, compressor, spec, cuts), values[group.rank()], out)
         own.close()
         return out
 

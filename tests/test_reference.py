@@ -19,7 +19,17 @@ from torchbagua.codecs.base import REGISTRY
 
 PACKAGE = ROOT / "torchbagua"
 REFERENCE = ROOT / "docs" / "api" / "index.md"
-PUBLIC_MODULES = ("", ".algorithms", ".codecs", ".collectives", ".compat.mlbench", ".fsdp", ".observe")
+PUBLIC_MODULES = (
+    "",
+    ".algorithms",
+    ".codecs",
+    ".collectives",
+    ".compat.mlbench",
+    ".fsdp",
+    ".observe",
+    ".transport",
+    ".transport.suite",
+)
 TABLES = runpy.run_path(str(ROOT / "docs_build" / "tables.py"))
 
 

@@ -18,8 +18,10 @@ import programs
 import torchbagua as tb
 from ranks import init_default_group
 from sharded_module import assert_trains_as_without, optimizer_of, sharded
-from sharded_rank import CASES, OF_FOUR_RANKS
+from sharded_rank import CASES, OF_FOUR_RANKS, OwnAlgorithm
 from torchbagua._torch import fsdp_all_gather, fsdp_all_reduce_hook, fsdp_param_groups, fsdp_reduce_scatter
+from torchbagua.algorithms import base
+from torchbagua.codecs import Cast, MeanCodecs, MinMaxUInt4, Sign1Bit
 
 
 def run(ranks: int, names: list[str], program: str = "sharded_rank.py", arguments: Sequence[str] = ()) -> None:
@@ -29,7 +31,15 @@ def run(ranks: int, names: list[str], program: str = "sharded_rank.py", argument
     assert [line for line in printed.splitlines() if line.startswith("right: ")] == [f"right: {name}" for name in names]
 
 
-CHEAP = ["bytegrad", "four bits", "premultiplied sum", "reduced in bfloat16", "accumulated before", "not a number"]
+CHEAP = [
+    "bytegrad",
+    "four bits",
+    "own algorithm",
+    "premultiplied sum",
+    "reduced in bfloat16",
+    "accumulated before",
+    "not a number",
+]
 
 
 def test_gradients_are_those_of_the_oracle() -> None:
@@ -99,6 +109,46 @@ def test_arguments_that_are_refused(algorithm: tb.Algorithm, message: str) -> No
     module = sharded()
     with pytest.raises(ValueError, match=message):
         tb.attach(module, optimizer_of(module), algorithm)
+
+
+def test_the_refusal_names_the_registered_algorithms_that_take_sharded_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = sharded()
+    refused = "does not take modules on which fully_shard was called; "
+    with pytest.raises(ValueError, match=f"{refused}ByteGradAlgorithm and CompressedAllReduceAlgorithm do$"):
+        tb.attach(module, optimizer_of(module), "powersgd")
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    tb.register("own", OwnAlgorithm)
+    with pytest.raises(ValueError, match=r"ByteGradAlgorithm and CompressedAllReduceAlgorithm and OwnAlgorithm do$"):
+        tb.attach(module, optimizer_of(module), "powersgd")
+
+
+@pytest.mark.parametrize(
+    ("codecs", "error", "message"),
+    [
+        (MinMaxUInt4(), TypeError, r"Own\.make_shard_codecs must return a torchbagua\.codecs\.MeanCodecs, .* got MinM"),
+        (
+            MeanCodecs(Cast("bfloat16")),
+            TypeError,
+            r"Own\.make_shard_codecs sends with Cast.*, but make_codec returns Min",
+        ),
+        (
+            MeanCodecs(MinMaxUInt4(16), Sign1Bit()),
+            ValueError,
+            r"attach: Own\.make_shard_codecs must not return a codec that needs error feedback, .* got Sign1Bit",
+        ),
+    ],
+    ids=["no MeanCodecs", "another codec", "error feedback"],
+)
+def test_codecs_of_an_own_algorithm_that_are_refused(codecs: object, error: type[Exception], message: str) -> None:
+    class Own(OwnAlgorithm):
+        def make_shard_codecs(self) -> MeanCodecs:
+            return codecs  # type: ignore[return-value]
+
+    module = sharded()
+    with pytest.raises(error, match=message):
+        tb.attach(module, optimizer_of(module), Own())
 
 
 class OwnReduceScatter:

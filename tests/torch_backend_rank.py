@@ -20,7 +20,8 @@ from torch.distributed.tensor import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
-from torchbagua.transport.base import TransportMaker
+from torchbagua.transport.base import Members, TransportMaker
+from torchbagua.transport.suite import check_member
 from torchbagua.transport.torch_backend import TorchBackendTransport
 
 NUM_STEPS = 4
@@ -166,6 +167,20 @@ def unequal_nodes() -> None:
         same_bits("bytegrad", nodes=[int(rank > 2) for rank in range(dist.get_world_size())])
 
 
+def suite() -> None:
+    """It passes the public test suite, over gloo and over the other backend, whose waits have no bound."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    everybody = tuple(range(size))
+    for index, group in enumerate((dist.group.WORLD, dist.new_group(backend="other"))):
+        assert group is not None
+        for has_messages in (True, False):
+            store = dist.PrefixStore(f"suite {index} {has_messages}", dist.group.WORLD.get_group_store())
+            members = Members(group, everybody, rank, store, TIMEOUT, everybody)
+            checks = check_member(partial(TorchBackendTransport, has_messages=has_messages), members)
+            assert ("deadline_of_collectives" in checks) == (index == 0), checks
+            assert {"all_gather", "all_reduce", "all_to_all", "all_to_all_single"} <= set(checks), checks
+
+
 def asynchronous() -> None:
     """Its rounds come when they come. In the end all ranks have the same weights."""
     ALGORITHMS["async"] = partial(tb.AsyncModelAverageAlgorithm, sync_interval_ms=5)
@@ -255,6 +270,7 @@ CASES = {
         all_algorithms,
         all_algorithms_over_nodes,
         unequal_nodes,
+        suite,
         asynchronous,
         collectives_alone,
         other_backend,

@@ -16,6 +16,7 @@ from torchbagua.algorithms.optimizer_steps import check_optimizer, unwrap
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import check_compression
+from torchbagua.codecs.mean_codecs import MeanCodecs
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer, Run, check_observers
 
@@ -69,6 +70,17 @@ class Algorithm:
     def make_codec(self) -> Compressor:
         """Return the codec of the gradients or weights that it sends: by default that of full precision."""
         return Identity()
+
+    def make_shard_codecs(self) -> MeanCodecs | None:
+        """Return the codecs for the gradients of modules on which fully_shard was called. By default None: takes none.
+
+        Override it if the algorithm averages gradients with the codec of `make_codec`, and without error feedback. On a
+        sharded module the mean is then formed with these codecs, and `AlgorithmImpl.init_operations` is not called.
+
+        Raises:
+            ValueError: an argument of the algorithm does not suit sharded modules.
+        """
+        return None
 
     def uncompressed(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return those of `parameters` that are sent in full precision because the codec does not encode them.

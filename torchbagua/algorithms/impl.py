@@ -12,6 +12,7 @@ from torchbagua.algorithms.optimizer_steps import StepsTaken, StepWatch, paramet
 from torchbagua.algorithms.rank_state import check_rank_state, owner_of
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.mean_codecs import codec_for_dtype
 from torchbagua.collectives.agreement import fingerprint, require_same_progress
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
@@ -190,7 +191,7 @@ class AlgorithmImpl:
 
     def codec_for(self, bucket: BaguaBucket) -> Compressor:
         """Return `compressor`; or that of full precision, if `compressor` does not encode the dtype of the bucket."""
-        return self.compressor if self.compressor.encodes(bucket.flat.dtype) else Identity()
+        return codec_for_dtype(self.compressor, bucket.flat.dtype)
 
     def _check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Have the algorithm check the parameters that DDP passes to the standalone hook, and warn once for each dtype.

@@ -12,6 +12,7 @@ from torchbagua.codecs.block_codec import BlockCodec, NativeBlockCodec
 from torchbagua.codecs.blockk import BlockK
 from torchbagua.codecs.blocks import TensorSpec, WireLayout
 from torchbagua.codecs.cast import Cast, Identity
+from torchbagua.codecs.mean_codecs import MeanCodecs
 from torchbagua.codecs.minmax_uint4 import MinMaxUInt4
 from torchbagua.codecs.minmax_uint8 import MinMaxUInt8
 from torchbagua.codecs.sign1bit import Sign1Bit
@@ -24,6 +25,7 @@ __all__ = [
     "Cast",
     "Compressor",
     "Identity",
+    "MeanCodecs",
     "MinMaxUInt4",
     "MinMaxUInt8",
     "NativeBlockCodec",

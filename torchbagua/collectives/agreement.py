@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchbagua.collectives.exchange import Exchange
+from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError
 
@@ -28,10 +28,8 @@ def all_reduce_max(communicator: Communicator, values: Sequence[int], purpose: s
     while distance < communicator.size:
         source = communicator.rank_before(distance)
         theirs = torch.empty_like(largest)
-        exchange = Exchange(
-            communicator, "agreement", {source: theirs}, purpose, [(communicator.rank_after(distance), source)]
-        )
-        exchange.run(lambda target: largest)
+        turns = [(communicator.rank_after(distance), source)]
+        Exchange(Pipeline(communicator), "agreement", {source: theirs}, purpose, turns).run([largest])
         torch.maximum(largest, theirs, out=largest)
         distance *= 2
     return largest.tolist()
@@ -120,8 +118,8 @@ def require_same_progress(
 ) -> int:
     """Return the largest `value` of all ranks, or raise the same error on all unless they have come equally far.
 
-    Messages of other lengths would end the process in gloo, so ranks that may have come to different places compare
-    this before.
+    A transport may end the process if the two sides of a message differ in length, so ranks that may have come to
+    different places compare this before.
 
     Args:
         communicator: whose ranks compare.

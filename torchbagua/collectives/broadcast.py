@@ -20,7 +20,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor
     operation = f"broadcast of {purpose} by rank {communicator.ranks[0]}"
     with torch.no_grad():
         for tensor in tensors:
-            # As bytes, since gloo does not know every dtype; a copy, since weights need not be contiguous.
+            # As bytes, since a transport may not know every dtype; a copy, since weights need not be contiguous.
             values = tensor.detach().contiguous().to("cpu", copy=True)
             _broadcast(communicator, values.view(-1).view(torch.uint8), operation)
             tensor.copy_(values)
@@ -29,7 +29,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor
 def _broadcast(communicator: Communicator, values: torch.Tensor, operation: str) -> None:
     """Replace `values` by rank 0's in log2(n) turns: in each, all ranks that have them send them to as many others.
 
-    gloo's own broadcast connects ranks which `Communicator.connect` does not know of, and its errors name no peer.
+    A backend's own broadcast connects ranks which `Communicator.connect` does not know of, and its errors name no peer.
     """
     rank, distance = communicator.rank, 1
     while distance < communicator.size:

@@ -1,10 +1,11 @@
 """All-gather of rows as they are: what FSDP gathers weights by in full precision, flat or by way of nodes."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 
-from torchbagua.collectives.exchange import Exchange, Stage, run_stages
+from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.transport.communicator import Communicator
 
 # `AllGather` has the first piece of the same connections.
@@ -65,28 +66,28 @@ class ExactGather:
         rows = {rank: flat[at * length : (at + 1) * length] for at, rank in enumerate(self._ranks)}
         nothing = flat[:0]
         own = self._communicator.rank
-        stages: list[Stage] = []
-        crossing: Exchange | None = None
-        if self._crossing_turns:
-            from_others = self._passed_on[own][1:]
-            receives = {
-                source: rows[source] if source in from_others else nothing for _, source in self._crossing_turns
+        pipeline = Pipeline(self._communicator)
+        from_others = self._passed_on[own][1:]
+        receives = {source: rows[source] if source in from_others else nothing for _, source in self._crossing_turns}
+        crossing = Exchange(pipeline, "all_gather", receives, self._name, self._crossing_turns, piece=_CROSSING_PIECE)
+        within: list[tuple[Exchange, torch.Tensor]] = []  # with what this rank passes on
+        for index in range(self._num_within):
+            passed_on = {
+                rank: rows[owners[index]] if index < len(owners) else nothing
+                for rank, owners in self._passed_on.items()
             }
-            crossing = self._exchange(receives, self._crossing_turns, _CROSSING_PIECE)
-            stages.append(Stage(crossing, lambda target: rows[own] if target in self._crossing_to else nothing))
-        if self._turns_within:
-            for index in range(self._num_within):
-                passed_on = {
-                    rank: rows[owners[index]] if index < len(owners) else nothing
-                    for rank, owners in self._passed_on.items()
-                }
-                exchange = self._exchange(passed_on, self._turns_within, _FIRST_PIECE_WITHIN + index)
-                mine = passed_on[own]
-                stages.append(Stage(exchange, lambda _, mine=mine: mine, after=crossing if index else None))  # type: ignore[misc]
-        run_stages(stages)
-
-    def _exchange(self, receives: dict[int, torch.Tensor], turns: Sequence[tuple[int, int]], piece: int) -> Exchange:
-        return Exchange(self._communicator, "all_gather", receives, self._name, turns, piece=piece)
+            piece = _FIRST_PIECE_WITHIN + index
+            exchange = Exchange(pipeline, "all_gather", passed_on, self._name, self._turns_within, piece=piece)
+            within.append((exchange, passed_on[own]))
+        crossing.send(rows[own] if target in self._crossing_to else nothing for target in crossing.targets)
+        own_row, *others_rows = within
+        own_row[0].send(itertools.repeat(own_row[1]))
+        crossing.wait()
+        for exchange, row in others_rows:
+            exchange.send(itertools.repeat(row))
+        for exchange, _ in within:
+            exchange.wait()
+        pipeline.wait_for_sends()
 
 
 def _ring(ranks: Sequence[int], own: int) -> list[tuple[int, int]]:

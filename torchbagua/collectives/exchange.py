@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,8 +14,8 @@ from torchbagua.transport.communicator import SMALL_MESSAGE_BYTES, Communicator
 # Exchanges of different operations, and of different pieces, may be under way at the same time.
 _TAGS = {"all_to_all": 0, "all_gather": 1, "peer_exchange": 2, "agreement": 3}
 
-# While a round is under way gloo already has what the next one sends, so that no link waits for a processor.
-_ROUNDS_AHEAD = 2
+# While one is under way the transport already has what the next one sends, so that no link waits for a processor.
+_MOST_ROUNDS = 2
 
 # 5 Gbit/s. What is faster, as between ranks of one machine, waits for processors and not for links.
 _FAST_LINK_BYTES_PER_S = 0.625e9
@@ -35,22 +35,30 @@ class ElementCounts(NamedTuple):
 
 
 class Exchange:
-    """Receives, which are posted when this is made unless turns come one at a time, and sends: see `run_stages`.
+    """One message to each of some ranks, and one from each of some ranks.
+
+        exchange.send(encode(target) for target in exchange.targets)
+        for source in exchange.arrivals():
+            decode(source)
+
+    Encoding and decoding overlap with messages, of this exchange and of others in its pipeline. Sizes agree between the
+    two sides of a pair, and may be zero.
 
     In each turn a rank sends to one peer and receives from one; by default, in turn d, it sends to the rank d places
-    after it and receives from the one d places before it. Where messages are long and not every link is known to be
-    fast, turns come one at a time: the receive of a turn is posted when the data of the turn before is there. gloo
-    holds a send back until its receive is posted, so every link carries one stream in each direction; more streams at a
-    time took up to twice as long over a slow network. Otherwise what costs is how often ranks wait for each other, and
-    all receives are posted when the exchange is made.
+    after it and receives from the one d places before it. If messages are long and not every link is known to be fast,
+    turns come one at a time: the receive of a turn is posted when the data of the turn before is there. A transport
+    that posts messages holds a send back until its receive is posted, so every link carries one stream in each
+    direction; more streams at a time took up to twice as long over a slow network. Otherwise the cost is how often
+    ranks wait for each other, and all receives are posted when the exchange is made.
 
     Ranks need not agree on whether turns come one at a time: it decides when data moves, and not what moves.
 
-    In stream order all of it is one all-to-all, for which no host waits.
+    If the communicator does not post messages one by one, `send` is one all-to-all: in stream order the host does not
+    wait for it.
 
     Args:
-        communicator: whose ranks exchange.
-        operation: "all_to_all"; "all_gather" where a rank sends the same tensor to all others; "peer_exchange" between
+        pipeline: of the exchanges that are under way together, over the communicator whose ranks exchange.
+        operation: "all_to_all"; "all_gather" if a rank sends the same tensor to all others; "peer_exchange" between
             some; "agreement" of small numbers.
         receives: tensors to fill, by the rank that sends; own entry, and empty ones, are left alone.
         bucket: what it serves, in events and errors.
@@ -59,8 +67,9 @@ class Exchange:
         piece: tells exchanges of one operation apart that are under way at the same time.
 
     Attributes:
+        targets: the ranks to send to, in the order of turns.
         rounds: the turns that are under way together: all, or one.
-        in_stream_order: whether the tensors are moved by one collective, in stream order.
+        is_one_at_a_time: whether turns come one at a time.
 
     Raises:
         CommunicationError: a peer is gone.
@@ -68,7 +77,7 @@ class Exchange:
 
     def __init__(
         self,
-        communicator: Communicator,
+        pipeline: "Pipeline",
         operation: str,
         receives: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
         bucket: str,
@@ -76,7 +85,8 @@ class Exchange:
         counts: ElementCounts | None = None,
         piece: int = 0,
     ) -> None:
-        self._communicator = communicator
+        self._pipeline = pipeline
+        self._communicator = communicator = pipeline.communicator
         self._operation = operation
         self._receives = receives
         self._bucket = bucket
@@ -87,20 +97,20 @@ class Exchange:
         if turns is None:
             distances = range(1, communicator.size)
             turns = [(communicator.rank_after(distance), communicator.rank_before(distance)) for distance in distances]
-        sources = [source for _, source in turns]
-        self.in_stream_order = not all(communicator.posts_messages(receives[source].device) for source in sources)
+        self.targets = [target for target, _ in turns]
+        self._sources = sources = [source for _, source in turns]
+        self._posts_messages = all(communicator.posts_messages(receives[source].device) for source in sources)
         self.is_one_at_a_time = (
-            len(sources) > 1
-            and not self.in_stream_order
+            len(turns) > 1
+            and self._posts_messages
             and max(receives[source].nbytes for source in sources) > SMALL_MESSAGE_BYTES
             and min(communicator.link_bytes_per_s[source] for source in sources) < _FAST_LINK_BYTES_PER_S
         )
-        self.rounds = [[turn] for turn in turns] if self.is_one_at_a_time else [list(turns)]
-        self._num_posted = 0
-        if not self.in_stream_order:
+        self.rounds = [[turn] for turn in turns] if self.is_one_at_a_time else [turns] if turns else []
+        self._num_expected = 0
+        if self._posts_messages:
             communicator.connect(None if is_with_all else self._peers(turns), self._purpose)
-        if not self.is_one_at_a_time:
-            self.post_receives(1)
+            pipeline.add(self)
 
     def _peers(self, turns: Sequence[tuple[int, int]]) -> Iterable[int]:
         """Return the ranks that this one has something for, or that have something for it: they say the same of it."""
@@ -108,44 +118,73 @@ class Exchange:
             return itertools.chain(self._counts.sent, self._counts.received)
         return itertools.chain.from_iterable(turns)
 
-    def run(
-        self, send: Callable[[int], torch.Tensor], on_received: Callable[[int], None] = lambda source: None
-    ) -> None:
-        """Run this exchange alone; see `Stage` and `run_stages`."""
-        run_stages([Stage(self, send, on_received=on_received)])
+    def send(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Start to send a tensor to each of `targets`, in this order.
 
-    def post_receives(self, num_rounds: int) -> None:
-        """Post the receives of the first rounds, where that is still to be done: their senders send from now on.
+        Args:
+            tensors: draws each tensor when it is about to be sent, which may be after this has returned.
 
-        Worth a call if the caller computes before it runs this. In stream order there is none.
+        Raises:
+            CommunicationError: a peer is gone, or did not take part within the group's timeout.
         """
-        while not self.in_stream_order and self._num_posted < num_rounds:
-            for _, source in self.rounds[self._num_posted]:
+        if self._posts_messages:
+            self._pipeline.send(self, iter(tensors))
+        else:
+            self._all_to_all(dict(zip(self.targets, tensors, strict=False)))  # there may be no end to them
+
+    def arrivals(self) -> Iterator[int]:
+        """Wait for what others send, and yield each rank when its tensor is there, in the order of turns.
+
+        Exchanges of one pipeline do this in the order in which they send. In stream order no host waits: what the
+        current stream does next, it does when the tensor is there.
+
+        Raises:
+            CommunicationError: a peer is gone, or did not take part within the group's timeout.
+        """
+        if not self._posts_messages:
+            yield from self._sources
+            return
+        for turns in self.rounds:
+            self._pipeline.wait_for_sends()
+            for index, (_, source) in enumerate(turns, 1):
+                with self._span("receive", source, self._receives[source]):
+                    self._communicator.wait("receiving from", source, tag=self._tag, purpose=self._purpose)
+                if index == len(turns):
+                    self._pipeline.end_round(self)
+                yield source
+
+    def wait(self) -> None:
+        """Wait until all tensors have arrived; see `arrivals`."""
+        for _ in self.arrivals():
+            pass
+
+    def run(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Send `tensors`, and wait until all is sent and received: for the only exchange of its pipeline."""
+        self.send(tensors)
+        self.wait()
+        self._pipeline.wait_for_sends()
+
+    def post_receives(self, number: int) -> None:
+        """Post the receives of the rounds up to this one, unless they are posted: their senders send from now on."""
+        while self._num_expected <= number < len(self.rounds):
+            for _, source in self.rounds[self._num_expected]:
                 tensor = self._receives[source]
                 self._communicator.post("receiving from", source, tensor, tag=self._tag, purpose=self._purpose)
-            self._num_posted += 1
+            self._num_expected += 1
 
-    def send(self, target: int, tensor: torch.Tensor) -> Span:
+    def post_send(self, target: int, tensor: torch.Tensor) -> Span:
         """Start to send `tensor`, and return the phase that has begun."""
         span = self._span("send", target, tensor)
         span.begin()
         self._communicator.post("sending to", target, tensor, tag=self._tag, purpose=self._purpose)
         return span
 
-    def wait_for_receive(self, source: int) -> None:
-        """Wait for what `source` sends."""
-        with self._span("receive", source, self._receives[source]):
-            self._communicator.wait("receiving from", source, tag=self._tag, purpose=self._purpose)
-
     def wait_for_send(self, target: int) -> None:
         """Wait until `target` has got what is sent to it."""
         self._communicator.wait("sending to", target, tag=self._tag, purpose=self._purpose)
 
-    def run_in_stream_order(self, send: Callable[[int], torch.Tensor], on_received: Callable[[int], None]) -> None:
-        """Do all of it on the current stream, where the functions only launch kernels."""
-        turns = self.rounds[0]
-        sends = {target: send(target) for target, _ in turns}
-        receives = {source: self._receives[source] for _, source in turns}
+    def _all_to_all(self, sends: dict[int, torch.Tensor]) -> None:
+        receives = {source: self._receives[source] for source in self._sources}
         nothing = next(iter(sends.values())).new_empty(0)
         everybody = range(self._communicator.size)
 
@@ -156,8 +195,6 @@ class Exchange:
         received = [receives.get(rank, nothing) for rank in everybody]
         sent = [sends.get(rank, nothing) for rank in everybody]
         self._communicator.all_to_all(received, sent, self._purpose, messages)
-        for source in receives:
-            on_received(source)
 
     def _span(self, phase: Literal["send", "receive"], peer: int, tensor: torch.Tensor) -> Span:
         if self._communicator.tracer.is_idle or not tensor.numel():  # which is not sent either
@@ -172,103 +209,91 @@ class Exchange:
         details = Details(
             self._operation, self._bucket, num_elements=num_elements, raw_bytes=raw_bytes, wire_bytes=tensor.nbytes
         )
-        return self._communicator.message_span(phase, peer, details, on_host=not self.in_stream_order)
+        return self._communicator.message_span(phase, peer, details, on_host=self._posts_messages)
 
 
-class Stage(NamedTuple):
-    """An exchange, and what is computed around it.
+class Pipeline:
+    """The exchanges over one communicator that are under way together. All ranks have the same ones.
 
-    Attributes:
-        exchange: the exchange.
-        send: returns the tensor for a rank; called once for each, in the order in which they are sent.
-        on_sent: called when it has been given to gloo, before `on_received`.
-        on_received: called with the rank whose tensor has arrived.
-        on_finished: called when all have arrived, after `on_received`.
-        after: an earlier exchange, which must be finished before this one sends.
+    Their rounds are sent in the order in which they call `Exchange.send`. Rounds of one turn are under way one at a
+    time; the next is computed meanwhile, and begins when all of this one has arrived, before the caller decodes that.
+    Other rounds are under way two at a time, and each of their tensors is sent as soon as it is computed. So no link
+    waits for a processor, and no more than two messages are on their way to a peer.
+
+    Args:
+        communicator: whose ranks exchange.
     """
 
-    exchange: Exchange
-    send: Callable[[int], torch.Tensor]
-    on_sent: Callable[[], None] = lambda: None
-    on_received: Callable[[int], None] = lambda source: None
-    on_finished: Callable[[], None] = lambda: None
-    after: Exchange | None = None
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self._expected: list[Exchange] = []  # of which peers may send already, and this rank does not
+        self._to_send: deque[_Round] = deque()
+        self._computed: deque[torch.Tensor] = deque()  # what the first of these sends, if that is computed ahead
+        self._to_arrive: deque[_Round] = deque()
+        self._to_leave: deque[tuple[_Round, list[Span]]] = deque()
 
+    def add(self, exchange: Exchange) -> None:
+        """Post the receives of an exchange, of turns that come one at a time when those before them are over."""
+        self._expected.append(exchange)
+        if not exchange.is_one_at_a_time:
+            exchange.post_receives(0)
+        self._post_receives()
 
-def run_stages(stages: Sequence[Stage]) -> None:
-    """Run exchanges in this order, and wait until everything is sent and received. All ranks run the same ones.
+    def send(self, exchange: Exchange, tensors: Iterator[torch.Tensor]) -> None:
+        """Send what an exchange sends, after what others do; see `Exchange.send`."""
+        self._expected.remove(exchange)
+        self._to_send.extend(_Round(exchange, number, tensors) for number in range(len(exchange.rounds)))
+        self._advance()
 
-    The functions of the stages compute while the rounds after theirs are under way. Sizes agree between the two sides
-    of a pair, and may be zero.
+    def end_round(self, exchange: Exchange) -> None:
+        """Go on after all of a round has arrived. An exchange waits for its arrivals when those before it have."""
+        ended = self._to_arrive.popleft()
+        assert ended.exchange is exchange
+        self._advance()
 
-    Raises:
-        CommunicationError: a peer is gone, or did not take part within the group's timeout.
-    """
-    if any(stage.exchange.in_stream_order for stage in stages):
-        for stage in stages:
-            stage.exchange.run_in_stream_order(stage.send, stage.on_received)
-            stage.on_sent()
-            stage.on_finished()
-        return
-    rounds = [(stage, number) for stage in stages for number in range(len(stage.exchange.rounds))]
-    finished: list[Exchange] = []
-    outgoing = _Outgoing(rounds)
-    for index, (stage, number) in enumerate(rounds):
-        stage.exchange.post_receives(number + 1)
-        outgoing.finish(index)  # so that no more than two messages are on their way to a peer
-        outgoing.send(index + 1, finished)
-        if any(one.exchange.is_one_at_a_time for one, _ in rounds[index : index + 2]):
-            outgoing.compute_next(finished)
-        else:
-            outgoing.send(index + 2, finished)
-        for _, source in stage.exchange.rounds[number]:
-            stage.exchange.wait_for_receive(source)
-            for following, next_number in rounds[index + 1 : index + 2]:
-                following.exchange.post_receives(next_number + 1)
-            stage.on_received(source)
-        if number + 1 == len(stage.exchange.rounds):
-            stage.on_finished()
-            finished.append(stage.exchange)
-    outgoing.finish(len(rounds))
-
-
-class _Outgoing:
-    """What rounds send, each tensor as soon as it is computed."""
-
-    def __init__(self, rounds: Sequence[tuple[Stage, int]]) -> None:
-        self._rounds = rounds
-        self._num_sent = 0
-        self._computed: deque[torch.Tensor] = deque()  # what the next round sends, where that is computed ahead
-        self._on_the_way: deque[tuple[Exchange, int, Span]] = deque()  # with the peer
-        self._num_finished = 0
-
-    def send(self, num_rounds: int, finished: Sequence[Exchange]) -> None:
-        """Send what the first rounds send, up to one that must come after an exchange that is not finished."""
-        while self._num_sent < min(num_rounds, len(self._rounds)) and self._may_send(finished):
-            stage, number = self._rounds[self._num_sent]
-            for target, _ in stage.exchange.rounds[number]:
-                tensor = self._computed.popleft() if self._computed else stage.send(target)
-                self._on_the_way.append((stage.exchange, target, stage.exchange.send(target, tensor)))
-            if number + 1 == len(stage.exchange.rounds):
-                stage.on_sent()
-            self._num_sent += 1
-
-    def compute_next(self, finished: Sequence[Exchange]) -> None:
-        """Compute what the next round sends, as far as that is possible now."""
-        if self._num_sent < len(self._rounds) and self._may_send(finished):
-            stage, number = self._rounds[self._num_sent]
-            self._computed.extend(stage.send(target) for target, _ in stage.exchange.rounds[number])
-
-    def finish(self, num_rounds: int) -> None:
-        """Wait until what the first rounds send is there."""
-        for stage, number in self._rounds[self._num_finished : num_rounds]:
-            for _ in stage.exchange.rounds[number]:
-                exchange, target, span = self._on_the_way.popleft()
-                exchange.wait_for_send(target)
+    def wait_for_sends(self) -> None:
+        """Wait until what is sent by rounds of which all has arrived is gone; a collective ends with it."""
+        while len(self._to_leave) > len(self._to_arrive):
+            round, spans = self._to_leave.popleft()
+            for (target, _), span in zip(round.turns, spans, strict=True):
+                round.exchange.wait_for_send(target)
                 span.end()
-            self._num_finished += 1
 
-    def _may_send(self, finished: Sequence[Exchange]) -> bool:
-        """Return whether the next round need not wait for what others send."""
-        after = self._rounds[self._num_sent][0].after
-        return after is None or after in finished
+    def _advance(self) -> None:
+        self._post_receives()
+        while self._to_send:
+            following, under_way = self._to_send[0], self._to_arrive
+            is_alone = following.exchange.is_one_at_a_time or (under_way and under_way[0].exchange.is_one_at_a_time)
+            if len(under_way) >= (1 if is_alone else _MOST_ROUNDS):
+                if not self._computed:
+                    self._computed.extend(itertools.islice(following.tensors, len(following.turns)))
+                return
+            self.wait_for_sends()
+            self._send(self._to_send.popleft())
+
+    def _post_receives(self) -> None:
+        """If nothing is under way, let those send whose turn is next."""
+        if self._to_arrive:
+            return
+        if self._to_send:
+            self._to_send[0].exchange.post_receives(self._to_send[0].number)
+        elif self._expected:
+            self._expected[0].post_receives(0)
+
+    def _send(self, round: "_Round") -> None:
+        spans = []
+        for target, _ in round.turns:
+            tensor = self._computed.popleft() if self._computed else next(round.tensors)
+            spans.append(round.exchange.post_send(target, tensor))
+        self._to_arrive.append(round)
+        self._to_leave.append((round, spans))
+
+
+class _Round(NamedTuple):
+    exchange: Exchange
+    number: int
+    tensors: Iterator[torch.Tensor]
+
+    @property
+    def turns(self) -> Sequence[tuple[int, int]]:
+        return self.exchange.rounds[self.number]

@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
 
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.transport.communicator import Communicator
@@ -15,7 +14,7 @@ _SLOW_BYTES_PER_S = 0.2e9
 
 
 class FirstRuns:
-    """Counts the runs of an operation, and times them.
+    """Counts the runs of an operation, and times them: a context manager around each.
 
     Args:
         communicator: of all ranks that run it.
@@ -29,6 +28,7 @@ class FirstRuns:
         self._purpose = f"the pieces of {name}"
         self._num_runs = 0
         self._shortest_s = math.inf
+        self._start_s = 0.0
 
     def were_fast(self) -> bool:
         """Return, once, whether no rank took long: between the first runs and the next, when it is collective."""
@@ -37,9 +37,9 @@ class FirstRuns:
         is_slow = self._sent_bytes < _SLOW_BYTES_PER_S * self._shortest_s
         return not all_reduce_max(self._communicator, [is_slow], self._purpose)[0]
 
-    def run(self, operation: Callable[[], None]) -> None:
-        """Run it."""
-        start_s = time.perf_counter()
-        operation()
-        self._shortest_s = min(self._shortest_s, time.perf_counter() - start_s)
+    def __enter__(self) -> None:
+        self._start_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._shortest_s = min(self._shortest_s, time.perf_counter() - self._start_s)
         self._num_runs += 1

@@ -1,4 +1,4 @@
-"""What an algorithm of one's own sends: operations of a group that work over gloo and NCCL, on CPUs and GPUs."""
+"""What an algorithm of one's own sends: operations of a group that work over every transport, on CPUs and GPUs."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -10,12 +10,12 @@ from torchbagua.codecs.base import Compressor, sum_dtype
 from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name
-from torchbagua.collectives.all_gather import AllGather
+from torchbagua.collectives.all_gather import all_gather
 from torchbagua.collectives.centralized_mean import centralized_mean
-from torchbagua.collectives.exchange import ElementCounts, Exchange
+from torchbagua.collectives.exchange import ElementCounts, Exchange, Pipeline
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.rank_chunks import RankChunks
-from torchbagua.collectives.reduce_scatter import ReduceScatter
+from torchbagua.collectives.reduce_scatter import reduce_scatter
 
 T = TypeVar("T")
 
@@ -26,8 +26,8 @@ class GroupOperations(NodeGroups):
     """The operations of a `BaguaProcessGroup`.
 
     All ranks call the same ones, in the same order, with tensors of the same sizes: on the lane, as a bucket's
-    operations do, and never beside what that runs. On a GPU they are done on the current stream, and with NCCL no host
-    waits. Observers hear of every message under `name`, and errors have it too.
+    operations do, and never beside what that runs. On a GPU they are done on the current stream, and in stream order no
+    host waits. Observers hear of every message under `name`, and errors have it too.
 
     All raise CommunicationError where a rank is gone or did not take part within the group's timeout.
     """
@@ -88,10 +88,8 @@ class GroupOperations(NodeGroups):
         if self.size > 1:
             spec = _spec(every.view(-1), name)
             cuts = [rank * flat.numel() for rank in range(self.size + 1)]
-            gather = self._collective(
-                ("all_gather", spec), lambda: AllGather(RankChunks(self.world, Identity(), spec, cuts))
-            )
-            gather(every[self.rank], every.view(-1))
+            chunks = self._collective(("all_gather", spec), lambda: RankChunks(self.world, Identity(), spec, cuts))
+            all_gather(chunks, every[self.rank], every.view(-1))
         return _like(every, x).view(self.size, *x.shape)
 
     def reduce_scatter(self, x: torch.Tensor, *, average: bool = False, name: str = "reduce_scatter") -> torch.Tensor:
@@ -117,12 +115,9 @@ class GroupOperations(NodeGroups):
         own = flat[self.rank * length :][:length].clone()
         if self.size > 1:
             spec = _spec(flat, name)
-            divisor = float(self.size) if average else 1.0
-            scatter = self._collective(
-                ("reduce_scatter", spec, divisor), lambda: ReduceScatter(self._equal_chunks(spec), divisor=divisor)
-            )
+            chunks = self._collective(("reduce_scatter", spec), lambda: self._equal_chunks(spec))
             total = own.to(sum_dtype(own.dtype))
-            scatter(flat, total)
+            reduce_scatter(chunks, flat, total, divisor=float(self.size) if average else 1.0)
             own.copy_(total)
         return _like(own, x).view(x.shape[1:])
 
@@ -135,7 +130,8 @@ class GroupOperations(NodeGroups):
     ) -> None:
         """Send a tensor to each of some ranks, and receive one from each of some ranks.
 
-        If you send to a rank, that rank must receive from you, as many bytes: gloo ends the process if they differ.
+        If you send to a rank, that rank must receive from you, as many bytes. If they differ, a transport may end the
+        process.
 
         Args:
             sends: contiguous tensors, by the rank that they go to.
@@ -152,7 +148,7 @@ class GroupOperations(NodeGroups):
                         f"BaguaProcessGroup.exchange: {what} must be by another rank of {self.size}, got {peer!r} on "
                         f"rank {self.rank}"
                     )
-        # As bytes: NCCL moves tensors of one dtype at a time, and gloo does not know all.
+        # As bytes: a collective moves tensors of one dtype, and a transport may not know every dtype.
         outgoing = {peer: _bytes_of(f"sends[{peer}]", tensor) for peer, tensor in sends.items()}
         incoming = {peer: _bytes_of(f"receives[{peer}]", tensor) for peer, tensor in receives.items()}
         turns = []
@@ -168,8 +164,8 @@ class GroupOperations(NodeGroups):
             sent={peer: tensor.numel() for peer, tensor in sends.items()},
             received={peer: tensor.numel() for peer, tensor in receives.items()},
         )
-        exchange = Exchange(self.world, "peer_exchange", of_all, name, turns, counts)
-        exchange.run(lambda target: outgoing.get(target, nothing))
+        exchange = Exchange(Pipeline(self.world), "peer_exchange", of_all, name, turns, counts)
+        exchange.run(outgoing.get(target, nothing) for target in exchange.targets)
 
     def _equal_chunks(self, spec: TensorSpec) -> RankChunks:
         """Return the tensor in chunks, where each rank has as many of its elements as any other."""

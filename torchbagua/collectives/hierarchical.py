@@ -13,6 +13,7 @@ from torchbagua.codecs.base import Compressor, sum_dtype
 from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.codecs.cast import Identity, typed
 from torchbagua.collectives.all_gather import AllGather
+from torchbagua.collectives.exchange import Pipeline
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
@@ -61,8 +62,6 @@ class Hierarchical:
         assert group.intra_node is not None
         node = group.intra_node
         self._chunks = RankChunks(node, compressor, spec, shard_cuts(group, spec, block_elements, compressor))
-        self._scatter = ReduceScatter(self._chunks)
-        self._gather = AllGather(self._chunks)
         self._ranks_agree = ranks_agree
         self._between_nodes: BetweenNodes | None = None
         if group.inter_node is not None:
@@ -81,18 +80,24 @@ class Hierarchical:
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
-        # Made before own shards are sent from the memory into which it receives: a rank sends a result only when it
-        # has received that shard from everybody.
-        gathering = self._gather.begin(x_N if out_N is None else out_N)
-        sum_L = sum_of_shard(self._chunks)
+        chunks, pipeline = self._chunks, Pipeline(self._chunks.communicator)
+        (piece,) = chunks.pieces
+        sum_L = sum_of_shard(chunks)
+        gather = AllGather(
+            chunks, x_N if out_N is None else out_N, pipeline
+        )  # by now, so that receives are posted early
         if self._ranks_agree:
-            sum_L.copy_(x_N[self._chunks.own])
+            sum_L.copy_(x_N[chunks.own])
         else:
-            self._scatter(x_N, sum_L)
-        gathering.post_first_receive()
+            scatter = ReduceScatter(chunks, x_N, pipeline)
+            scatter.send(piece)
+            scatter.receive_mean(piece, sum_L)
+            pipeline.wait_for_sends()
         if self._between_nodes is not None:
             self._between_nodes(sum_L, round_index)
-        gathering.run(sum_L)
+        gather.send(piece, sum_L)
+        gather.receive(piece)
+        pipeline.wait_for_sends()
 
 
 def shard_cuts(group: NodeGroups, spec: TensorSpec, block_elements: int, compressor: Compressor) -> tuple[int, ...]:

@@ -5,21 +5,21 @@ Shape suffixes: N elements, L elements of a shard.
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from torchbagua.codecs.base import Compressor, sum_dtype
 from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.collectives.all_gather import AllGather
-from torchbagua.collectives.exchange import Stage, run_stages
+from torchbagua.collectives.exchange import Pipeline
 from torchbagua.collectives.first_runs import FirstRuns
 from torchbagua.collectives.hierarchical import shard_cuts, sum_of_shard
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.rank_chunks import Piece, RankChunks
-from torchbagua.collectives.reduce_scatter import ReduceScatter, Rows
-from torchbagua.collectives.two_phase_mean import TwoPhaseMean, is_long
+from torchbagua.collectives.reduce_scatter import ReduceScatter
+from torchbagua.collectives.two_phase_mean import is_long
 
 _NUM_PIECES = 2
 
@@ -54,15 +54,16 @@ class HierarchicalMean:
         assert group.intra_node is not None
         self._make_whole = make_whole
         self._whole: _Mean | None = None
+        self._divisor = divisor
         cuts = _piece_cuts(group, compressor, spec, intra_compressor)
         self._chunks = chunks = RankChunks(group.intra_node, intra_compressor, spec, cuts)
-        self._scatter = ReduceScatter(chunks)
-        self._gather = AllGather(chunks)
-        self._means = []
-        if group.inter_node is not None:
+        self._owners = group.inter_node
+        self._shard_chunks: list[RankChunks] = []  # of each piece of own shard
+        if self._owners is not None:
             for piece in chunks.pieces:
                 part = spec.restricted_to(piece.elements[chunks.rank], sum_dtype(spec.dtype))
-                self._means.append(TwoPhaseMean(group.inter_node, compressor, part, divisor, part=piece.index))
+                part_cuts = part.even_cuts(self._owners.size, compressor.block_elements)
+                self._shard_chunks.append(RankChunks(self._owners, compressor, part, part_cuts, piece.index))
         size = max(2, group.intra_node.size)  # a rank alone on its node is not slow because it sends nothing there
         self._first_runs = FirstRuns(group.world, 2 * (size - 1) / size * chunks.layout.num_bytes, spec.name)
 
@@ -72,8 +73,7 @@ class HierarchicalMean:
     ) -> bool:
         """Return whether pieces are long messages still, and none is empty, the same on all ranks."""
         cuts = shard_cuts(group, spec, compressor.block_elements, intra_compressor)
-        posts_messages = group.world.posts_messages(spec.device)
-        if not (posts_messages and compressor.codes_blocks_alone and is_long(intra_compressor, spec, cuts)):
+        if not (compressor.codes_blocks_alone and is_long(group.world, intra_compressor, spec, cuts)):
             return False
         pieces = _piece_cuts(group, compressor, spec, intra_compressor)[: group.num_shards * _NUM_PIECES + 1]
         return all(start < stop for start, stop in itertools.pairwise(pieces))
@@ -89,29 +89,57 @@ class HierarchicalMean:
         if self._whole is not None:
             self._whole(x_N, out_N)
         else:
-            self._first_runs.run(lambda: run_stages(self._stages(x_N, x_N if out_N is None else out_N)))
+            with self._first_runs:
+                self._run(x_N, x_N if out_N is None else out_N)
 
-    def _stages(self, x_N: torch.Tensor, out_N: torch.Tensor) -> list[Stage]:
+    def _run(self, x_N: torch.Tensor, out_N: torch.Tensor) -> None:
         chunks = self._chunks
         sum_L = sum_of_shard(chunks)
+        sums = [sum_L[piece.within_own] for piece in chunks.pieces]
+        # All are made by now, so that receives are posted early.
+        within = Pipeline(chunks.communicator)
+        scatter, gather = ReduceScatter(chunks, x_N, within), AllGather(chunks, out_N, within)
+        between = None if self._owners is None else Pipeline(self._owners)
+        means = [] if between is None else self._begin_means(sums, between)
+        for piece in chunks.pieces:
+            scatter.send(piece)
+        for piece, sum_L in zip(chunks.pieces, sums, strict=True):
+            scatter.receive_mean(piece, sum_L)
+            if means:
+                means[piece.index].scatter.send(means[piece.index].piece)
+        within.wait_for_sends()
+        for mean in means:
+            mean.scatter.receive_encoded_mean(mean.piece, mean.gather.own_wire(mean.piece))
+            mean.gather.send(mean.piece)
+        for piece, sum_L in zip(chunks.pieces, sums, strict=True):
+            if means:
+                means[piece.index].gather.receive(means[piece.index].piece)
+            gather.send(piece, sum_L)
+        for piece in chunks.pieces:
+            gather.receive(piece)
+        if between is not None:
+            between.wait_for_sends()
+        within.wait_for_sends()
 
-        def add_up(piece: Piece, rows: Rows) -> None:
-            self._scatter.decode_mean(piece, rows, sum_L[piece.within_own])
+    def _begin_means(self, sums: Sequence[torch.Tensor], between: Pipeline) -> list["_MeanOfPiece"]:
+        parts = list(zip(self._shard_chunks, sums, strict=True))
+        scatters = [ReduceScatter(chunks, sum_L, between, divisor=self._divisor) for chunks, sum_L in parts]
+        gathers = [AllGather(chunks, sum_L, between) for chunks, sum_L in parts]
+        pieces = [chunks.pieces[0] for chunks in self._shard_chunks]
+        return list(map(_MeanOfPiece, pieces, scatters, gathers))
 
-        gathering = self._gather.begin(out_N)
-        scatters = self._scatter.begin(x_N).stages(add_up)
-        means = [
-            mean.stages(sum_L[piece.within_own], sum_L[piece.within_own])
-            for mean, piece in zip(self._means, chunks.pieces, strict=False)
-        ]
-        between: list[Stage] = []
-        ends = [stage.exchange for stage in scatters]
-        if means:
-            between = [first._replace(after=stage.exchange) for (first, _), stage in zip(means, scatters, strict=True)]
-            between += [last for _, last in means]
-            ends = [last.exchange for _, last in means]
-        gathers = gathering.stages(ends, sum_L)
-        return [*scatters, *between, *gathers]
+
+class _MeanOfPiece(NamedTuple):
+    """The two-phase mean of one piece of own shard over nodes.
+
+    Attributes:
+        piece: the whole of that.
+        scatter, gather: its phases.
+    """
+
+    piece: Piece
+    scatter: ReduceScatter
+    gather: AllGather
 
 
 def _piece_cuts(

@@ -3,6 +3,7 @@
 Shape suffixes: N elements, L elements of a piece, W wire bytes.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.codecs.lookup import check_compression, needs_feedback
 from torchbagua.collectives.clamp import clamp_to_mean
 from torchbagua.collectives.encoding_error import EncodingErrorProbe
-from torchbagua.collectives.exchange import ElementCounts, Exchange
+from torchbagua.collectives.exchange import ElementCounts, Exchange, Pipeline
 from torchbagua.collectives.hierarchical import BetweenNodes, Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Details, Phase
@@ -146,13 +147,14 @@ class LowPrecisionRing:
         memory = communicator.scratch("rows", len(turns) * len(self._wire_W), self._wire_W.device)
         receives = dict(zip((left, right), memory.view(len(turns), -1), strict=False))
 
-        def take(source: int) -> None:
-            copies = [(left, self._replicas.left), (right, self._replicas.right)]
+        copies = [(left, self._replicas.left), (right, self._replicas.right)]
+        pipeline = Pipeline(communicator)
+        exchange = Exchange(pipeline, "peer_exchange", receives, self._bucket, turns, self._contents)
+        exchange.send(itertools.repeat(self._wire_W))
+        for source in exchange.arrivals():
             with self._span("decode"):
                 self._add(receives[source], [copy_N for neighbour, copy_N in copies if neighbour == source])
-
-        exchange = Exchange(communicator, "peer_exchange", receives, self._bucket, turns, self._contents)
-        exchange.run(lambda _: self._wire_W, take)
+        pipeline.wait_for_sends()
 
     def _add(self, wire_W: torch.Tensor, copies: list[torch.Tensor]) -> None:
         for elements, own_bytes, layout in zip(self._elements, self._byte_slices, self._layouts, strict=True):

@@ -11,7 +11,7 @@ from torchbagua.codecs.base import divide, sum_dtype
 from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.codecs.cast import Identity
 from torchbagua.collectives.centralized_mean import centralized_mean
-from torchbagua.collectives.exchange import Exchange
+from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.collectives.hierarchical import BetweenNodes, Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.topology import AllRanks, Topology, peers_in_order
@@ -49,7 +49,7 @@ def neighbourhood_mean(
     Args:
         group: whose ranks take part.
         topology: who averages with whom; it fits the group, see `check_topology`. `AllRanks` is `centralized_mean`: the
-            two-phase mean, and on GPUs with NCCL its all-reduce.
+            two-phase mean, and in stream order the backend's all-reduce.
         spec: the tensor.
         hierarchical: where there are several nodes with several ranks: form the mean of each node, average it over the
             topology of nodes, and give the result to all ranks of the node. With `AllRanks` that is the mean of all
@@ -105,8 +105,8 @@ class _MeanWithPeers:
             communicator.connect(None, f"peer_exchange of {self._bucket}")
         rows = communicator.scratch("rows", len(peers) * x_N.nbytes, x_N.device)
         values = dict(zip(peers, rows.view(x_N.dtype).view(len(peers), x_N.numel()), strict=True))
-        exchange = Exchange(communicator, "peer_exchange", values, self._bucket, [(peer, peer) for peer in peers])
-        exchange.run(lambda _: x_N)
+        turns = [(peer, peer) for peer in peers]
+        Exchange(Pipeline(communicator), "peer_exchange", values, self._bucket, turns).run([x_N] * len(peers))
         terms = [(x_N if one == rank else values[one], weight) for one, weight in sorted(weights.items())]
         whose = (communicator.ranks[peers[0]],) if len(peers) == 1 else ()
         details = Details("peer_exchange", self._bucket, peers=whose, num_elements=x_N.numel())

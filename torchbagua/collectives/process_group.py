@@ -55,6 +55,7 @@ class BaguaProcessGroup(GroupOperations):
     Attributes:
         process_group: the torch group, over which DDP communicates too.
         timeout: the longest wait for another rank.
+        transport: the argument.
         id: a name of the group, the same on all ranks, and different for each group.
         rank: the number of this rank in `process_group`.
         size: the number of ranks.
@@ -105,6 +106,7 @@ class BaguaProcessGroup(GroupOperations):
         self.rank = process_group.rank()
         self.size = process_group.size()
         self.timeout = timeout or timeout_of(process_group)
+        self.transport = transport
         self._choice = TransportChoice(process_group, transport)
         self._observers = tuple(observers)
         self.tracer = Tracer(observers)
@@ -296,7 +298,7 @@ class BaguaProcessGroup(GroupOperations):
             nodes=self.nodes,
             timeout=timeout or self.timeout,
             observers=[*self._observers, *observers],
-            transport=self._choice.given,
+            transport=self.transport,
             must_agree=must_agree,
             refusal=refusal,
         )

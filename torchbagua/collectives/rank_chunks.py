@@ -13,6 +13,7 @@ import torch
 
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.blocks import TensorSpec, WireLayout
+from torchbagua.collectives.encoding_error import EncodingErrorProbe
 from torchbagua.collectives.exchange import ElementCounts
 from torchbagua.observe.events import Details, Phase
 from torchbagua.observe.tracer import NO_SPAN, Span
@@ -52,7 +53,7 @@ class RankChunks:
         compressor: makes bytes of them; it encodes the tensor's dtype.
         spec: the tensor.
         cuts: where chunks begin and end, one for each rank, see `TensorSpec.even_cuts`; or the pieces in which they are
-            sent, see `TensorSpec.cuts_within`. On a GPU, where one launch codes all, chunks have one piece.
+            sent, see `TensorSpec.cuts_within`. Chunks that are coded at once have one piece.
         part: of those tensors whose chunks are under way over this communicator at the same time, each another; every
             one of them is sent in one piece.
 
@@ -64,9 +65,10 @@ class RankChunks:
         layout: of all pieces of the first chunk, then of the second, and so on.
         own: the elements of this rank's chunk.
         pieces: in which chunks are sent, so that one is computed while another is under way.
-        are_sent_at_once: whether one collective moves all chunks, in stream order, for which they are padded to equal
-            length.
+        are_sent_at_once: whether one collective moves all chunks, for which they are padded to equal length: if the
+            communicator does not post messages one by one.
         are_coded_at_once: whether one launch encodes or decodes all chunks, as on a GPU.
+        error_probe: tells observers what encoding the beginning of own chunk has left out of it.
 
     Raises:
         ValueError: `cuts` are none of this tensor.
@@ -96,6 +98,8 @@ class RankChunks:
         self.layout = compressor.layout(spec, cuts, equal_bytes=self.are_sent_at_once)
         self.own = slice(cuts[self.rank * num_pieces], cuts[(self.rank + 1) * num_pieces])
         self.pieces = [self._piece(index, num_pieces) for index in range(num_pieces)]
+        own_layout = self.pieces[0].layouts[self.rank]
+        self.error_probe = EncodingErrorProbe(communicator.tracer, compressor, own_layout, spec.name)
         # Scratch memory, and its parts, which are the same as long as that is.
         self._wire_W: torch.Tensor | None = None
         self._wires: list[list[torch.Tensor]] = []

@@ -3,14 +3,12 @@
 Shape suffixes: N elements, W wire bytes, R ranks, L elements of a chunk.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from torchbagua.codecs.blocks import WireLayout
-from torchbagua.collectives.encoding_error import EncodingErrorProbe
-from torchbagua.collectives.exchange import Exchange, Stage, run_stages
+from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.collectives.rank_chunks import Piece, RankChunks
 from torchbagua.collectives.residuals import Residual
 
@@ -19,87 +17,37 @@ Rows = Any
 
 
 class ReduceScatter:
-    """Chunks are encoded and sent to the ranks that own them, which decode and add up what they receive.
+    """One reduce-scatter: chunks are encoded and sent to the ranks that own them, which decode and sum what they get.
 
-    1. Encode the chunks.
-    2. All-to-all: each rank receives its own chunk from all others.
-    3. Decode the copies of own chunk, add them in rank order, in float32 or float64, divide.
+    1. `send`: encode the chunks, and send each to its owner.
+    2. `receive_mean`, or `receive_encoded_mean`: wait for all copies of own chunk, decode them, add them in rank order,
+       in float32 or float64, and divide.
 
-    Between CPUs this is done piece by piece, each while others are under way. Scratch memory, one wire and the chunks
-    that are received, is the communicator's.
+    Both work on one piece, so that one is computed while another is under way: send all, then receive all. Scratch
+    memory, one wire and the chunks that are received, is the communicator's.
 
     Args:
         chunks: the tensor's chunks, and how they lie on the wire.
+        x_N: the tensor. It is left as it is, unless there is a residual: then what it holds afterwards is not defined.
+        pipeline: of the exchanges that are under way with these.
         divisor: of the sum.
         residual: what compression left out before is added to the tensor, float32, and what it leaves out now is
             staged there; it has the tensor's elements.
     """
 
-    def __init__(self, chunks: RankChunks, *, divisor: float = 1.0, residual: Residual | None = None) -> None:
-        self.chunks = chunks
+    def __init__(
+        self,
+        chunks: RankChunks,
+        x_N: torch.Tensor,
+        pipeline: Pipeline,
+        *,
+        divisor: float = 1.0,
+        residual: Residual | None = None,
+    ) -> None:
+        self._chunks = chunks
+        self._x_N = x_N
         self._divisor = divisor
         self._residual = residual
-        self._error_probe = EncodingErrorProbe(
-            chunks.communicator.tracer, chunks.compressor, chunks.pieces[0].layouts[chunks.rank], chunks.name
-        )
-
-    def __call__(self, x_N: torch.Tensor, out_L: torch.Tensor) -> None:
-        """Write the mean of own chunk to `out_L`, in the dtype that sums are formed in.
-
-        `x_N` is left as it is, unless there is a residual: then what it holds afterwards is not defined.
-
-        Raises:
-            CommunicationError: a peer is gone or did not take part within the group's timeout.
-        """
-        self.begin(x_N).run(lambda piece, rows: self.decode_mean(piece, rows, out_L[piece.within_own]))
-
-    def begin(self, x_N: torch.Tensor) -> "Scattering":
-        """Return a scattering of `x_N`, whose receives may be posted already."""
-        return Scattering(self, x_N)
-
-    def decode_mean(self, piece: Piece, rows: Rows, out_L: torch.Tensor) -> None:
-        """Write the mean of own part of a piece to `out_L`, in the dtype that sums are formed in."""
-        self.chunks.compressor.decode_mean(rows, piece.layouts[self.chunks.rank], self._divisor, out_L)
-
-    def decode_mean_encode(self, piece: Piece, rows: Rows, wire_W: torch.Tensor) -> None:
-        """Encode the mean of own part of a piece into `wire_W`."""
-        self.chunks.compressor.decode_mean_encode(rows, piece.layouts[self.chunks.rank], self._divisor, wire_W)
-
-    def encode_all(self, x_N: torch.Tensor, wire_W: torch.Tensor) -> None:
-        """Encode all chunks into `wire_W`."""
-        piece = self.chunks.pieces[0]
-        with self.chunks.span("encode", "all_to_all", piece):
-            self._encode(x_N, self.chunks.layout, wire_W, slice(0, x_N.numel()))
-        if self._error_probe.is_wanted:
-            self._tell_error(x_N[self.chunks.own], self.chunks.wires(wire_W)[0][self.chunks.rank])
-
-    def encode_piece(self, x_N: torch.Tensor, piece: Piece, owner: int, wire_W: torch.Tensor) -> torch.Tensor:
-        """Encode the part of a piece that `owner` owns into `wire_W`, and return that."""
-        elements = piece.elements[owner]
-        with self.chunks.span("encode", "all_to_all", piece, owner):
-            self._encode(x_N[elements], piece.layouts[owner], wire_W, elements)
-        if self._error_probe.is_wanted and owner == self.chunks.rank and piece.index == 0:
-            self._tell_error(x_N[elements], wire_W)
-        return wire_W
-
-    def _encode(self, x_L: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor, elements: slice) -> None:
-        if self._residual is None:
-            self.chunks.compressor.encode(x_L, layout, wire_W)
-        else:
-            self._residual.encode(x_L, self.chunks.compressor, layout, wire_W, elements)
-
-    def _tell_error(self, x_L: torch.Tensor, wire_W: torch.Tensor) -> None:
-        """Tell observers what encoding the beginning of own chunk has left out of it."""
-        self._error_probe.tell(x_L, wire_W, None if self._residual is None else self._residual.staged(self.chunks.own))
-
-
-class Scattering:
-    """One reduce-scatter under way, up to the sum."""
-
-    def __init__(self, scatter: ReduceScatter, x_N: torch.Tensor) -> None:
-        chunks = scatter.chunks
-        self._scatter = scatter
-        self._x_N = x_N
         self._wire_W = chunks.wire(x_N)
         self._received = chunks.received(x_N.device)
         self._exchanges: list[Exchange] = []
@@ -107,66 +55,135 @@ class Scattering:
             for piece, received_RW in zip(chunks.pieces, self._received, strict=True):
                 receives, counts = list(received_RW), piece.scatter_counts
                 self._exchanges.append(
-                    Exchange(
-                        chunks.communicator, "all_to_all", receives, chunks.name, counts=counts, piece=piece.number
-                    )
+                    Exchange(pipeline, "all_to_all", receives, chunks.name, counts=counts, piece=piece.number)
                 )
-            self._exchanges[0].post_receives(1)
 
-    def run(self, take: Callable[[Piece, Rows], None]) -> None:
-        """Encode and send the chunks, and have `take` form the sum of each piece of own chunk.
-
-        Args:
-            take: called with the piece and the wires of its own part, by the rank that they come from.
+    def send(self, piece: Piece) -> None:
+        """Encode a piece of all chunks but own, each when it is about to be sent, and start to send it.
 
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
-        chunks = self._scatter.chunks
-        if self._exchanges:
-            run_stages(self.stages(take))
+        chunks = self._chunks
+        if chunks.are_coded_at_once:
+            self._encode_all()
+        if chunks.are_sent_at_once:
+            chunks.all_to_all(self._received[0], self._wire_W)
             return
-        self._scatter.encode_all(self._x_N, self._wire_W)
-        chunks.all_to_all(self._received[0], self._wire_W)
-        self._take(take, chunks.pieces[0], self._received[0])
+        exchange, wires = self._exchanges[piece.index], chunks.wires(self._wire_W)[piece.index]
+        if chunks.are_coded_at_once:
+            exchange.send(wires[owner] for owner in exchange.targets)
+        else:
+            exchange.send(self._encode(piece, owner, wires[owner]) for owner in exchange.targets)
 
-    def stages(self, take: Callable[[Piece, Rows], None]) -> list[Stage]:
-        """Return a stage for each piece: see `run`."""
-        if self._scatter.chunks.are_coded_at_once:
-            self._scatter.encode_all(self._x_N, self._wire_W)
-        return [
-            self._stage(exchange, piece, received_RW, take)
-            for exchange, piece, received_RW in zip(
-                self._exchanges, self._scatter.chunks.pieces, self._received, strict=True
+    def receive_mean(self, piece: Piece, out_L: torch.Tensor) -> None:
+        """Wait for own part of a piece from all ranks, and write the mean to `out_L`, in the dtype of sums.
+
+        Raises:
+            CommunicationError: a peer is gone or did not take part within the group's timeout.
+        """
+        chunks, rows, layout = self._chunks, self._receive(piece), piece.layouts[self._chunks.rank]
+        if layout.num_bytes:
+            with chunks.span("reduce", "all_to_all", piece, chunks.rank):
+                chunks.compressor.decode_mean(rows, layout, self._divisor, out_L)
+
+    def receive_encoded_mean(
+        self,
+        piece: Piece,
+        wire_W: torch.Tensor,
+        residual: Residual | None = None,
+        memory_N: torch.Tensor | None = None,
+    ) -> None:
+        """Wait for own part of a piece from all ranks, and encode the mean into `wire_W`.
+
+        Args:
+            piece: of all chunks.
+            wire_W: for the mean.
+            residual: what compression left out of the means of own chunk before is added, and what it leaves out now is
+                staged there.
+            memory_N: with a residual, a tensor like the one that is scattered, or that itself: own part of it is memory
+                for the mean before that is encoded.
+
+        Raises:
+            CommunicationError: a peer is gone or did not take part within the group's timeout.
+        """
+        chunks, rows, layout = self._chunks, self._receive(piece), piece.layouts[self._chunks.rank]
+        if not layout.num_bytes:
+            return
+        with chunks.span("reduce", "all_to_all", piece, chunks.rank):
+            if residual is None:
+                chunks.compressor.decode_mean_encode(rows, layout, self._divisor, wire_W)
+                return
+            assert memory_N is not None
+            chunks.compressor.decode_mean_encode_feedback(
+                rows,
+                layout,
+                self._divisor,
+                residual.added(piece.within_own),
+                wire_W,
+                residual.stage(piece.within_own),
+                memory_N[piece.elements[chunks.rank]],
             )
-        ]
 
-    def _stage(
-        self, exchange: Exchange, piece: Piece, received_RW: torch.Tensor, take: Callable[[Piece, Rows], None]
-    ) -> Stage:
-        scatter, chunks = self._scatter, self._scatter.chunks
-        own, wires = chunks.rank, chunks.wires(self._wire_W)[piece.index]
+    def _receive(self, piece: Piece) -> Rows:
+        """Wait for the copies of own part of a piece, and return them with own one."""
+        chunks, own = self._chunks, self._chunks.rank
+        rows: Rows = self._received[piece.index]
+        if chunks.are_sent_at_once:
+            return rows
+        own_W = chunks.wires(self._wire_W)[piece.index][own]
+        if chunks.compressor.wire_is_tensor:
+            rows = [*rows[:own], own_W, *rows[own + 1 :]]
+        elif chunks.are_coded_at_once:
+            rows[own].copy_(own_W)
+        else:
+            self._encode(piece, own, rows[own])
+        self._exchanges[piece.index].wait()
+        return rows
 
-        def send(peer: int) -> torch.Tensor:
-            return (
-                wires[peer] if chunks.are_coded_at_once else scatter.encode_piece(self._x_N, piece, peer, wires[peer])
-            )
+    def _encode_all(self) -> None:
+        chunks, x_N = self._chunks, self._x_N
+        with chunks.span("encode", "all_to_all", chunks.pieces[0]):
+            self._write_wire(x_N, chunks.layout, self._wire_W, slice(0, x_N.numel()))
+        if chunks.error_probe.is_wanted:
+            self._tell_error(x_N[chunks.own], chunks.wires(self._wire_W)[0][chunks.rank])
 
-        def place_own() -> None:
-            if chunks.are_coded_at_once:
-                received_RW[own].copy_(wires[own])
-            elif not chunks.compressor.wire_is_tensor:
-                scatter.encode_piece(self._x_N, piece, own, received_RW[own])
+    def _encode(self, piece: Piece, owner: int, wire_W: torch.Tensor) -> torch.Tensor:
+        """Encode the part of a piece that `owner` owns into `wire_W`, and return that."""
+        chunks, elements = self._chunks, piece.elements[owner]
+        with chunks.span("encode", "all_to_all", piece, owner):
+            self._write_wire(self._x_N[elements], piece.layouts[owner], wire_W, elements)
+        if chunks.error_probe.is_wanted and owner == chunks.rank and piece.index == 0:
+            self._tell_error(self._x_N[elements], wire_W)
+        return wire_W
 
-        def finish() -> None:
-            rows: Rows = received_RW
-            if chunks.compressor.wire_is_tensor:
-                rows = [*received_RW[:own], wires[own], *received_RW[own + 1 :]]
-            self._take(take, piece, rows)
+    def _write_wire(self, x_L: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor, elements: slice) -> None:
+        if self._residual is None:
+            self._chunks.compressor.encode(x_L, layout, wire_W)
+        else:
+            self._residual.encode(x_L, self._chunks.compressor, layout, wire_W, elements)
 
-        return Stage(exchange, send, on_sent=place_own, on_finished=finish)
+    def _tell_error(self, x_L: torch.Tensor, wire_W: torch.Tensor) -> None:
+        left_out_L = None if self._residual is None else self._residual.staged(self._chunks.own)
+        self._chunks.error_probe.tell(x_L, wire_W, left_out_L)
 
-    def _take(self, take: Callable[[Piece, Rows], None], piece: Piece, rows: Rows) -> None:
-        if piece.layouts[self._scatter.chunks.rank].num_bytes:
-            with self._scatter.chunks.span("reduce", "all_to_all", piece, self._scatter.chunks.rank):
-                take(piece, rows)
+
+def reduce_scatter(chunks: RankChunks, x_N: torch.Tensor, out_L: torch.Tensor, *, divisor: float = 1.0) -> None:
+    """Write the mean of own chunk of `x_N` over the ranks to `out_L`, in the dtype of sums. `x_N` is left as it is.
+
+    Args:
+        chunks: the tensor's.
+        x_N: the tensor.
+        out_L: for the mean.
+        divisor: of the sum.
+
+    Raises:
+        CommunicationError: a peer is gone or did not take part within the group's timeout.
+    """
+    pipeline = Pipeline(chunks.communicator)
+    scatter = ReduceScatter(chunks, x_N, pipeline, divisor=divisor)
+    for piece in chunks.pieces:
+        scatter.send(piece)
+    for piece in chunks.pieces:
+        scatter.receive_mean(piece, out_L[piece.within_own])
+    pipeline.wait_for_sends()

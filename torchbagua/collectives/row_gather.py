@@ -8,7 +8,7 @@ import torch
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.codecs.cast import Identity
-from torchbagua.collectives.all_gather import AllGather
+from torchbagua.collectives.all_gather import all_gather
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.row_mean import ranks_by_place
@@ -34,12 +34,12 @@ class RowGather:
         self._num_rows = group.size
         self._order: torch.Tensor | None = None
         if not hierarchical or group.intra_node is None:
-            self._gather = AllGather(RankChunks.of_rows(group.world, compressor, row))
+            self._chunks = RankChunks.of_rows(group.world, compressor, row)
             return
         assert group.inter_node is not None
         self._order = ranks_by_place(group, row.device)
-        self._gather = AllGather(RankChunks.of_rows(group.inter_node, compressor, row))
-        self._within = AllGather(RankChunks.of_rows(group.intra_node, Identity(), row, len(group.node_ranks)))
+        self._chunks = RankChunks.of_rows(group.inter_node, compressor, row)
+        self._within = RankChunks.of_rows(group.intra_node, Identity(), row, len(group.node_ranks))
 
     def __call__(self, x_L: torch.Tensor, out_N: torch.Tensor) -> None:
         """Write the rows of all ranks to `out_N`, of which own one is `x_L`; it may be its place in `out_N`.
@@ -48,11 +48,11 @@ class RowGather:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
         if self._order is None:
-            self._gather(x_L, out_N)
+            all_gather(self._chunks, x_L, out_N)
             return
         by_place_N = torch.empty_like(out_N)
-        own_S = by_place_N[self._within.chunks.own]
-        self._gather(x_L, own_S)
-        self._within(own_S, by_place_N)
+        own_S = by_place_N[self._within.own]
+        all_gather(self._chunks, x_L, own_S)
+        all_gather(self._within, own_S, by_place_N)
         rows = (self._num_rows, -1)
         out_N.view(rows).index_copy_(0, self._order, by_place_N.view(rows))

@@ -12,7 +12,7 @@ from torchbagua.codecs.base import Compressor, sum_dtype
 from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.rank_chunks import RankChunks
-from torchbagua.collectives.reduce_scatter import ReduceScatter
+from torchbagua.collectives.reduce_scatter import reduce_scatter
 
 
 def ranks_by_place(group: BaguaProcessGroup, device: torch.device) -> torch.Tensor:
@@ -44,18 +44,18 @@ class RowMean:
         intra_compressor: Compressor | None = None,
     ) -> None:
         self._num_rows = group.size
+        self._divisor = divisor
         self._order: torch.Tensor | None = None
         if intra_compressor is None or group.intra_node is None:
-            chunks = RankChunks.of_rows(group.world, compressor, row)
-            self._scatter = ReduceScatter(chunks, divisor=divisor)
+            self._chunks = RankChunks.of_rows(group.world, compressor, row)
             return
         assert group.inter_node is not None
         self._order = ranks_by_place(group, row.device)
         num_nodes = len(group.node_ranks)
-        self._within = ReduceScatter(RankChunks.of_rows(group.intra_node, intra_compressor, row, num_nodes))
+        self._within = RankChunks.of_rows(group.intra_node, intra_compressor, row, num_nodes)
         sums = replace(row, dtype=sum_dtype(row.dtype))
         self._sums_dtype, self._sums_bytes = sums.dtype, num_nodes * row.num_elements * sums.dtype.itemsize
-        self._scatter = ReduceScatter(RankChunks.of_rows(group.inter_node, compressor, sums), divisor=divisor)
+        self._chunks = RankChunks.of_rows(group.inter_node, compressor, sums)
 
     def __call__(self, x_N: torch.Tensor, out_L: torch.Tensor) -> None:
         """Write the mean of own row to `out_L`, in the dtype that sums are formed in. `x_N` is left as it is.
@@ -64,10 +64,10 @@ class RowMean:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
         if self._order is None:
-            self._scatter(x_N, out_L)
+            reduce_scatter(self._chunks, x_N, out_L, divisor=self._divisor)
             return
         # Scratch: there is a mean for each layer, and sums that each keeps would take many times what shards do.
-        memory = self._within.chunks.communicator.scratch("sums of rows", self._sums_bytes, x_N.device)
+        memory = self._within.communicator.scratch("sums of rows", self._sums_bytes, x_N.device)
         sums_S = memory.view(self._sums_dtype)
-        self._within(x_N.view(self._num_rows, -1).index_select(0, self._order).view(-1), sums_S)
-        self._scatter(sums_S, out_L)
+        reduce_scatter(self._within, x_N.view(self._num_rows, -1).index_select(0, self._order).view(-1), sums_S)
+        reduce_scatter(self._chunks, sums_S, out_L, divisor=self._divisor)

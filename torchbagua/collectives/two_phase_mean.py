@@ -4,18 +4,18 @@ Shape suffixes: N elements, W wire bytes, R ranks, L elements of a chunk.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.blocks import TensorSpec
-from torchbagua.collectives.all_gather import AllGather, Gathering
+from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals, tell_residuals
-from torchbagua.collectives.exchange import Stage, run_stages
+from torchbagua.collectives.exchange import Pipeline
 from torchbagua.collectives.first_runs import FirstRuns
-from torchbagua.collectives.rank_chunks import Piece, RankChunks
-from torchbagua.collectives.reduce_scatter import ReduceScatter, Rows, Scattering
+from torchbagua.collectives.rank_chunks import RankChunks
+from torchbagua.collectives.reduce_scatter import ReduceScatter
 from torchbagua.transport.communicator import SMALL_MESSAGE_BYTES, Communicator
 
 
@@ -37,8 +37,6 @@ class TwoPhaseMean:
         residuals: what compression left out before is added in both phases, and what it leaves out now is staged; for
             a float32 tensor that is averaged in place. They are assigned the slices that this rank sends and owns.
         start: the element of the residuals' bucket at which the tensor begins.
-        part: where means of several tensors are formed over this communicator at the same time, a number for each, see
-            `stages`; such a mean is sent in one piece.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class TwoPhaseMean:
         *,
         residuals: TwoPhaseResiduals | None = None,
         start: int = 0,
-        part: int | None = None,
     ) -> None:
         self._communicator = communicator
         self._compressor = compressor
@@ -63,9 +60,7 @@ class TwoPhaseMean:
             residuals.assign_slices(
                 sent=slice(start, start + spec.num_elements), mean=slice(start + own.start, start + own.stop)
             )
-        self._part = part
-        is_long_message = communicator.posts_messages(spec.device) and is_long(compressor, spec, cuts)
-        self._cut(2 if part is None and is_long_message else 1)
+        self._cut(2 if is_long(communicator, compressor, spec, cuts) else 1)
         sent_bytes = 2 * (communicator.size - 1) / communicator.size * self._chunks.layout.num_bytes
         self._first_runs = FirstRuns(communicator, sent_bytes, spec.name)
 
@@ -77,70 +72,38 @@ class TwoPhaseMean:
         """
         if len(self._chunks.pieces) > 1 and self._first_runs.were_fast():
             self._cut(1)
-        self._first_runs.run(lambda: self._run(x_N, x_N if out_N is None else out_N))
+        with self._first_runs:
+            self._run(x_N, x_N if out_N is None else out_N)
         tracer = self._communicator.tracer
         if self._residuals is not None and tracer.samples:
             tell_residuals(tracer, self._spec.name, self._residuals)
 
-    def stages(self, x_N: torch.Tensor, out_N: torch.Tensor) -> list[Stage]:
-        """Return what `run_stages` forms the mean by, between CPUs, together with the stages of other operations."""
-        return self._stages(*self._begin(x_N, out_N))
-
     def _run(self, x_N: torch.Tensor, out_N: torch.Tensor) -> None:
-        scattering, gathering = self._begin(x_N, out_N)
-        if self._chunks.are_sent_at_once:
-            scattering.run(self._mean_for(gathering))
-            gathering.run()
-        else:
-            run_stages(self._stages(scattering, gathering))
-
-    def _begin(self, x_N: torch.Tensor, out_N: torch.Tensor) -> tuple[Scattering, Gathering]:
-        # The second before own chunks are sent, so that receives are posted early; `Gathering` says why it may share
-        # their wire.
-        return self._scatter.begin(x_N), self._gather.begin(out_N)
-
-    def _stages(self, scattering: Scattering, gathering: Gathering) -> list[Stage]:
-        scatters = scattering.stages(self._mean_for(gathering))
-        gathers = gathering.stages([stage.exchange for stage in scatters])
-        # The second piece is on its way while the first is added up, and so on.
-        first, *others = scatters
-        pairs = itertools.chain.from_iterable(zip(others, gathers[:-1], strict=True))
-        return [first, *pairs, gathers[-1]]
+        chunks, pipeline = self._chunks, Pipeline(self._communicator)
+        sent, mean = (None, None) if self._residuals is None else (self._residuals.sent, self._residuals.mean)
+        scatter = ReduceScatter(chunks, x_N, pipeline, divisor=self._divisor, residual=sent)
+        gather = AllGather(chunks, out_N, pipeline)  # by now, so that receives are posted early
+        for piece in chunks.pieces:
+            scatter.send(piece)
+        for piece in chunks.pieces:
+            scatter.receive_encoded_mean(piece, gather.own_wire(piece), mean, out_N)
+            gather.send(piece)
+        for piece in chunks.pieces:
+            gather.receive(piece)
+        pipeline.wait_for_sends()
 
     def _cut(self, num_pieces: int) -> None:
         """Cut chunks into so many pieces. The mean is the same, to the bit, since blocks are."""
         cuts = self._cuts
         if num_pieces > 1:
             cuts = self._spec.cuts_within(cuts, num_pieces, self._compressor.block_elements)
-        self._chunks = RankChunks(self._communicator, self._compressor, self._spec, cuts, self._part or 0)
-        sent = None if self._residuals is None else self._residuals.sent
-        self._scatter = ReduceScatter(self._chunks, divisor=self._divisor, residual=sent)
-        self._gather = AllGather(self._chunks)
-
-    def _mean_for(self, gathering: Gathering) -> Callable[[Piece, Rows], None]:
-        return lambda piece, rows: self._form_mean(piece, rows, gathering)
-
-    def _form_mean(self, piece: Piece, rows: Rows, gathering: Gathering) -> None:
-        """Encode the mean of own part of a piece."""
-        own_wire = gathering.own_wire(piece)
-        if self._residuals is None:
-            self._scatter.decode_mean_encode(piece, rows, own_wire)
-            return
-        layout, residual, within = piece.layouts[self._chunks.rank], self._residuals.mean, piece.within_own
-        self._compressor.decode_mean_encode_feedback(
-            rows,
-            layout,
-            self._divisor,
-            residual.added(within),
-            own_wire,
-            residual.stage(within),
-            gathering.own_part(piece),
-        )
+        self._chunks = RankChunks(self._communicator, self._compressor, self._spec, cuts)
 
 
-def is_long(compressor: Compressor, spec: TensorSpec, cuts: Sequence[int]) -> bool:
+def is_long(communicator: Communicator, compressor: Compressor, spec: TensorSpec, cuts: Sequence[int]) -> bool:
     """Return whether the halves of the longest chunk are long messages, of CPUs; the same on all ranks."""
-    if spec.device.type == "cuda" or not compressor.codes_blocks_alone:
+    is_coded_at_once = spec.device.type == "cuda" or not communicator.posts_messages(spec.device)
+    if is_coded_at_once or not compressor.codes_blocks_alone:
         return False
     longest = max(stop - start for start, stop in itertools.pairwise(cuts))
     num_bytes = compressor.wire_bytes(longest, -(-longest // compressor.block_elements), spec.dtype)

@@ -1,42 +1,47 @@
 """A torch process group that averages the replicas of native HSDP: its all-reduce is that of a gradient algorithm."""
 
 from datetime import timedelta
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchbagua._torch import add_backends, fsdp_all_reduces, nccl_options, work_of
+from torchbagua._torch import add_backends, fsdp_all_reduces, work_of
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import Algorithm
-from torchbagua.training.fsdp2.rows import CommunicatingPart, Row, RowAllReduce, RowRunner
+from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.codecs.mean_codecs import MeanCodecs
+from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
+from torchbagua.training.fsdp2.replicas import mean_of_rows
+from torchbagua.training.fsdp2.rows import CommunicatingPart
+from torchbagua.transport.private_groups import default_backends
 
 
 class ReplicaGroup(dist.ProcessGroup):
     """A group of ranks that hold the same shards. It compresses sums and means of flat floating-point tensors.
 
-    Everything else gloo does, and NCCL where there are GPUs. FSDP's all-reduce is in `foreach_reduce`, where nothing
+    Everything else torch's own backends do. FSDP's all-reduce is in `foreach_reduce`, where nothing
     but its group can be replaced.
 
     Args:
-        algorithm: whose two-phase mean takes the place of an all-reduce.
+        algorithm: has ranks compare it, and opens private groups.
+        codecs: of the mean that takes the place of an all-reduce.
         store, rank, size, timeout: what torch gives the maker of a backend. Collective.
     """
 
-    def __init__(self, algorithm: Algorithm, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, algorithm: Algorithm, codecs: MeanCodecs, store: dist.Store, rank: int, size: int, timeout: timedelta
+    ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the one constructor that Python may override
-        kinds = dist.ProcessGroup.BackendType
-        backends: dict[str, Any] = {"cpu": (kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout))}
-        if dist.is_nccl_available() and torch.cuda.is_available():
-            nccl = dist.ProcessGroupNCCL(store, rank, size, nccl_options(timeout))
-            backends["cuda"] = (kinds.NCCL, nccl)
+        backends = default_backends(store, rank, size, timeout)
         # The algorithm gets a group of its own, whose all-reduce is not this one.
         self._inner = dist.ProcessGroup(store, rank, size)
         for group in (self, self._inner):
             add_backends(group, backends)
         self._impl = algorithm.reify(self._inner, timeout=timeout)
-        self._all_reduce = RowAllReduce(self._impl.algorithm, self._impl.process_group)
-        self._runner = RowRunner(self._impl)
+        self._runner = FsdpCommRunner(self._impl)
+        self._mean_of = cache(partial(mean_of_rows, self._runner.group, codecs))
         self._announced: CommunicatingPart | None = None
         self._has_warned = False
 
@@ -53,10 +58,9 @@ class ReplicaGroup(dist.ProcessGroup):
         if not is_compressed(*arguments, **named):
             return self._inner.allreduce(*arguments, **named)
         (x_L,), options = arguments
-        row: Row = (("", x_L.numel()),)
-        name = "an all-reduce"
+        row = TensorSpec((x_L.numel(),), x_L.dtype, x_L.device, "an all-reduce")
         if self._announced is not None:
-            name, row = self._announced.name, self._announced.row(x_L.numel())
+            row = self._announced.row(x_L.numel()).spec(x_L, self._announced.name)
             self._announced = None
         elif not self._has_warned:
             self._has_warned = True
@@ -66,8 +70,8 @@ class ReplicaGroup(dist.ProcessGroup):
                 "is yours, use another group to have it exact"
             )
         self._impl.use_device(x_L.device)
-        mean = self._all_reduce.mean(row, x_L, name, average=options.reduceOp == dist.ReduceOp.AVG)
-        self._runner.run(self._impl.process_group, name, x_L, lambda: mean(x_L))
+        mean = self._mean_of(row, average=options.reduceOp == dist.ReduceOp.AVG)
+        self._runner.run(self._runner.group, row.name, x_L, partial(mean, x_L))
         future: torch.futures.Future[Any] = torch.futures.Future(devices=None if x_L.is_cpu else [x_L.device])
         future.set_result([x_L])
         return work_of(future)

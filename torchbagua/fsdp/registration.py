@@ -9,7 +9,7 @@ from torchbagua._torch import fsdp_reduce_scatter, fsdp_replicate_group
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.fsdp.backend import Announcer, ReplicaGroup
 from torchbagua.runtime.shards import reshard, sharded_parts
-from torchbagua.training.fsdp2.checks import check_algorithm_of_shards
+from torchbagua.training.fsdp2.checks import shard_codecs
 from torchbagua.training.fsdp2.rows import check_parameters_inside, communicating_parts
 
 
@@ -26,8 +26,8 @@ def register_backend(algorithm: Algorithm, *, name: str = "torchbagua") -> None:
         torchbagua.fsdp.align_blocks(model)
 
     A group of this backend compresses each all-reduce, sum or mean, of a flat floating-point tensor, also one of yours.
-    Metrics are exact as tensors without a dimension, or over another group. Everything else is left to gloo and NCCL.
-    The reduce-scatter stays torch's own. Register on all ranks, before the mesh is made.
+    Metrics are exact as tensors without a dimension, or over another group. Everything else, as the reduce-scatter,
+    stays torch's own. Register on all ranks, before the mesh is made.
 
     Args:
         algorithm: one that averages gradients and takes sharded modules, with `average=True` and without error
@@ -39,12 +39,12 @@ def register_backend(algorithm: Algorithm, *, name: str = "torchbagua") -> None:
     """
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"register_backend: algorithm must be an Algorithm, got {algorithm!r}")
-    check_algorithm_of_shards("register_backend", algorithm)
+    codecs = shard_codecs("register_backend", algorithm)
     if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
         raise ValueError(f"register_backend: name must be a lower-case identifier, got {name!r}")
     if name in dist.Backend.backend_list:
         raise ValueError(f"register_backend: name {name!r} is taken; give another, and say it in backend_override too")
-    dist.Backend.register_backend(name, partial(ReplicaGroup, algorithm), devices=["cpu", "cuda"])
+    dist.Backend.register_backend(name, partial(ReplicaGroup, algorithm, codecs), devices=["cpu", "cuda"])
 
 
 def align_blocks(module: torch.nn.Module) -> None:

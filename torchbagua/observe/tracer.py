@@ -139,6 +139,12 @@ class Tracer:
             return _ProfiledSpan(self, phase, details, on_host)
         return _TracedSpan(self, phase, details, on_host) if self._observers else NO_SPAN
 
+    def bucket_span(self, name: str, flat: torch.Tensor) -> Span:
+        """Return the phase in which the flat tensor of a bucket, or of a row of shards, is communicated."""
+        if self.is_idle:
+            return NO_SPAN
+        return self.span("bucket", Details(bucket=name, num_elements=flat.numel(), raw_bytes=flat.nbytes))
+
     def range(self, name: str) -> AbstractContextManager[object]:
         """Return a range for torch.profiler, where it is at work, of which observers hear nothing."""
         return profiler.record_function(f"torchbagua: {name}") if is_profiling() else nullcontext()

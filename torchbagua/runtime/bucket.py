@@ -7,8 +7,6 @@ import torch
 
 from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.observe.events import Details
-from torchbagua.observe.tracer import NO_SPAN, Span
 from torchbagua.runtime.memory_order import MemoryOrder, flat_length
 from torchbagua.runtime.operations import BucketOperations, Operation
 
@@ -129,7 +127,7 @@ class BaguaBucket(BucketOperations):
         told at once.
         """
         try:
-            with self._span():
+            with self.group.tracer.bucket_span(self.name, self.flat):
                 for operation in self.operations:
                     with self.group.tracer.range(operation.name):
                         operation.run(self)
@@ -144,18 +142,12 @@ class BaguaBucket(BucketOperations):
         if not rest:
             return
         try:
-            with self._span():
+            with self.group.tracer.bucket_span(self.name, self.flat):
                 for finish in rest:
                     finish()
         except BaseException:
             self._close_groups()
             raise
-
-    def _span(self) -> Span:
-        if self.group.tracer.is_idle:
-            return NO_SPAN
-        details = Details(bucket=self.name, num_elements=self.flat.numel(), raw_bytes=self.flat.nbytes)
-        return self.group.tracer.span("bucket", details)
 
     def _close_groups(self) -> None:
         for group in {self.group, *(operation.group for operation in self.operations)}:

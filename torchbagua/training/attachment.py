@@ -25,7 +25,7 @@ from torchbagua.training.end_warnings import (
     warn_of_missing_detach,
     warn_of_unused_optimizers,
 )
-from torchbagua.training.fsdp2.communication import bound_waits, communicated_by
+from torchbagua.training.fsdp2.communication import bound_waits, install_communication
 from torchbagua.training.late_checks import check_caller, check_first_step, check_within_nodes
 from torchbagua.training.optimizer_state import broadcast_optimizer_state
 from torchbagua.training.outer_ddps import CallerWatch
@@ -101,18 +101,12 @@ class Attachment:
             undo.enter_context(step_hooks)
             if impl.averages_weights:
                 if setup.is_sharded:
-                    undo.enter_context(bound_waits(impl, setup.module, setup.sharded_parts))
+                    bound_waits(undo, impl, setup.module, setup.sharded_parts)
                 for ddp in setup.ddps:
                     silence(ddp)
             elif setup.is_sharded:
-                communicated = communicated_by(
-                    impl,
-                    setup.module,
-                    setup.sharded_parts,
-                    setup.sharding,
-                    setup.must_agree(),
-                )
-                undo.enter_context(communicated)
+                parts = setup.sharded_parts
+                install_communication(undo, impl, setup.module, parts, setup.sharding, setup.must_agree())
             else:
                 assert setup.ddp is not None
                 undo.enter_context(hooked(setup.ddp, partial(comm_hook, impl)))

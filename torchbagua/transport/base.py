@@ -84,7 +84,8 @@ class Transport(Protocol):
 
     A communicator owns it, and adds to its errors who failed at what. One thread at a time calls it, except for
     `abort`, which comes from any thread. Members are indices of `Members.ranks`. All members call collective methods in
-    the same order. Every method raises `TransportError`, after which the communicator calls `abort`.
+    the same order. Every method raises `TransportError`, after which the communicator calls `abort`; that of a message
+    names the peer. `torchbagua.transport.suite` tests all this.
 
     A class leaves out the messages, or the collectives, that its `abilities` say it does not have.
 

@@ -97,11 +97,11 @@ class Communicator:
         Observers do not hear of these. It connects all ranks, which is collective, if they are not connected yet.
         Raises CommunicationError once it is closed.
         """
-        self._check_open("an operation")
+        self.connect(None, "an operation")
         try:
             return self._transports["cpu"].torch_group()
         except TransportError as error:
-            self._fail_to_connect_all("an operation", error)
+            raise self.failure("an operation", str(error)) from error
 
     def silent_twin(self) -> "Communicator":
         """Return a communicator over the same connections, for one more thread; it is closed with this one.
@@ -226,7 +226,7 @@ class Communicator:
             raise self.failure(f"trying the operations of {transport.name}", str(error)) from error
 
     def posts_messages(self, device: torch.device) -> bool:
-        """Return whether messages of tensors on `device` are posted one by one; if not, an exchange is a collective."""
+        """Return whether tensors on `device` are sent by `post` and `wait`, one by one; else by one collective."""
         return self._transport(device).abilities.has_messages
 
     def all_reduce(self, tensor: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]) -> None:
@@ -392,7 +392,7 @@ class Communicator:
         A wait that is under way on another thread may keep them open until it ends. What is under way in stream order
         over a private transport is broken off, for which `join` waits.
         """
-        if failure is not None:
+        if failure is not None and not self._end.is_closed:
             self._end.cause = str(failure)  # first: another thread may look as soon as it is closed
         self._end.is_closed = True
         self._pending.clear()
@@ -448,6 +448,8 @@ class Communicator:
     def _fail(self, direction: Direction, peer: int, purpose: str, cause: str) -> NoReturn:
         # Closing the connections is what tells the other ranks. The frames that the error's traceback keeps must not
         # hold them open, so none has the group or a work in a variable by now.
+        if self._end.cause:  # since another thread has closed them
+            raise CommunicationError(self._end.cause)
         if "by peer" in cause:
             cause += "; a rank has failed, or has ended after fewer backward passes or steps than this one"
         failure = self.failure(purpose, cause, f" {direction} {self.name_of(peer)}")

@@ -92,6 +92,8 @@ class Connections:
         new = sorted({*peers} - self._links.keys() - {self._rank})
         if not new:
             return None
+        if self.is_closed:
+            return Failure(new[0], "the group is closed")
         if self._ready is None:
             # A connection of its own to the store: who waits over the other one holds it meanwhile.
             self._ready = dist.PrefixStore("ready", self._store.clone())  # type: ignore[attr-defined]

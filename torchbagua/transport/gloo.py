@@ -96,3 +96,5 @@ class GlooTransport(TorchGroupCollectives):
                 work.wait()
             except RuntimeError as error:
                 raise TransportError(cause_of(error), peer) from error
+        elif self.connections.is_closed:  # by another thread, which has dropped the works
+            raise TransportError("the group is closed", peer)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from torchbagua._torch import (
@@ -49,3 +50,15 @@ def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
     """Return an NCCL group for tensors of GPUs, which connects when it is first used."""
     backend = dist.ProcessGroupNCCL(store, rank, size, nccl_options(timeout))
     return unregistered_group(store, rank, size, "cuda", dist.ProcessGroup.BackendType.NCCL, backend)
+
+
+def default_backends(
+    store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> dict[str, tuple[dist.ProcessGroup.BackendType, Any]]:
+    """Return backends with their kinds, by types of devices: gloo for CPUs, and NCCL for GPUs if there are some."""
+    kinds = dist.ProcessGroup.BackendType
+    backends: dict[str, Any] = {"cpu": (kinds.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout))}
+    if dist.is_nccl_available() and torch.cuda.is_available():
+        nccl = dist.ProcessGroupNCCL(store, rank, size, nccl_options(timeout))
+        backends["cuda"] = (kinds.NCCL, nccl)
+    return backends

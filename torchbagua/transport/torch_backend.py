@@ -239,6 +239,8 @@ class TorchBackendTransport(Transport):
             raise TransportError(cause_of(error), peer) from error
 
     def _wait(self, direction: _Direction, peer: int, tag: int) -> None:
+        if self._is_closed:
+            raise TransportError("the group is closed", peer)
         posted = self._works.pop((tag, direction, peer), None)
         if posted is not None:
             try:

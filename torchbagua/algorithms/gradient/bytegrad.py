@@ -7,9 +7,10 @@ from torchbagua.algorithms.gradient.compressed_all_reduce import (
     CompressedAllReduceAlgorithmImpl,
     CompressedMeanAlgorithm,
 )
-from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor
+from torchbagua.codecs.base import DEFAULT_BLOCK
 from torchbagua.codecs.block_codec import check_block
 from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.mean_codecs import MeanCodecs
 from torchbagua.codecs.minmax_uint8 import MinMaxUInt8
 from torchbagua.collectives.process_group import BaguaProcessGroup
 
@@ -42,8 +43,8 @@ class ByteGradAlgorithm(CompressedMeanAlgorithm):
         check_flags(self, "hierarchical", "average", "error_feedback")
         check_block("ByteGradAlgorithm", self.block)
 
-    def make_compressors(self) -> tuple[Compressor, Compressor]:
-        return MinMaxUInt8(self.block), Identity()
+    def make_codecs(self) -> MeanCodecs:
+        return MeanCodecs(MinMaxUInt8(self.block), Identity() if self.hierarchical else None)
 
     def make_impl(self, process_group: BaguaProcessGroup) -> "ByteGradAlgorithmImpl":
         return ByteGradAlgorithmImpl(process_group, self)

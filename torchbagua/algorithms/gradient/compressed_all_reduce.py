@@ -12,6 +12,7 @@ from torchbagua.algorithms.gradient.feedback import FeedbackImpl
 from torchbagua.algorithms.gradient.optimizer_advice import warn_of_sparse_means
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.lookup import by_name, needs_feedback
+from torchbagua.codecs.mean_codecs import MeanCodecs
 from torchbagua.codecs.sparse import SparseCodec
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
@@ -31,11 +32,26 @@ class CompressedMeanAlgorithm(Algorithm):
     error_feedback: bool
 
     @abstractmethod
-    def make_compressors(self) -> tuple[Compressor, Compressor]:
-        """Return how values look that travel between all ranks, or between nodes; and within nodes."""
+    def make_codecs(self) -> MeanCodecs:
+        """Return the codecs of the mean."""
 
     def make_codec(self) -> Compressor:
-        return self.make_compressors()[0]
+        return self.make_codecs().codec
+
+    def make_shard_codecs(self) -> MeanCodecs | None:
+        """Return the codecs of the mean. Raises ValueError with error feedback, and without `average`."""
+        name = type(self).__name__
+        if self.error_feedback:
+            raise ValueError(
+                f"{name}: error_feedback must be False for modules on which fully_shard was called: every rank would "
+                "keep a residual of all parameters, and not of its shard"
+            )
+        if not self.average:
+            raise ValueError(
+                f"{name}: average must be True for modules on which fully_shard was called, which say themselves by "
+                "what to divide: set_gradient_divide_factor(1)"
+            )
+        return self.make_codecs()
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
         """Return `error_feedback`."""
@@ -43,8 +59,8 @@ class CompressedMeanAlgorithm(Algorithm):
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Warn of an optimizer that trains badly with a mean of which most elements are zero."""
-        compressor, _ = self.make_compressors()
-        if isinstance(compressor, SparseCodec) and compressor.ratio < 1:
+        codec = self.make_codec()
+        if isinstance(codec, SparseCodec) and codec.ratio < 1:
             warn_of_sparse_means(type(self).__name__, optimizers)
 
     def make_impl(self, process_group: BaguaProcessGroup) -> "CompressedAllReduceAlgorithmImpl":
@@ -117,8 +133,9 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
                 "training fails where that is lost"
             )
 
-    def make_compressors(self) -> tuple[Compressor, Compressor]:
-        return by_name(self.compression), by_name(self.intra_compression)
+    def make_codecs(self) -> MeanCodecs:
+        intra_codec = by_name(self.intra_compression) if self.hierarchical else None
+        return MeanCodecs(by_name(self.compression), intra_codec)
 
 
 class CompressedAllReduceAlgorithmImpl(FeedbackImpl):
@@ -128,7 +145,7 @@ class CompressedAllReduceAlgorithmImpl(FeedbackImpl):
 
     def __init__(self, process_group: BaguaProcessGroup, algorithm: CompressedMeanAlgorithm) -> None:
         super().__init__(process_group, algorithm)
-        _, self._intra_compressor = algorithm.make_compressors()
+        self._codecs = algorithm.make_codecs()
         self.parameter_state = residual_state(type(algorithm).__name__) if algorithm.error_feedback else None
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
@@ -141,13 +158,12 @@ class CompressedAllReduceAlgorithmImpl(FeedbackImpl):
             self.append_with_state(bucket, lambda part: self._append_mean(part, codec, state.of_bucket(part)))
 
     def _append_mean(self, bucket: BaguaBucket, codec: Compressor, feedback: TwoPhaseResiduals | None = None) -> None:
-        intra = self._intra_compressor if self._intra_compressor.encodes(bucket.flat.dtype) else None
         bucket.append_centralized_synchronous_op(
-            hierarchical=self.algorithm.hierarchical,
+            hierarchical=self._codecs.hierarchical,
             average=self.algorithm.average,
             compression=codec,
             error_feedback=feedback,
-            intra_compression=intra,
+            intra_compression=self._codecs.for_dtype(bucket.flat.dtype).intra_codec,
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchbagua.algorithms.base import check_at_least, check_flags, register
+from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags, register
 from torchbagua.algorithms.gradient.compressed_all_reduce import (
     CompressedAllReduceAlgorithmImpl,
     CompressedMeanAlgorithm,
@@ -16,6 +16,7 @@ from torchbagua.algorithms.gradient.phases import PhasedFeedbackImpl
 from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor
 from torchbagua.codecs.blockk import BlockK
 from torchbagua.codecs.cast import Identity
+from torchbagua.codecs.mean_codecs import MeanCodecs
 from torchbagua.codecs.sparse import SparseCodec, check_ratio, check_sparse_block
 from torchbagua.codecs.topk import TopK
 from torchbagua.collectives.process_group import BaguaProcessGroup
@@ -98,8 +99,10 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
                 f"begins, got {self.warmup_steps} with ratio={self.ratio}"
             )
 
-    def make_compressors(self) -> tuple[Compressor, Compressor]:
-        return _codec(self, _NUM_STAGES), Identity()
+    def make_codecs(self) -> MeanCodecs:
+        return MeanCodecs(_codec(self, _NUM_STAGES), Identity() if self.hierarchical else None)
+
+    make_shard_codecs = Algorithm.make_shard_codecs  # None: it has no argument that switches error feedback off
 
     def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
         """Return `error_feedback` and `momentum`."""

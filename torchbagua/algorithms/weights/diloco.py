@@ -190,9 +190,8 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
     def open_node_gradients(self) -> AlgorithmImpl:
         """Have a lane of their own: behind a round that is under way gradients would wait."""
         group = self.process_group.open_gradient_group()
-        self._node_gradients = GradientAllReduceAlgorithm(hierarchical=False).reify(
-            group, timeout=self.process_group.timeout
-        )
+        self._node_gradients = GradientAllReduceAlgorithm(hierarchical=False).reify(group)
+        group.close()  # the impl has groups of its own
         return self._node_gradients
 
     def close(self) -> None:

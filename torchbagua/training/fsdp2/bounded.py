@@ -1,12 +1,12 @@
 """What FSDP itself waits for between CPUs, bounded by attach's timeout: weights, and gradients that torch reduces.
 
 FSDP's own collectives run on the user's group, whose timeout is that of `init_process_group`, and their errors name no
-rank. On GPUs they stay torch's: NCCL runs them in stream order, and its watchdog bounds them.
+rank. On GPUs they stay torch's: the backend runs them in stream order, and its watchdog bounds them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torchbagua._torch import fsdp_all_gather, fsdp_reduce_scatter, fsdp_shard_group
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.collectives.exact_gather import ExactGather
-from torchbagua.collectives.gloo_reduce_scatter import gloo_reduce_scatter
 from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.collectives.torch_reduce_scatter import torch_reduce_scatter
 from torchbagua.runtime.lane import Job, Lane
-from torchbagua.training.fsdp2.first_failure import FirstFailure
+from torchbagua.training.fsdp2.comm_runner import FirstFailure
 from torchbagua.training.fsdp2.rows import CommunicatingPart
 
 
@@ -35,7 +35,7 @@ def open_shards(impl: AlgorithmImpl, parts: Sequence[CommunicatingPart]) -> Iter
     """
     group = fsdp_shard_group(parts[0].param_group)
     assert group is not None
-    shards = BaguaProcessGroup(group, timeout=impl.process_group.timeout)
+    shards = BaguaProcessGroup(group, timeout=impl.process_group.timeout, transport=impl.process_group.transport)
     try:
         shards.tell_through(impl.tracer, "shards")
         yield shards
@@ -44,7 +44,7 @@ def open_shards(impl: AlgorithmImpl, parts: Sequence[CommunicatingPart]) -> Iter
 
 
 def on_cpus(parts: Iterable[CommunicatingPart]) -> list[CommunicatingPart]:
-    """Return those parts whose collectives gloo runs between CPUs, among several ranks."""
+    """Return those parts whose collectives run between CPUs, among several ranks."""
     return [part for part in parts if part.param_group.device.type == "cpu" and _size_of(part) > 1]
 
 
@@ -53,36 +53,34 @@ def _size_of(part: CommunicatingPart) -> int:
     return 1 if group is None else group.size()
 
 
-def bound_gathers(group: BaguaProcessGroup, failure: FirstFailure, parts: Sequence[CommunicatingPart]) -> ExitStack:
-    """Gather the weights of `parts` over the connections of `group`, until what is returned is closed.
+def bound_gathers(
+    undo: ExitStack, group: BaguaProcessGroup, failure: FirstFailure, parts: Sequence[CommunicatingPart]
+) -> None:
+    """Gather the weights of `parts` over the connections of `group`, until `undo` is closed.
 
     An all-gather that the user has set stays.
     """
-    with ExitStack() as undo:  # closed here only where one of these steps raises
-        runner = GatherRunner(group, failure)
-        undo.callback(runner.close)
-        for part in on_cpus(parts):
-            comm, is_torchs = fsdp_all_gather(part.param_group)
-            if is_torchs:
-                undo.callback(part.part.set_custom_all_gather, comm)
-                part.part.set_custom_all_gather(BoundedGather(runner, part))
-        return undo.pop_all()
+    runner = GatherRunner(group, failure)
+    undo.callback(runner.close)
+    for part in on_cpus(parts):
+        comm, is_torchs = fsdp_all_gather(part.param_group)
+        if is_torchs:
+            undo.callback(part.part.set_custom_all_gather, comm)
+            part.part.set_custom_all_gather(BoundedGather(runner, part))
 
 
 def bound_reduce_scatters(
-    group: BaguaProcessGroup, failure: FirstFailure, parts: Sequence[CommunicatingPart]
-) -> ExitStack:
-    """Reduce-scatter the gradients of `parts` over the connections of `group`, until what is returned is closed.
+    undo: ExitStack, group: BaguaProcessGroup, failure: FirstFailure, parts: Sequence[CommunicatingPart]
+) -> None:
+    """Reduce-scatter the gradients of `parts` over the connections of `group`, until `undo` is closed.
 
     A reduce-scatter that the user has set stays.
     """
-    with ExitStack() as undo:  # closed here only where one of these steps raises
-        for part in on_cpus(parts):
-            comm, is_torchs = fsdp_reduce_scatter(part.param_group)
-            if is_torchs:
-                undo.callback(part.part.set_custom_reduce_scatter, comm)
-                part.part.set_custom_reduce_scatter(BoundedReduceScatter(group, failure, part))
-        return undo.pop_all()
+    for part in on_cpus(parts):
+        comm, is_torchs = fsdp_reduce_scatter(part.param_group)
+        if is_torchs:
+            undo.callback(part.part.set_custom_reduce_scatter, comm)
+            part.part.set_custom_reduce_scatter(BoundedReduceScatter(group, failure, part))
 
 
 class GatherRunner:
@@ -159,7 +157,7 @@ class BoundedGather:
         self._runner = runner
         self._part = part
         self._torchs, _ = fsdp_all_gather(part.param_group)
-        self._gathers: dict[dist.ProcessGroup, ExactGather] = {}
+        self._gather_over = cache(partial(_exact_gather, runner, part))
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for the output."""
@@ -183,18 +181,15 @@ class BoundedGather:
         length = input_tensor.numel()
         own_row = output_tensor[group.rank() * length :][:length]
         assert own_row.data_ptr() == input_tensor.data_ptr(), "FSDP gathers in place"
-        return self._runner.run(partial(self._gather_of(group), output_tensor), async_op=async_op)
+        return self._runner.run(partial(self._gather_over(group), output_tensor), async_op=async_op)
 
-    def _gather_of(self, group: dist.ProcessGroup) -> ExactGather:
-        if group not in self._gathers:
-            shards = self._runner.group
-            ranks: Sequence[int] = range(shards.size)
-            if group is not fsdp_shard_group(self._part.param_group):
-                every = dist.get_process_group_ranks(shards.process_group)
-                ranks = [every.index(rank) for rank in dist.get_process_group_ranks(group)]
-            name = f"weights of {self._part.label}"
-            self._gathers[group] = ExactGather(self._runner.communicator, ranks, shards.nodes, name)
-        return self._gathers[group]
+
+def _exact_gather(runner: GatherRunner, part: CommunicatingPart, group: dist.ProcessGroup) -> ExactGather:
+    ranks: Sequence[int] = range(runner.group.size)
+    if group is not fsdp_shard_group(part.param_group):
+        every = dist.get_process_group_ranks(runner.group.process_group)
+        ranks = [every.index(rank) for rank in dist.get_process_group_ranks(group)]
+    return ExactGather(runner.communicator, ranks, runner.group.nodes, f"weights of {part.label}")
 
 
 class BoundedReduceScatter:
@@ -226,4 +221,4 @@ class BoundedReduceScatter:
             CommunicationError: a rank is gone or did not take part in time.
         """
         with self._failure.guard():
-            gloo_reduce_scatter(self._communicator, input_tensor, output_tensor, op, self._part.name)
+            torch_reduce_scatter(self._communicator, input_tensor, output_tensor, op, self._part.name)

@@ -1,10 +1,11 @@
 """The checks of attach that only sharded modules need, on this rank alone."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from torchbagua._description import describe
 from torchbagua._torch import (
     fsdp_all_gather,
     fsdp_all_reduce_hook,
@@ -13,10 +14,9 @@ from torchbagua._torch import (
     fsdp_param_groups,
     fsdp_reduce_scatter,
 )
-from torchbagua.algorithms.base import Algorithm
-from torchbagua.algorithms.gradient.bytegrad import ByteGradAlgorithm
-from torchbagua.algorithms.gradient.compressed_all_reduce import CompressedAllReduceAlgorithm
-from torchbagua.codecs.lookup import by_name
+from torchbagua.algorithms.base import Algorithm, available_algorithms, get
+from torchbagua.codecs.lookup import by_name, needs_feedback
+from torchbagua.codecs.mean_codecs import MeanCodecs
 from torchbagua.training.fsdp2.gather import why_in_full_precision
 from torchbagua.training.fsdp2.options import Sharding
 from torchbagua.training.fsdp2.rows import check_parameters_inside, communicating_parts
@@ -31,7 +31,7 @@ def check_sharding(module: torch.nn.Module, parts: Parts, algorithm: Algorithm, 
         _refuse_options(module, sharding)
         return
     if not algorithm.averages_weights:
-        check_algorithm_of_shards("attach", algorithm)
+        shard_codecs("attach", algorithm)
         check_parameters_inside(module, communicating_parts(module, parts))
         _check_reduce_scatters(parts)
         if sharding.replicate_group is not None:
@@ -44,7 +44,7 @@ def check_sharding(module: torch.nn.Module, parts: Parts, algorithm: Algorithm, 
             f"attach: {type(algorithm).__name__} averages weights among ranks that hold the same ones, and the module "
             "is sharded: give the ranks that hold the same shards as this one, torchbagua.fsdp.attach(..., "
             "replicate_group=...), while several meshes train copies of it; to compress gradients within one mesh, "
-            "attach ByteGradAlgorithm or CompressedAllReduceAlgorithm"
+            f"attach {' or '.join(_algorithms_of_shards())}"
         )
     if sharding.quantize_weights is not None:
         raise ValueError(
@@ -53,23 +53,50 @@ def check_sharding(module: torch.nn.Module, parts: Parts, algorithm: Algorithm, 
         )
 
 
-def check_algorithm_of_shards(caller: str, algorithm: Algorithm) -> None:
-    """Raise ValueError if gradients of sharded modules are not communicated by `algorithm`."""
+def shard_codecs(caller: str, algorithm: Algorithm) -> MeanCodecs:
+    """Return the codecs in which `algorithm` sends the gradients of sharded modules.
+
+    Raises:
+        ValueError: it takes no sharded modules, or not with its arguments.
+        TypeError: its `make_shard_codecs` returns something else, or another codec than `make_codec`.
+    """
     name = type(algorithm).__name__
-    if not isinstance(algorithm, ByteGradAlgorithm | CompressedAllReduceAlgorithm):
+    try:
+        codecs = algorithm.make_shard_codecs()
+    except ValueError as error:
+        raise ValueError(f"{caller}: {error}") from error
+    if codecs is None:
         raise ValueError(
-            f"{caller}: {name} does not take modules on which fully_shard was called; ByteGradAlgorithm and "
-            "CompressedAllReduceAlgorithm do"
+            f"{caller}: {name} does not take modules on which fully_shard was called; "
+            f"{' and '.join(_algorithms_of_shards())} do"
         )
-    if algorithm.error_feedback:
-        raise ValueError(
-            f"{caller}: {name}: error_feedback must be False for modules on which fully_shard was called: every rank "
-            "would keep a residual of all parameters, and not of its shard"
+    if not isinstance(codecs, MeanCodecs):
+        raise TypeError(
+            f"{name}.make_shard_codecs must return a torchbagua.codecs.MeanCodecs, or None if the algorithm takes no "
+            f"sharded modules, got {codecs!r}"
         )
-    if not algorithm.average:
+    owner = f"{name}: the codec"
+    compared = algorithm.make_codec()  # by the ranks; attach warns of what it does not encode
+    if describe(codecs.codec, owner) != describe(compared, owner):
+        raise TypeError(
+            f"{name}.make_shard_codecs sends with {codecs.codec}, but make_codec returns {compared}; have both return "
+            "one codec"
+        )
+    for codec in (codecs.codec, codecs.intra_codec):
+        if needs_feedback(codec):
+            raise ValueError(
+                f"{caller}: {name}.make_shard_codecs must not return a codec that needs error feedback, since sharded "
+                f"modules have none; got {codec!r}"
+            )
+    return codecs
+
+
+def check_even_nodes(algorithm: Algorithm, codecs: MeanCodecs, node_ranks: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError if the mean respects nodes, and these have different numbers of ranks."""
+    if codecs.hierarchical and len(set(map(len, node_ranks))) > 1:
         raise ValueError(
-            f"{caller}: {name}: average must be True for modules on which fully_shard was called, which say themselves "
-            "by what to divide: set_gradient_divide_factor(1)"
+            f"attach: {type(algorithm).__name__}: hierarchical must be False for sharded modules where nodes have "
+            f"different numbers of ranks, got {node_ranks}"
         )
 
 
@@ -82,6 +109,13 @@ def unquantized_weights(module: torch.nn.Module, parts: Parts, sharding: Shardin
         dtypes = fsdp_gathered_dtypes(part.param_group)
         if len(dtypes) > 1 or not all(map(codec.encodes, dtypes)):
             yield why_in_full_precision(f"weights of {part.label}", codec, dtypes)
+
+
+def _algorithms_of_shards() -> list[str]:
+    """Return the names of the registered classes that take sharded modules as gradient algorithms."""
+    default = Algorithm.make_shard_codecs
+    constructors = [get(name) for name in available_algorithms()]
+    return sorted({cls.__name__ for cls in constructors if getattr(cls, "make_shard_codecs", default) is not default})
 
 
 def _refuse_options(module: torch.nn.Module, sharding: Sharding) -> None:

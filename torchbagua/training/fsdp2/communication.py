@@ -8,27 +8,31 @@ import torch
 
 from torchbagua._description import describe
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.codecs.lookup import by_name
 from torchbagua.training.fsdp2.bounded import bound_gathers, bound_reduce_scatters, on_cpus, open_shards
-from torchbagua.training.fsdp2.first_failure import FirstFailure
-from torchbagua.training.fsdp2.gather import gathered_by
+from torchbagua.training.fsdp2.checks import check_even_nodes, shard_codecs
+from torchbagua.training.fsdp2.comm_runner import FirstFailure, FsdpCommRunner
+from torchbagua.training.fsdp2.gather import install_weight_gathers
 from torchbagua.training.fsdp2.options import Sharding
-from torchbagua.training.fsdp2.reduce_scatter import scattered_by
-from torchbagua.training.fsdp2.replicas import averaged_by, open_replicas, share_shards
-from torchbagua.training.fsdp2.rows import RowRunner, communicating_parts
+from torchbagua.training.fsdp2.reduce_scatter import install_reduce_scatters
+from torchbagua.training.fsdp2.replicas import install_replica_means, open_replicas, share_shards
+from torchbagua.training.fsdp2.rows import communicating_parts
 
 
-def communicated_by(
+def install_communication(
+    undo: ExitStack,
     impl: AlgorithmImpl,
     module: torch.nn.Module,
     parts: Mapping[str, Any],
     sharding: Sharding,
     must_agree: Mapping[str, Any],
-) -> ExitStack:
-    """Have `impl` communicate for a module until what is returned is closed. Collective with replicas.
+) -> None:
+    """Have `impl` communicate for a module until `undo` is closed. Collective with replicas, and on GPUs.
 
     Replicas first get the parameters and buffers of the first.
 
     Args:
+        undo: takes what gives the parts back to torch, step by step.
         impl: over the ranks among which the module is sharded.
         module: all of it.
         parts: those on which fully_shard was called, by name.
@@ -36,32 +40,36 @@ def communicated_by(
         must_agree: what must be the same on all of these ranks, by name.
 
     Raises:
-        ValueError, TimeoutError, CommunicationError: see `scattered_by`, `open_replicas`.
+        ValueError, TimeoutError, CommunicationError: see `check_even_nodes`, `open_replicas`.
     """
+    codecs = shard_codecs("attach", impl.algorithm)
     communicating = communicating_parts(module, parts)
-    with ExitStack() as undo:  # closed here only where one of these steps raises
-        runner = RowRunner(impl)
-        if sharding.replicate_group is not None:
-            algorithm = describe(impl.algorithm, type(impl.algorithm).__name__)
-            must_agree = {"the algorithm": algorithm, **must_agree}
-            replicas = undo.enter_context(open_replicas(impl, sharding.replicate_group, must_agree))
-            share_shards(replicas, module)
-            runner = RowRunner(impl, replicas)
-            undo.enter_context(averaged_by(runner, communicating))
-        undo.enter_context(bound_gathers(impl.process_group, runner.failure, communicating))
-        undo.enter_context(scattered_by(runner, communicating))
-        undo.enter_context(bound_reduce_scatters(impl.process_group, runner.failure, communicating))
-        if sharding.quantize_weights is not None:
-            undo.enter_context(gathered_by(runner, communicating, sharding.quantize_weights))
-        return undo.pop_all()
+    for part in communicating:
+        impl.use_device(part.param_group.device)
+    runner = FsdpCommRunner(impl)
+    if sharding.replicate_group is not None:
+        algorithm = describe(impl.algorithm, type(impl.algorithm).__name__)
+        must_agree = {"the algorithm": algorithm, **must_agree}
+        replicas = undo.enter_context(open_replicas(impl, sharding.replicate_group, must_agree))
+        share_shards(replicas, module)
+        runner = FsdpCommRunner(impl, replicas)
+        install_replica_means(undo, runner, communicating, codecs)
+    bound_gathers(undo, runner.group, runner.failure, communicating)
+    check_even_nodes(impl.algorithm, codecs, runner.group.node_ranks)
+    install_reduce_scatters(undo, runner, communicating, codecs)
+    bound_reduce_scatters(undo, runner.group, runner.failure, communicating)
+    if sharding.quantize_weights is not None:
+        codec = by_name(sharding.quantize_weights)
+        install_weight_gathers(undo, runner, communicating, codec, hierarchical=codecs.hierarchical)
 
 
-def bound_waits(impl: AlgorithmImpl, module: torch.nn.Module, parts: Mapping[str, Any]) -> ExitStack:
-    """Bound what FSDP waits for by the timeout of `impl`, which averages weights, until what is returned is closed.
+def bound_waits(undo: ExitStack, impl: AlgorithmImpl, module: torch.nn.Module, parts: Mapping[str, Any]) -> None:
+    """Bound what FSDP waits for by the timeout of `impl`, which averages weights, until `undo` is closed.
 
     Collective among the ranks that share a copy of the module.
 
     Args:
+        undo: takes what gives the parts back to torch, step by step.
         impl: over the ranks that hold the same shards.
         module: all of it.
         parts: those on which fully_shard was called, by name.
@@ -70,9 +78,7 @@ def bound_waits(impl: AlgorithmImpl, module: torch.nn.Module, parts: Mapping[str
         TimeoutError, CommunicationError: see `BaguaProcessGroup`.
     """
     communicating = communicating_parts(module, parts)
-    with ExitStack() as undo:  # closed here only where one of these steps raises
-        shards = undo.enter_context(open_shards(impl, communicating))  # on GPUs too: a rank may have refused to attach
-        failure = FirstFailure([shards, impl.process_group])
-        undo.enter_context(bound_gathers(shards, failure, on_cpus(communicating)))
-        undo.enter_context(bound_reduce_scatters(shards, failure, on_cpus(communicating)))
-        return undo.pop_all()
+    shards = undo.enter_context(open_shards(impl, communicating))  # on GPUs too: a rank may have refused to attach
+    failure = FirstFailure([shards, impl.process_group])
+    bound_gathers(undo, shards, failure, on_cpus(communicating))
+    bound_reduce_scatters(undo, shards, failure, on_cpus(communicating))

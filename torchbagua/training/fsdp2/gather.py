@@ -2,39 +2,33 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from torchbagua._torch import (
-    fsdp_all_gather,
-    fsdp_gathered_dtypes,
-    fsdp_shard_group,
-)
+from torchbagua._torch import fsdp_all_gather, fsdp_gathered_dtypes, fsdp_shard_group
 from torchbagua._warnings import UncompressedParametersWarning, warn_user
 from torchbagua.codecs.base import Compressor
-from torchbagua.codecs.lookup import by_name
 from torchbagua.collectives.row_gather import RowGather
-from torchbagua.training.fsdp2.rows import CommunicatingPart, Row, RowRunner, spec_of_row
+from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
+from torchbagua.training.fsdp2.rows import CommunicatingPart
 
 
-def gathered_by(runner: RowRunner, parts: Sequence[CommunicatingPart], quantize_weights: str | Compressor) -> ExitStack:
-    """Have the impl gather the weights of all parts until what is returned is closed; then torch does again.
-
-    Args:
-        runner: whose impl's group is used. Its ranks are those over which the parts are sharded.
-        parts: whose weights they are.
-        quantize_weights: the codec.
-    """
-    codec = by_name(quantize_weights)
-    with ExitStack() as undo:  # closed here only where one of these steps raises
-        for one in parts:
-            own = WeightGather(runner, one, codec)
-            undo.callback(one.part.reshard)  # when torch's is back: what has been decoded is not computed with any more
-            undo.callback(one.part.set_custom_all_gather, fsdp_all_gather(one.param_group)[0])
-            one.part.set_custom_all_gather(own)
-        return undo.pop_all()
+def install_weight_gathers(
+    undo: ExitStack,
+    runner: FsdpCommRunner,
+    parts: Sequence[CommunicatingPart],
+    codec: Compressor,
+    *,
+    hierarchical: bool,
+) -> None:
+    """Gather the weights of all parts with `codec` until `undo` is closed; then torch does again, in full precision."""
+    for part in parts:
+        gather = WeightGather(runner, part, codec, hierarchical=hierarchical)
+        undo.callback(part.part.reshard)  # when torch's is back: what has been decoded is not computed with any more
+        undo.callback(part.part.set_custom_all_gather, fsdp_all_gather(part.param_group)[0])
+        part.part.set_custom_all_gather(gather)
 
 
 class WeightGather:
@@ -43,19 +37,22 @@ class WeightGather:
     Each rank encodes its shards of the parameters, one row, and all decode all rows, their own too.
 
     Args:
-        runner: whose impl's group is used.
+        runner: over whose group weights are gathered.
         part: whose weights they are, which torch gathers so far.
         codec: of the rows.
+        hierarchical: see `RowGather`.
     """
 
-    def __init__(self, runner: RowRunner, part: CommunicatingPart, codec: Compressor) -> None:
+    def __init__(
+        self, runner: FsdpCommRunner, part: CommunicatingPart, codec: Compressor, *, hierarchical: bool
+    ) -> None:
         self._runner = runner
         self._part = part
         self._codec = codec
         self._name = f"weights of {part.label}"
         self._group = fsdp_shard_group(part.param_group)
         self._torchs, _ = fsdp_all_gather(part.param_group)
-        self._gathers: dict[tuple[Row, torch.dtype, torch.device], RowGather] = {}
+        self._gather_of = cache(partial(RowGather, runner.group, codec, hierarchical=hierarchical))
         dtypes = fsdp_gathered_dtypes(part.param_group)
         self._told = len(dtypes) > 1 or not all(map(codec.encodes, dtypes))  # by attach
 
@@ -70,8 +67,8 @@ class WeightGather:
     ) -> Any:
         """Write all ranks' `input_tensor`, coded, to `output_tensor`; FSDP calls it in forward and in backward.
 
-        On CPUs, and over gloo, it returns when they are there. Over NCCL everything is launched on the current stream,
-        also where `async_op` says that it need not be.
+        In stream order everything is launched on the current stream, also if `async_op` says that it need not be.
+        Otherwise it returns when they are there.
 
         Under `reshard_after_forward=k` backward gathers over groups of k ranks what forward has decoded. Torch does
         that, in full: so backward computes with the bits that forward has computed with.
@@ -90,22 +87,11 @@ class WeightGather:
                 with self._runner.failure.guard():  # if a filter makes it an error, other ranks do not wait
                     warn_user(why_in_full_precision(self._name, self._codec, {dtype}), UncompressedParametersWarning)
             return self._torchs(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
-        impl = self._runner.impl
-        impl.use_device(input_tensor.device)
-        gather = partial(self._gather(input_tensor), input_tensor, output_tensor)
-        self._runner.run(impl.process_group, self._name, output_tensor, gather)
-        return None
-
-    def _gather(self, x_L: torch.Tensor) -> RowGather:
         row = self._part.whole_row
-        assert sum(length for _, length in row) == x_L.numel(), "FSDP gathers whole rows"
-        key = (row, x_L.dtype, x_L.device)
-        if key not in self._gathers:
-            impl, spec = self._runner.impl, spec_of_row(row, x_L, self._name)
-            self._gathers[key] = RowGather(
-                impl.process_group, self._codec, spec, hierarchical=impl.algorithm.hierarchical
-            )
-        return self._gathers[key]
+        assert row.num_elements == input_tensor.numel(), "FSDP gathers whole rows"
+        gather = self._gather_of(row.spec(input_tensor, self._name))
+        self._runner.run(self._runner.group, self._name, output_tensor, partial(gather, input_tensor, output_tensor))
+        return None
 
 
 def why_in_full_precision(name: str, codec: Compressor, dtypes: set[torch.dtype]) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -10,10 +11,14 @@ import torch.distributed as dist
 from torchbagua._torch import fsdp_all_reduces, fsdp_divide_factor, fsdp_shards
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.codecs.mean_codecs import MeanCodecs
 from torchbagua.collectives.broadcast import broadcast_tensors
+from torchbagua.collectives.centralized_mean import Mean, centralized_mean
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.shards import local_shard
-from torchbagua.training.fsdp2.rows import CommunicatingPart, Row, RowAllReduce, RowRunner
+from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
+from torchbagua.training.fsdp2.rows import CommunicatingPart, Row
 
 
 @contextmanager
@@ -33,7 +38,9 @@ def open_replicas(
     """
     own = impl.process_group
     places = {"the rank that holds a shard, of those of its module": f"{own.rank} of {own.size}"}
-    replicas = BaguaProcessGroup(group, timeout=own.timeout, must_agree={**must_agree, **places})
+    replicas = BaguaProcessGroup(
+        group, timeout=own.timeout, transport=own.transport, must_agree={**must_agree, **places}
+    )
     try:
         replicas.open()
         replicas.tell_through(own.tracer, "replicas")
@@ -49,15 +56,28 @@ def share_shards(replicas: BaguaProcessGroup, module: torch.nn.Module) -> None:
     broadcast_tensors(replicas.world, map(local_shard, (*module.parameters(), *module.buffers())), "the shards")
 
 
-def averaged_by(runner: RowRunner, parts: Sequence[CommunicatingPart]) -> ExitStack:
-    """Have the gradients of all parts averaged over the replicas, until what is returned is closed."""
-    with ExitStack() as undo:  # closed here only where one of these steps raises
-        for one in parts:
-            mean = ReplicaMean(runner, one)
-            undo.callback(one.part.set_all_reduce_hook, None)
-            undo.callback(mean.close)
-            one.part.set_all_reduce_hook(mean)
-        return undo.pop_all()
+def install_replica_means(
+    undo: ExitStack, runner: FsdpCommRunner, parts: Sequence[CommunicatingPart], codecs: MeanCodecs
+) -> None:
+    """Average the gradients of all parts over the replicas with `codecs`, until `undo` is closed."""
+    for part in parts:
+        mean = ReplicaMean(runner, part, codecs)
+        undo.callback(part.part.set_all_reduce_hook, None)
+        undo.callback(mean.close)
+        part.part.set_all_reduce_hook(mean)
+
+
+def mean_of_rows(group: BaguaProcessGroup, codecs: MeanCodecs, row: TensorSpec, *, average: bool) -> Mean:
+    """Return the function that replaces a row by its mean over `group`, or by its sum."""
+    codecs = codecs.for_dtype(row.dtype)
+    return centralized_mean(
+        group,
+        codecs.codec,
+        row,
+        hierarchical=codecs.hierarchical,
+        average=average,
+        intra_compressor=codecs.intra_codec,
+    )
 
 
 class ReplicaMean:
@@ -67,18 +87,18 @@ class ReplicaMean:
     its input for the next mean, and leaves zeros. Where the loop has thrown these away, with `zero_grad()`, so does it.
 
     Args:
-        runner: whose impl's codecs are used, with replicas.
+        runner: one with replicas.
         part: whose gradients they are.
+        codecs: of the mean.
     """
 
-    def __init__(self, runner: RowRunner, part: CommunicatingPart) -> None:
+    def __init__(self, runner: FsdpCommRunner, part: CommunicatingPart, codecs: MeanCodecs) -> None:
         assert runner.replicas is not None
         self._runner = runner
         self._replicas = runner.replicas
         self._part = part
-        self._all_reduce = RowAllReduce(runner.impl.algorithm, runner.replicas)
-        self._kept_L: torch.Tensor | None = None
-        self._kept_row: Row = ()
+        self._mean_of = cache(partial(mean_of_rows, runner.replicas, codecs))
+        self._kept: tuple[Row, torch.Tensor] | None = None
 
     def __call__(self, gradient_L: torch.Tensor) -> None:
         """Replace own shard of the gradient by its mean over the replicas, on the current stream.
@@ -94,38 +114,32 @@ class ReplicaMean:
             # next layer's reduce-scatter, on another stream, would be given its memory.
             gradient_L.record_stream(torch.cuda.current_stream(gradient_L.device))
         row = self._part.row(gradient_L.numel())
-        if self._kept_L is not None and all(one.grad is None for one, _ in fsdp_shards(self._part.param_group)):
-            self._kept_L = None
-        if self._kept_L is not None and self._kept_row != row:
-            self._kept_L = None
+        kept, self._kept = self._kept, None
+        if all(parameter.grad is None for parameter, _ in fsdp_shards(self._part.param_group)):
+            kept = None
+        if kept is not None and kept[0] != row:
             raise RuntimeError(
                 f"torchbagua: {self._part.name}: under set_requires_all_reduce(False) every backward must reach the "
-                f"same parameters, got {_names_of(row)} after {_names_of(self._kept_row)}; call "
-                "set_reduce_scatter_unused_params(True), which needs torch 2.13 or newer"
+                f"same parameters, got {', '.join(row.parameter_names)} after {', '.join(kept[0].parameter_names)}; "
+                "call set_reduce_scatter_unused_params(True), which needs torch 2.13 or newer"
             )
         if not fsdp_all_reduces(self._part.param_group):
-            self._kept_L = gradient_L.clone() if self._kept_L is None else self._kept_L.add_(gradient_L)
-            self._kept_row = row
+            self._kept = row, gradient_L.clone() if kept is None else kept[1].add_(gradient_L)
             gradient_L.zero_()
             return
-        if self._kept_L is not None:
-            gradient_L.add_(self._kept_L)
-            self._kept_L = None
-        self._runner.impl.use_device(gradient_L.device)
+        if kept is not None:
+            gradient_L.add_(kept[1])
+            kept = None  # its memory is free while the mean is formed
         self._replicas.use_device(gradient_L.device)
         average = fsdp_divide_factor(self._part.param_group) is None
-        mean = self._all_reduce.mean(row, gradient_L, self._part.name, average=average)
-        self._runner.run(self._replicas, self._part.name, gradient_L, lambda: mean(gradient_L))
+        mean = self._mean_of(row.spec(gradient_L, self._part.name), average=average)
+        self._runner.run(self._replicas, self._part.name, gradient_L, partial(mean, gradient_L))
 
     def close(self) -> None:
         """Let go what no mean has taken up; it is in no gradient, so say so."""
-        if self._kept_L is not None:
-            self._kept_L = None
+        if self._kept is not None:
+            self._kept = None
             warn_user(
                 f"torchbagua: {self._part.name}: what was accumulated under set_requires_all_reduce(False) is lost: "
                 "detach comes before a backward that averages it"
             )
-
-
-def _names_of(row: Row) -> str:
-    return ", ".join(name for name, _ in row)

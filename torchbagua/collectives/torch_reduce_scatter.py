@@ -9,7 +9,9 @@ from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError, cause_of
 
 
-def gloo_reduce_scatter(communicator: Communicator, x_N: torch.Tensor, out_L: torch.Tensor, op: Any, name: str) -> None:
+def torch_reduce_scatter(
+    communicator: Communicator, x_N: torch.Tensor, out_L: torch.Tensor, op: Any, name: str
+) -> None:
     """Write the sum or mean of own row of all ranks' `x_N` to `out_L`, with the bits of torch's own reduce-scatter.
 
     `ReduceScatter` adds in another order. Observers are not told.
@@ -32,7 +34,7 @@ def gloo_reduce_scatter(communicator: Communicator, x_N: torch.Tensor, out_L: to
         cause = cause_of(error)
     else:
         return
-    # gloo reduces around a ring, and does not say on which side of this rank it broke.
+    # Between CPUs torch reduces around a ring, and does not say on which side of this rank it broke.
     after, before = communicator.rank_after(1), communicator.rank_before(1)
     whom = f" receiving from {communicator.name_of(after)} or sending to {communicator.name_of(before)}"
     raise communicator.failure(f"reduce_scatter of {name}", cause, whom)

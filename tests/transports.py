@@ -1,0 +1,109 @@
+"""Transports that tests use in place of the package's own: played on the CPU, and the one that a page of docs shows."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from documentation import names_in
+from torchbagua.transport import staged
+from torchbagua.transport.base import Abilities, Members, Transport
+from torchbagua.transport.gloo import GlooTransport
+from torchbagua.transport.staged import StagedTransport
+from torchbagua.transport.torch_groups import COLLECTIVES
+
+QueueTransport: type[Transport] = names_in("extend/transport.md", "class QueueTransport", module=__name__)[
+    "QueueTransport"
+]
+
+
+class PlayedNccl(GlooTransport):
+    """A gloo transport that does what NCCL's can, and writes down which thread asked for a collective."""
+
+    abilities = Abilities(frozenset({"cpu"}), in_stream_order=True, has_messages=False, collectives=COLLECTIVES)
+
+    def __init__(self, members: Members, calls: list[str]) -> None:
+        super().__init__(members)
+        self._rank = members.rank
+        self._calls = calls
+
+    def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        """What NCCL does in one operation, of tensors of one type, some of them empty."""
+        assert len({tensor.dtype for tensor in [*outputs, *inputs]}) == 1
+        self._calls.append(threading.current_thread().name)
+        group = self.torch_group()
+        works = [group.recv([outputs[rank]], rank, 0) for rank in self._peers_of(outputs)]
+        works += [group.send([inputs[rank]], rank, 0) for rank in self._peers_of(inputs)]
+        outputs[self._rank].copy_(inputs[self._rank])
+        for work in works:
+            work.wait()
+
+    def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        self._calls.append(threading.current_thread().name)
+        super().all_to_all_single(output, input)
+
+    def all_gather_into_tensor(self, output: torch.Tensor, own: torch.Tensor) -> None:
+        self._calls.append(threading.current_thread().name)
+        theirs = torch.empty_like(output)
+        super().all_gather_into_tensor(theirs, own.clone())
+        output.copy_(theirs)
+
+    def _peers_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        return [rank for rank, tensor in enumerate(tensors) if tensor.numel() and rank != self._rank]
+
+
+class StagedOverGloo(StagedTransport):
+    """Staging that opens and closes its own transport of the host."""
+
+    def __init__(self, members: Members) -> None:
+        super().__init__(GlooTransport(members), members.timeout)
+
+    def abort(self) -> None:
+        super().abort()
+        self._host.abort()
+
+
+class StagedOnCpu(StagedOverGloo):
+    """Passes tensors of the CPU through other memory of the host, as those of a GPU."""
+
+    def __init__(self, members: Members) -> None:
+        super().__init__(members)
+        self.abilities = replace(self.abilities, devices=frozenset({"cpu"}))
+
+
+class PlayedStream:
+    """A stream that does at once what is asked of it, and writes down when the host waits for it."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def query(self) -> bool:
+        self._log.append("host waits")
+        return True
+
+    def record_event(self) -> "PlayedStream":
+        return self
+
+
+def play_pinned_memory(monkeypatch: pytest.MonkeyPatch, log: list[str], allocated: list[int]) -> None:
+    """Have staged transports work without a GPU.
+
+    Args:
+        monkeypatch: of the test.
+        log: gets an entry for each time that the host waits for a stream.
+        allocated: gets the bytes of each buffer.
+    """
+
+    def pinned(num_bytes: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        allocated.append(num_bytes)
+        return torch.zeros(num_bytes, dtype=dtype)
+
+    class Torch:
+        cuda = type("cuda", (), {"current_stream": staticmethod(lambda device: PlayedStream(log))})
+        uint8 = torch.uint8
+        empty = staticmethod(pinned)
+
+    monkeypatch.setattr(staged, "torch", Torch)

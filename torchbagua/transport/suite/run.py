@@ -1,0 +1,213 @@
+"""Runs the checks: as one member of a group, or with all members as threads of this process."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from torchbagua.transport.base import Abilities, Members, Transport, TransportMaker
+from torchbagua.transport.private_groups import gloo_group
+from torchbagua.transport.suite import failures
+from torchbagua.transport.suite.collectives import COLLECTIVE_CHECKS, check_collectives_in_turn
+from torchbagua.transport.suite.member import Member, Mismatch, OtherMemberFailed, SuiteThread, TransportFault
+from torchbagua.transport.suite.messages import MESSAGE_CHECKS
+
+Check = Callable[[Member], None]
+
+_TIMEOUT = timedelta(seconds=20)
+_DEADLINE = timedelta(seconds=1)
+
+
+def check_protocol(member: Member) -> None:
+    """The transport has the name, the abilities and the methods of `Transport`."""
+    transport = member.open(is_connected=False)
+    for attribute, wanted in (("name", str), ("abilities", Abilities)):
+        got = getattr(transport, attribute, None)
+        if not isinstance(got, wanted) or got == "":
+            raise Mismatch(f"{attribute}: expected {wanted.__name__}, got {got!r}")
+    abilities = transport.abilities
+    if not abilities.devices:
+        raise Mismatch("abilities: expected devices, got none")
+    if not abilities.has_messages and not abilities.collectives:
+        raise Mismatch("abilities: expected messages or collectives, got neither")
+    if unknown := abilities.collectives - COLLECTIVE_CHECKS.keys():
+        raise Mismatch(f"abilities.collectives: expected some of {sorted(COLLECTIVE_CHECKS)}, got {sorted(unknown)}")
+    for method in vars(Transport):
+        if not method.startswith("_") and not callable(getattr(transport, method, None)):
+            raise Mismatch(f"{method}: expected a method of this name, got none")
+
+
+def checks_of(abilities: Abilities) -> dict[str, Check]:
+    """Return the checks of a transport with these abilities, by name, in the order in which they run."""
+    found: list[Check] = []
+    if abilities.has_messages:
+        found += MESSAGE_CHECKS
+    for collective in sorted(abilities.collectives):
+        found += COLLECTIVE_CHECKS[collective]
+    if abilities.collectives:
+        found.append(check_collectives_in_turn)
+    found += [failures.check_unclaimed, failures.check_use_after_abort, failures.check_close, failures.check_threads]
+    if abilities.has_deadline and not abilities.in_stream_order:
+        if abilities.has_messages:
+            found += [
+                failures.check_deadline_of_messages,
+                failures.check_abort_of_peer,
+                failures.check_abort_by_another_thread,
+            ]
+        if abilities.collectives:
+            found += [failures.check_deadline_of_collectives, failures.check_abort_of_collective]
+        found.append(failures.check_missing_member)
+    return {check.__name__.removeprefix("check_"): check for check in found}
+
+
+def check_member(
+    maker: TransportMaker,
+    members: Members,
+    *,
+    deadline: timedelta = _DEADLINE,
+    device: torch.device | None = None,
+) -> list[str]:
+    """Test a transport as one member; all members call this, in processes or threads of their own. Collective.
+
+    Args:
+        maker: opens the transports, one or several for each check.
+        members: at least two. `members.timeout` bounds all waits of checks in which every peer takes part.
+        deadline: the timeout of transports whose waits are to fail.
+        device: where the tensors are; by default on the CPU, or on the first type of devices that the transport names.
+
+    Returns:
+        the names of the checks, which are those that its abilities call for.
+
+    Raises:
+        ValueError: there is one member.
+        TransportFault: the transport breaks a promise; the same on all members.
+    """
+    if members.size < 2:
+        raise ValueError(f"check_member: members must be 2 or more, got {members.size}")
+    suite = _Suite(maker, members, deadline, device)
+    checks = checks_of(suite.run("protocol", check_protocol).abilities)
+    for name, check in checks.items():
+        suite.run(name, check)
+    return ["protocol", *checks]
+
+
+def check_transport(
+    maker: TransportMaker,
+    size: int = 3,
+    *,
+    timeout: timedelta = _TIMEOUT,
+    deadline: timedelta = _DEADLINE,
+    device: torch.device | None = None,
+) -> list[str]:
+    """Test a transport among threads of this process, one for each member.
+
+    Args:
+        maker: opens the transports.
+        size: the number of members, 2 or more.
+        timeout: the bound on waits of checks in which every peer takes part.
+        deadline, device: see `check_member`.
+
+    Returns:
+        the names of the checks, which are those that its abilities call for.
+
+    Raises:
+        ValueError: `size` is less than 2.
+        TransportFault: the transport breaks a promise.
+    """
+    if size < 2:
+        raise ValueError(f"check_transport: size must be 2 or more, got {size}")
+    store = dist.HashStore()
+    ranks = tuple(range(size))
+    groups: dict[int, dist.ProcessGroup] = {}  # kept until all members are done
+    names: dict[int, list[str]] = {}
+
+    def run(rank: int) -> None:
+        group = groups[rank] = gloo_group(dist.PrefixStore("group", store), rank, size, timeout)
+        members = Members(group, ranks, rank, dist.PrefixStore("members", store), timeout, ranks)
+        names[rank] = check_member(maker, members, deadline=deadline, device=device)
+
+    threads = [SuiteThread(functools.partial(run, rank), f"rank {rank}") for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for thread in threads:
+        if thread.error is not None:
+            raise thread.error
+    return names[0]
+
+
+class _Suite:
+    """The checks of one member, each among all members."""
+
+    def __init__(
+        self, maker: TransportMaker, members: Members, deadline: timedelta, device: torch.device | None
+    ) -> None:
+        self._maker = maker
+        self._members = members
+        self._deadline = deadline
+        self._device = device
+        # A check may wait for one timeout, and for a few deadlines one after the other.
+        self._limit_s = members.timeout.total_seconds() + 4 * deadline.total_seconds() + 2
+
+    def run(self, name: str, check: Check) -> Member:
+        """Run one check. Raises TransportFault on all members if it fails on one."""
+        store = dist.PrefixStore(name, self._members.store)
+        member = Member(self._maker, replace(self._members, store=store), self._deadline, self._device)
+        problem = self._problem_of(member, name, check)
+        order = 0
+        if problem:
+            # What fails on another rank later may follow from this.
+            order = store.add("failures", 1)
+            store.set("failed", "")
+            self._abort(member)
+        store.set(f"verdict{member.rank}", f"{order} {problem}")
+        verdicts = self._verdicts(store, name)
+        self._abort(member)
+        failed = [(order, rank, problem) for rank, (order, problem) in enumerate(verdicts) if order]
+        if failed:
+            _, rank, problem = min(failed)
+            raise TransportFault(f"torchbagua: check {name!r} failed on rank {rank}: {problem}")
+        return member
+
+    def _problem_of(self, member: Member, name: str, check: Check) -> str:
+        """Run the check, and return what it found; "" if that is nothing."""
+
+        def run() -> None:
+            if self._device is not None and self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            check(member)
+
+        thread = SuiteThread(run, name)
+        thread.start()
+        thread.join(self._limit_s)
+        if thread.is_alive() and member.is_meeting:  # with a member that reports its own delay about now
+            thread.join(self._limit_s)
+        if thread.is_alive():
+            return f"{member.last_call}: expected an end within {self._limit_s:g} s, got none"
+        error = thread.error
+        if error is None or isinstance(error, OtherMemberFailed):
+            return ""
+        if isinstance(error, Mismatch):
+            return str(error)
+        return f"{member.last_call}: expected no error, got {type(error).__name__}: {error}"
+
+    def _verdicts(self, store: dist.Store, name: str) -> list[tuple[int, str]]:
+        """Return the order in which members failed, 0 for those that did not, and what they found; by rank."""
+        keys = [f"verdict{rank}" for rank in range(self._members.size)]
+        try:
+            store.wait(keys, timedelta(seconds=2 * self._limit_s))
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise TransportFault(f"torchbagua: check {name!r} did not end on ranks {missing}") from error
+        found = [store.get(key).decode().partition(" ") for key in keys]
+        return [(int(order), problem) for order, _, problem in found]
+
+    def _abort(self, member: Member) -> None:
+        """Abort the member's transports. The checks find it if that raises or does not return."""
+        thread = SuiteThread(member.abort, "aborts")
+        thread.start()
+        thread.join(self._limit_s)
