@@ -122,7 +122,8 @@ class Exchange:
         """Start to send a tensor to each of `targets`, in this order.
 
         Args:
-            tensors: draws each tensor when it is about to be sent, which may be after this has returned.
+            tensors: computes each tensor when it is drawn, shortly before it is sent: after this has returned, if it is
+                not its turn yet.
 
         Raises:
             CommunicationError: a peer is gone, or did not take part within the group's timeout.

@@ -15,6 +15,7 @@ from torchbagua.observe.tracer import NO_SPAN, Span, Tracer
 from torchbagua.transport.base import Members, MissingOperation, Transport, TransportError
 from torchbagua.transport.errors import CommunicationError, cause_of
 from torchbagua.transport.launches import Launches
+from torchbagua.transport.scratch import Scratch
 
 # A shorter message tells little of a link's rate: it may be gone in one burst.
 SMALL_MESSAGE_BYTES = 1 << 18
@@ -68,8 +69,7 @@ class Communicator:
         self._end = _End()
         self._launches: Launches | None = None
         self._pending: dict[tuple[int, Direction, int], _Pending] = {}
-        # By the role, the stream and the number of bytes.
-        self._scratch: dict[tuple[str, torch.cuda.Stream | None], dict[int, torch.Tensor]] = {}
+        self._scratch = Scratch()
         self._num_messages: Counter[tuple[str, int]] = Counter()
 
     def open(self) -> None:
@@ -117,7 +117,7 @@ class Communicator:
         self._check_open(purpose)
         twin = copy.copy(self)
         twin.tracer, twin._launches = Tracer(()), None
-        twin._pending, twin._scratch, twin._twins = {}, {}, []
+        twin._pending, twin._scratch, twin._twins = {}, Scratch(), []
         try:
             twins = {
                 transport: transport.twin() for transport in self._distinct if not transport.abilities.in_stream_order
@@ -181,23 +181,8 @@ class Communicator:
         return (self.rank + distance) % self.size
 
     def scratch(self, role: str, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Return memory for `role`, [num_bytes] uint8, that everybody who asks for that role shares.
-
-        It is the same tensor as for whoever asked for as much before, unless more has been asked for since.
-
-        Users of one group come one after the other, and what the last has left in the caches the next one finds there.
-        On a GPU they do so on one stream each: FSDP gathers weights on one, while it scatters gradients on another.
-        """
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        parts = self._scratch.setdefault((role, stream), {})
-        part = parts.get(num_bytes)
-        if part is None or part.device != device:
-            largest = parts[max(parts)] if parts else None
-            if largest is None or largest.numel() < num_bytes or largest.device != device:
-                parts.clear()
-                largest = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-            part = parts[num_bytes] = largest[:num_bytes]
-        return part
+        """Return memory for `role`, [num_bytes] uint8, that all users of the group share; see `Scratch`."""
+        return self._scratch.part(role, num_bytes, device)
 
     def in_stream_order(self, device: torch.device) -> bool:
         """Return whether tensors on `device` are moved in the order of the current stream: the host waits for none."""
