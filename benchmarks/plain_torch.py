@@ -3,26 +3,28 @@
     python benchmarks/plain_torch.py [--num-elements N] [--rounds 9] [--json PATH]
 
 For a device without kernels: there the codecs run in plain torch. All is on the CPU, with one thread, on one parameter
-in float32. A time is a median over the rounds, and a factor is the time in kernels' times. The bits are what an
-operation has written, compared with what the kernel has. Calls are those of torch that plain torch makes: on a GPU each
-would be a launch. Compiled is compiled anew, without the caches on disk. What is timed: codec_cases.py.
+in float32. A time is a median over the rounds of CPU time, in which other processes of the machine do not count, and a
+factor is the time in kernels' times. The bits are what an operation has written, compared with what the kernel has.
+Calls are those of torch that plain torch makes: on a GPU each would be a launch. Compiled is compiled anew, without the
+caches on disk; the CPU time of that is the compiler's too. What is timed: codec_cases.py.
 """
 
+import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from codec_cases import CODECS, ONE_PARAMETER, OPS, Arguments, Buffers, Case
 from environment import make_parser, write_record
 from table import table
-from timing import alternated, elapsed_ms
+from timing import alternated, host_us
 from torchbagua import native
 from torchbagua.codecs import MinMaxUInt8
 from torchbagua.native.ops import NATIVE_OPS
@@ -67,11 +69,11 @@ def measure(case: Case, name: str, rounds: int) -> Row:
         "compiled": torch.compile(operation.compute),
     }
     arguments = {way: Buffers(case).arguments()[name]() for way in ways}
-    start_s = time.perf_counter()
+    start_s = sum(os.times()[:4])
     ways["compiled"](*arguments["compiled"])
-    compile_s = time.perf_counter() - start_s
-    timed = {way: partial(elapsed_ms, CPU, partial(call, *arguments[way])) for way, call in ways.items()}
-    ms = {way: statistics.median(times) for way, times in alternated(timed, rounds).items()}
+    compile_s = sum(os.times()[:4]) - start_s
+    timed = {way: partial(host_us, CPU, partial(call, *arguments[way]), 1) for way, call in ways.items()}
+    ms = {way: statistics.median(times) / 1e3 for way, times in alternated(timed, rounds).items()}
     return {
         "codec": case.codec.__name__,
         "operation": name,
@@ -115,6 +117,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.compiler.config.force_disable_caches = True
+    torch._inductor.config.compile_threads = 1  # in this process, whose CPU time is known
     native.load()
     paths = {row.operation: row.path for row in native.status() if row.device == CPU.type}
     if paths[f"{MinMaxUInt8.op_prefix}_encode"] == "reference":
