@@ -14,6 +14,7 @@ from test_faults import SIZE, TIMEOUT_S, check_raised_in_time, run_with_fault
 from torch_backend_rank import CASES
 from torchbagua.transport import torch_backend
 from torchbagua.transport.base import Members
+from torchbagua.transport.streams import ThreadStream
 
 
 def run(ranks: int, names: list[str]) -> None:
@@ -87,3 +88,29 @@ def test_a_device_without_a_backend_is_refused() -> None:
             impl.close()
 
     run_ranks(2, body)
+
+
+def test_on_other_accelerators_jobs_come_after_what_was_launched_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none here, so its streams are pretended."""
+    calls: list[object] = []
+
+    class Stream:
+        def record_event(self) -> str:
+            calls.append("record")
+            return "mark"
+
+        def wait_event(self, event: str) -> None:
+            calls.append(("wait", event))
+
+    device = torch.device("meta:0")
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda of: calls.append(of) or Stream())
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda of: calls.append(("set", of)))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda of: calls.append(("synchronize", of)))
+    stream = ThreadStream(device)
+    mark = stream.mark()
+    stream.bind_thread()
+    with stream.after(mark):
+        calls.append("job")
+    stream.join()
+    expected = [device, "record", ("set", device), device, ("wait", "mark"), "job", ("synchronize", device)]
+    assert calls == expected
