@@ -32,6 +32,7 @@ class TransportChoice:
         self.given = given
         self._process_group = process_group
         self._has_nccl = has_nccl(process_group)
+        self._shares_nccl = False
         backends = backend_names(process_group)
         self._others = {device: name for device, name in backends.items() if name not in ("gloo", "nccl")}
 
@@ -53,6 +54,7 @@ class TransportChoice:
             if host.abilities.has_messages:
                 transports["cuda"] = StagedTransport(host, members.timeout)
         elif members.size == self._process_group.size():
+            self._shares_nccl = True
             transports["cuda"] = NcclTransport(self._process_group)
         else:
             transports["cuda"] = self._private_nccl(members)
@@ -64,14 +66,14 @@ class TransportChoice:
         The training thread launches on the user's group. What another thread launched there would come between, in
         another place on each rank.
         """
-        if not self._has_nccl or (self.given is not None and "cuda" in self._given_to(members)):
+        if not self._shares_nccl:
             return {}
         warn_of_launch_order()
         return {"cuda": self._private_nccl(members)}
 
     def open_in_stream_order(self, members: Members) -> dict[str, Transport]:
         """Return private transports that move tensors in stream order; none if the host moves all."""
-        return {"cuda": self._private_nccl(members)} if self._has_nccl else {}
+        return {"cuda": self._private_nccl(members)} if self._shares_nccl else {}
 
     def within(self, part: Members) -> TransportMaker | None:
         """Return the `given` of a group that is made by hand of `part`, so that it sends as this group does."""
