@@ -1,11 +1,14 @@
 """Groups, nodes, agreement between ranks, exchanges and the events that tell of them."""
 
+import functools
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +24,9 @@ from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.collectives.store_agreement import Introduction, Verdict, agree_over_store
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 from torchbagua.runtime.lane import Lane
-from torchbagua.transport.communicator import Communicator
+from torchbagua.transport.base import Members
+from torchbagua.transport.communicator import Communicator, Direction
+from torchbagua.transport.gloo import GlooTransport
 
 SHORT = timedelta(seconds=2)
 
@@ -409,3 +414,47 @@ def test_closed_group_raises() -> None:
 
     with pytest.raises(tb.CommunicationError, match=r"all_to_all of x over .* failed on rank 0: the group is closed"):
         run_ranks(2, body)
+
+
+class Gone(GlooTransport):
+    """Notes whether the tensors of what is under way are still there when it has let go of that."""
+
+    def __init__(self, members: Members, alive: list[bool], posted: "list[weakref.ref[torch.Tensor]]") -> None:
+        super().__init__(members)
+        self._alive = alive
+        self._posted = posted
+
+    def abort(self) -> None:
+        super().abort()
+        self._alive.extend(tensor() is not None for tensor in self._posted)
+
+
+@pytest.mark.parametrize("ends", ["waited for", "closed"])
+def test_a_posted_tensor_lives_as_long_as_it_is_under_way(ends: str) -> None:
+    """gloo keeps the address alone: memory that is freed before would be sent, or written to."""
+    alive: list[bool] = []
+
+    def body(group: dist.ProcessGroup) -> None:
+        posted: list[weakref.ref[torch.Tensor]] = []
+        transport = functools.partial(Gone, alive=alive, posted=posted)
+        own = tb.BaguaProcessGroup(group, timeout=SHORT, transport=transport)
+        own.open()
+        peer = 1 - group.rank()
+        message: dict[str, Any] = {"tag": 0, "purpose": "a test"}
+        directions: tuple[Direction, Direction] = ("receiving from", "sending to")
+        for direction in directions:
+            tensor = torch.ones(3)
+            posted.append(weakref.ref(tensor))
+            own.world.post(direction, peer, tensor, **message)
+            del tensor
+        assert all(tensor() is not None for tensor in posted)
+        if ends == "waited for":
+            for direction in directions:
+                own.world.wait(direction, peer, **message)
+            assert all(tensor() is None for tensor in posted)
+            posted.clear()
+        own.close()
+        assert all(tensor() is None for tensor in posted)
+
+    run_ranks(2, body)
+    assert alive == ([] if ends == "waited for" else [True] * 4)

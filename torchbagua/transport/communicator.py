@@ -24,8 +24,10 @@ Direction = Literal["receiving from", "sending to", "connecting to"]
 
 
 class _Pending(NamedTuple):
+    """A message that is under way; its tensor must live until it is waited for, and a transport need not keep that."""
+
     transport: Transport
-    num_bytes: int
+    tensor: torch.Tensor
     posted_s: float
 
 
@@ -94,7 +96,7 @@ class Communicator:
     def torch_group(self) -> dist.ProcessGroup:
         """The private torch group of all ranks, for operations of one's own on tensors of the CPU.
 
-        Observers do not hear of these. It connects all ranks, which is collective, if they are not connected yet.
+        Observers are not notified of these. It connects all ranks, which is collective, if they are not connected yet.
         Raises CommunicationError once it is closed.
         """
         self.connect(None, "an operation")
@@ -317,7 +319,7 @@ class Communicator:
         self._check_open(purpose)
         key = (tag, direction, peer)
         transport = self._transport(tensor.device)
-        self._pending[key] = _Pending(transport, tensor.nbytes, time.perf_counter())  # before data can flow
+        self._pending[key] = _Pending(transport, tensor, time.perf_counter())  # before data can flow
         try:
             if direction == "receiving from":
                 transport.post_receive(peer, tensor, tag)
@@ -346,8 +348,8 @@ class Communicator:
         except TransportError as error:
             cause = str(error)
         else:
-            if pending.num_bytes > SMALL_MESSAGE_BYTES:
-                rate = pending.num_bytes / (time.perf_counter() - pending.posted_s)
+            if pending.tensor.nbytes > SMALL_MESSAGE_BYTES:
+                rate = pending.tensor.nbytes / (time.perf_counter() - pending.posted_s)
                 self.link_bytes_per_s[peer] = max(self.link_bytes_per_s[peer], rate)
             return
         self._fail(direction, peer, purpose, cause)
@@ -380,9 +382,9 @@ class Communicator:
         if failure is not None and not self._end.is_closed:
             self._end.cause = str(failure)  # first: another thread may look as soon as it is closed
         self._end.is_closed = True
-        self._pending.clear()
         for transport in self._distinct:
             transport.abort()
+        self._pending.clear()  # after what still writes to its tensors
         for twin in self._twins:
             twin.close(failure)
 

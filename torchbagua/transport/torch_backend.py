@@ -151,15 +151,15 @@ class TorchBackendTransport(Transport):
 
     def abort(self) -> None:
         self._is_closed = True
-        self._works.clear()
+        works, self._works = self._works, {}
         group, self._group = self._group, None
         if group is None:
             return
         if self.abilities.has_deadline:
-            _destroy(group)
+            _destroy(group, works)
         else:  # it may wait for what is under way
             name = f"torchbagua: end of a group of {self.name}"
-            self._destruction = threading.Thread(target=_destroy, args=(group,), name=name, daemon=True)
+            self._destruction = threading.Thread(target=_destroy, args=(group, works), name=name, daemon=True)
             self._destruction.start()
 
     def join(self) -> None:
@@ -302,11 +302,14 @@ def _backend_for(members: Members, device_type: str) -> str:
     return names[device_type]
 
 
-def _destroy(group: dist.ProcessGroup) -> None:
+def _destroy(group: dist.ProcessGroup, works: dict[Any, tuple[dist.Work, torch.Tensor]]) -> None:
     # The whole world may have been destroyed before. Of a group written in Python torch does not find its own name,
     # after it has let go of it (torch 2.13).
     with suppress(*_ERRORS):
         dist.destroy_process_group(group)
+    tensors = [tensor for _, tensor in works.values()]
+    works.clear()
+    tensors.clear()  # last: a work that is still there may write to its tensor
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
