@@ -27,6 +27,7 @@ from torch.distributed.tensor import DeviceMesh, init_device_mesh
 
 import torchbagua as tb
 from oracle import ordered_sum, quantise, quantise_block, quantise_block_4_bits
+from rank_cases import run_cases
 from sharded_rank import BLOCK, BYTEGRAD, EIGHT, F32, FOUR_BITS, OWN, Net, decoded, divide_by_three, row_of, sum_alone
 from torchbagua.codecs import Compressor
 
@@ -309,15 +310,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     way, *names = sys.argv[1:]
-    for name in names:
-        if name == "otherwise":
-            refuse_and_attach_to_one() if way == "hook" else use_the_backend_otherwise()
-        else:
-            train(way, name)
-        if dist.get_rank() == 0:
-            print(f"right: {name}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    otherwise = refuse_and_attach_to_one if way == "hook" else use_the_backend_otherwise
+    run_cases(names, lambda name: otherwise() if name == "otherwise" else train(way, name))
     assert not [one for one in threading.enumerate() if "torchbagua" in one.name]
 
 

@@ -27,6 +27,7 @@ from torch.distributed.tensor import init_device_mesh
 
 import torchbagua as tb
 from oracle import ordered_sum, quantise, quantise_block, quantise_block_4_bits
+from rank_cases import run_cases
 from torchbagua._torch import fsdp_all_gather, fsdp_param_groups, fsdp_reduce_scatter
 from torchbagua.codecs import Compressor, Identity, MeanCodecs, MinMaxUInt4, MinMaxUInt8
 from torchbagua.training.fsdp2.bounded import BoundedGather
@@ -520,26 +521,19 @@ def check_trace(case: Case, recorder: tb.observe.Recorder, attachment: tb.Attach
         assert sent < raw
 
 
+CHECKS: dict[str, Callable[[], None]] = {
+    "scaled": scale_gradients,
+    "gathered": gather_weights,
+    "gathered exactly": gather_exactly,
+    "overlapped": overlap_with_backward,
+    "uneven nodes": refuse_uneven_nodes,
+}
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    for name in sys.argv[1:]:
-        if name == "scaled":
-            scale_gradients()
-        elif name == "gathered":
-            gather_weights()
-        elif name == "gathered exactly":
-            gather_exactly()
-        elif name == "overlapped":
-            overlap_with_backward()
-        elif name == "uneven nodes":
-            refuse_uneven_nodes()
-        else:
-            train(CASES[name])
-        if dist.get_rank() == 0:
-            print(f"right: {name}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    run_cases(sys.argv[1:], lambda name: train(CASES[name]) if name in CASES else CHECKS[name]())
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor, init_device_mesh
 
 import torchbagua as tb
+from rank_cases import run_cases
 
 BLOCK = 16
 STEPS = 7
@@ -384,15 +385,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    for name in sys.argv[1:]:
-        if name in CASES:
-            train(CASES[name], mesh)
-        else:
-            CHECKS[name](mesh)
-        if dist.get_rank() == 0:
-            print(f"right: {name}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    run_cases(sys.argv[1:], lambda name: train(CASES[name], mesh) if name in CASES else CHECKS[name](mesh))
 
 
 if __name__ == "__main__":

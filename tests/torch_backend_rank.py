@@ -20,6 +20,7 @@ from torch.distributed.tensor import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
+from rank_cases import run_cases
 from torchbagua.transport.base import Members, TransportMaker
 from torchbagua.transport.suite import check_member
 from torchbagua.transport.torch_backend import TorchBackendTransport
@@ -284,12 +285,7 @@ def main() -> None:
     dist.Backend.register_backend("other", OtherBackend, devices=["cpu"])
     dist.init_process_group("gloo", timeout=TIMEOUT)
     torch.set_num_threads(1)
-    for name in sys.argv[1:]:
-        CASES[name]()
-        if dist.get_rank() == 0:
-            print(f"right: {name}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    run_cases(sys.argv[1:], lambda name: CASES[name]())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The mean in full precision by the backend's own all-reduce, in stream order, since it knows the machine better."""
+"""The mean in full precision by the backend's own all-reduce, which knows the machine better than we do."""
 
 import torch
 
@@ -9,10 +9,10 @@ from torchbagua.transport.communicator import Communicator
 
 
 class AllReduceMean:
-    """Mean (or sum) of a flat tensor on the current stream: the same bits on all ranks, in the backend's own order.
+    """Mean (or sum) of a flat tensor, reduced in the backend's own order: the same bits on all ranks.
 
     Args:
-        communicator: over all ranks; it moves the tensor in stream order.
+        communicator: over all ranks; it posts no messages of tensors on this device.
         spec: the tensor.
         divisor: the number of ranks; 1 for the sum.
     """
@@ -29,7 +29,7 @@ class AllReduceMean:
         """Write the mean of `x_N` to `out_N`, another tensor like it; by default in place.
 
         Raises:
-            CommunicationError: the backend refuses, see `Communicator.launch`.
+            CommunicationError: the backend refuses, see `Communicator.all_reduce`.
         """
         communicator = self._communicator
         if out_N is None:

@@ -27,7 +27,7 @@ class GroupOperations(NodeGroups):
 
     All ranks call the same ones, in the same order, with tensors of the same sizes: on the lane, as a bucket's
     operations do, and never beside what that runs. On a GPU they are done on the current stream, and in stream order no
-    host waits. Observers hear of every message under `name`, and errors have it too.
+    host waits. Observers are notified of every message by `name`, which errors have too.
 
     All raise CommunicationError where a rank is gone or did not take part within the group's timeout.
     """

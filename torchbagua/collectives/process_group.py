@@ -38,8 +38,8 @@ class BaguaProcessGroup(GroupOperations):
 
     Its methods `all_reduce`, `all_gather`, `reduce_scatter` and `exchange` are for algorithms of yours. All ranks call
     the same ones, in the same order, with tensors of the same sizes. Call them from the operations of a bucket only,
-    which run on the lane. They work with tensors on CPUs and GPUs; in stream order no host waits. Observers are told of
-    every message. If a rank is gone or does not take part within the timeout, they raise CommunicationError.
+    which run on the lane. They work with tensors on CPUs and GPUs; in stream order no host waits. Observers are
+    notified of every message. They raise CommunicationError if a rank is gone or does not take part within the timeout.
 
     Args:
         process_group: a torch ProcessGroup that has a store: the world, or one from `new_group`, or one that you made.
@@ -318,9 +318,8 @@ class BaguaProcessGroup(GroupOperations):
         Raises:
             CommunicationError: it has worked on something for longer than the timeout, or the GPU has failed.
         """
-        return max(
-            [communicator.poll() for communicator in self._communicators]
-        )  # all, since each forgets what is done
+        are_under_way = [communicator.poll() for communicator in self._communicators]  # each forgets what is done
+        return any(are_under_way)
 
     def wait_for_gpu(self, device: torch.device, purpose: str) -> None:
         """Have the host wait until the current stream of a GPU is done. Does nothing on the CPU.

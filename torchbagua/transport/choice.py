@@ -23,13 +23,10 @@ class TransportChoice:
     Args:
         process_group: the group.
         given: opens a transport that takes the place of these, for the types of devices that it names.
-
-    Attributes:
-        given: the same.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, given: TransportMaker | None) -> None:
-        self.given = given
+        self._given = given
         self._process_group = process_group
         self._has_nccl = has_nccl(process_group)
         self._shares_nccl = False
@@ -41,7 +38,7 @@ class TransportChoice:
 
         All ranks of the group use its own NCCL, on which training launches too.
         """
-        own = {} if self.given is None else self._given_to(members)
+        own = {} if self._given is None else self._open_given(members)
         for device_type, name in self._others.items():
             if device_type not in own:
                 store = dist.PrefixStore(f"{name} for {device_type}", members.store)
@@ -77,7 +74,7 @@ class TransportChoice:
 
     def within(self, part: Members) -> TransportMaker | None:
         """Return the `given` of a group that is made by hand of `part`, so that it sends as this group does."""
-        maker = self.given
+        maker = self._given
         if maker is None and self._others:
             accelerators = [device_type for device_type in self._others if device_type != "cpu"]
             maker = partial(TorchBackendTransport, device_type=accelerators[0] if accelerators else "cpu")
@@ -95,9 +92,9 @@ class TransportChoice:
     def _private_nccl(self, members: Members) -> PrivateNcclTransport:
         return PrivateNcclTransport(replace(members, store=dist.PrefixStore("nccl", members.store)))
 
-    def _given_to(self, members: Members) -> dict[str, Transport]:
-        assert self.given is not None
-        transport = self.given(replace(members, store=dist.PrefixStore("given", members.store)))
+    def _open_given(self, members: Members) -> dict[str, Transport]:
+        assert self._given is not None
+        transport = self._given(replace(members, store=dist.PrefixStore("given", members.store)))
         return dict.fromkeys(transport.abilities.devices, transport)
 
 

@@ -1,8 +1,8 @@
 """Tensors of the CPU over private gloo connections."""
 
 import copy
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -55,13 +55,10 @@ class GlooTransport(TorchGroupCollectives):
         return mesh
 
     def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
-        # The backend itself: the torch group's methods take a detour through the dispatcher.
-        backend, number = self.connections.to(peer)
-        self._post("send", backend.send, peer, number, tensor, tag)
+        self._post("send", peer, tensor, tag)
 
     def post_receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
-        backend, number = self.connections.to(peer)
-        self._post("receive", backend.recv, peer, number, tensor, tag)
+        self._post("receive", peer, tensor, tag)
 
     def wait_send(self, peer: int, tag: int) -> None:
         self._wait("send", peer, tag)
@@ -79,11 +76,12 @@ class GlooTransport(TorchGroupCollectives):
         self.connections.close()
         self._works.clear()
 
-    def _post(
-        self, direction: _Direction, post: Callable[..., Any], peer: int, number: int, tensor: torch.Tensor, tag: int
-    ) -> None:
+    def _post(self, direction: _Direction, peer: int, tensor: torch.Tensor, tag: int) -> None:
         key = (tag, direction, peer)
         assert key not in self._works
+        # The backend itself: the torch group's methods take a detour through the dispatcher.
+        backend, number = self.connections.to(peer)
+        post = backend.send if direction == "send" else backend.recv
         try:
             self._works[key] = post([tensor], number, tag)
         except RuntimeError as error:
