@@ -1,6 +1,7 @@
 """Canaries: every private name of torch that torchbagua uses is still there, and does what it is used for."""
 
 import copy
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from ranks import init_default_group
 from torchbagua import _torch
 from torchbagua.compat.bagua import _torch as bagua_torch
 from torchbagua.compat.mlbench import _torch as mlbench_torch
+from torchbagua.fsdp.backend import ReplicaGroup
 
 
 @pytest.fixture
@@ -50,6 +52,16 @@ class WrittenInPython(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
+
+
+def test_collectives_with_gil() -> None:
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/PyProcessGroup.hpp"
+    source = re.sub(r"//.*", "", header.read_text(encoding="utf-8"))
+    names = re.findall(r"WORK_OVERRIDE\(\s*ProcessGroup,\s*(?:/\*.*?\*/)?\s*(\w+),", source)
+    names += re.findall(r'get_override\(\s*static_cast<const ProcessGroup\*>\(this\),\s*"(\w+)"', source)
+    assert len(names) > 8
+    assert {*names} <= {*_torch.COLLECTIVES_WITH_GIL}
+    assert {*names} <= {*vars(ReplicaGroup)}
 
 
 def test_registered_groups() -> None:

@@ -176,8 +176,8 @@ def check_read_a_trace(output: str) -> None:
 def check_read_a_trace_on_an_emulated_network(output: str) -> None:
     tables = tables_of(output)
     large, small = tables["large_buckets"], tables["small_buckets"]
-    # One bucket, which is full when backward is done; both ranks send 2.6 MB through one interface of 1 Gbit/s. 0 to 2 %
-    # overlap where it was measured, and 70 with small buckets; 6 % were seen where a rank had to wait for its processor.
+    # One bucket, which is full when backward is done; both ranks send 2.6 MB through one interface of 1 Gbit/s. Small
+    # buckets overlap by 70 %, this one by 0 to 2, and by 6 on a machine whose processors were busy.
     assert large["overlap"] < 15
     assert large["waited_ms"] > 0.8 * 2 * 8 * large["sent_mb"]
     assert max(large["gbit"], small["gbit"]) < 1.1

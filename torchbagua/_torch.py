@@ -89,6 +89,33 @@ def work_of(future: "torch.futures.Future[Any]") -> dist.Work:
     return work
 
 
+COLLECTIVES_WITH_GIL = tuple(
+    name
+    for name in (
+        "allgather",
+        "all_gather_single_coalesced",
+        "allgather_into_tensor_coalesced",
+        "allreduce",
+        "allreduce_coalesced",
+        "all_to_all_single",
+        "alltoall_base",
+        "barrier",
+        "broadcast",
+        "recv",
+        "reduce_scatter",
+        "reduce_scatter_single_coalesced",
+        "reduce_scatter_tensor_coalesced",
+        "send",
+    )
+    if hasattr(dist.ProcessGroup, name)
+)
+"""The operations that a process group written in Python must define itself, if it has C++ backends.
+
+torch holds the GIL while a backend starts one that such a group inherits (PyProcessGroup.hpp, torch 2.13). A thread of
+gloo that frees a tensor needs the GIL and holds the lock that gloo takes at the start: a deadlock.
+"""
+
+
 def device_types_of(group: dist.ProcessGroup) -> list[str]:
     """Return the types of devices for which `group` has backends; none of a process group written in Python."""
     return [device.type for device in group._device_types]

@@ -1,5 +1,6 @@
 """A torch process group that averages the replicas of native HSDP: its all-reduce is that of a gradient algorithm."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchbagua._torch import add_backends, fsdp_all_reduces, work_of
+from torchbagua._torch import COLLECTIVES_WITH_GIL, add_backends, fsdp_all_reduces, work_of
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import Algorithm
 from torchbagua.codecs.blocks import TensorSpec
@@ -81,6 +82,17 @@ class ReplicaGroup(dist.ProcessGroup):
         self._impl.ends_in_order = True
         self._impl.close()
         super().shutdown()
+
+
+def _inner_collective(name: str) -> Callable[..., Any]:
+    def start(group: ReplicaGroup, *arguments: Any, **named: Any) -> Any:
+        return getattr(group._inner, name)(*arguments, **named)
+
+    return start
+
+
+for _name in {*COLLECTIVES_WITH_GIL} - {*vars(ReplicaGroup)}:
+    setattr(ReplicaGroup, _name, _inner_collective(_name))
 
 
 def is_compressed(tensors: Any, options: Any = None, **named: Any) -> bool:
