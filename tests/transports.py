@@ -9,10 +9,9 @@ import torch
 
 from documentation import names_in
 from torchbagua.transport import staged
-from torchbagua.transport.base import Abilities, Members, Transport
+from torchbagua.transport.base import COLLECTIVES, Abilities, Members, Transport
 from torchbagua.transport.gloo import GlooTransport
 from torchbagua.transport.staged import StagedTransport
-from torchbagua.transport.torch_groups import COLLECTIVES
 
 QueueTransport: type[Transport] = names_in("extend/transport.md", "class QueueTransport", module=__name__)[
     "QueueTransport"

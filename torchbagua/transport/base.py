@@ -1,4 +1,4 @@
-"""The seam between the package and what moves its bytes: `Transport`, and the abilities that one has."""
+"""`Transport`, the seam between the package and the network, and its abilities."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
@@ -9,6 +9,12 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+COLLECTIVES = frozenset({"all_to_all", "all_gather", "all_reduce"})
+"""The collectives that a transport may have. One without messages needs all of them."""
+
+LONGEST_ABORT_S = 10.0
+"""How long `Transport.join` waits at most."""
+
 
 @dataclass(frozen=True)
 class Abilities:
@@ -16,12 +22,14 @@ class Abilities:
 
     Attributes:
         devices: the types of the devices whose tensors it moves, such as "cpu".
-        in_stream_order: whether its collectives are launched on the current stream, and the host waits for none.
+        in_stream_order: whether its collectives are launched on the current stream, and the host waits for none; for
+            "cuda" alone.
         has_messages: whether it sends and receives messages one by one, tells them apart by tags, and has several to
             one peer under way at a time. Without, every exchange is one collective.
         has_deadline: whether each of its waits ends within the timeout.
         has_collective_close: whether members close it together, so that what is under way in stream order is finished.
-        collectives: those of "all_to_all", "all_gather" and "all_reduce" that it has.
+        has_torch_group: whether `torch_group` returns a group.
+        collectives: those of `COLLECTIVES` that it has.
     """
 
     devices: frozenset[str]
@@ -29,6 +37,7 @@ class Abilities:
     has_messages: bool = True
     has_deadline: bool = True
     has_collective_close: bool = False
+    has_torch_group: bool = False
     collectives: frozenset[str] = frozenset()
 
 
@@ -71,8 +80,12 @@ class TransportError(RuntimeError):
         self.peer = peer
 
 
+class LacksAbility(TransportError):
+    """An operation was called that the transport does not have."""
+
+
 class MissingOperation(NamedTuple):
-    """An operation that the backend of a transport does not have, and what it said when it was tried."""
+    """An operation that the backend of a transport lacks, and the error of its trial."""
 
     backend: str
     operation: str
@@ -121,43 +134,43 @@ class Transport(Protocol):
 
     def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
         """Start to send a tensor that is not empty. It stays as it is until `wait_send` has returned."""
-        raise TransportError(f"{self.name} has no messages")
+        raise LacksAbility(f"{self.name} has no messages")
 
     def post_receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
         """Start to receive a tensor as long as the one that `peer` sends with this tag."""
-        raise TransportError(f"{self.name} has no messages")
+        raise LacksAbility(f"{self.name} has no messages")
 
     def wait_send(self, peer: int, tag: int) -> None:
         """Wait until the message posted with these arguments is sent; nothing if there is none."""
-        raise TransportError(f"{self.name} has no messages")
+        raise LacksAbility(f"{self.name} has no messages")
 
     def wait_receive(self, peer: int, tag: int) -> None:
         """Wait until the message posted with these arguments has arrived; nothing if there is none."""
-        raise TransportError(f"{self.name} has no messages")
+        raise LacksAbility(f"{self.name} has no messages")
 
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         """Send `inputs[r]` to each member r and receive `outputs[r]` from it. Tensors may be empty. Collective."""
-        raise TransportError(f"{self.name} lacks this collective")
+        raise LacksAbility(f"{self.name} lacks this collective")
 
     def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor) -> None:
         """Send each member its part of `input`, all parts of equal length, and receive theirs in order. Collective."""
-        raise TransportError(f"{self.name} lacks this collective")
+        raise LacksAbility(f"{self.name} lacks this collective")
 
     def all_gather_into_tensor(self, output: torch.Tensor, own: torch.Tensor) -> None:
         """Receive all members' `own` in `output`, in order; `own` may be its part of `output`. Collective."""
-        raise TransportError(f"{self.name} lacks this collective")
+        raise LacksAbility(f"{self.name} lacks this collective")
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace `tensor` by its sum over the members. Collective."""
-        raise TransportError(f"{self.name} lacks this collective")
+        raise LacksAbility(f"{self.name} lacks this collective")
 
     def torch_group(self) -> dist.ProcessGroup:
         """Return the torch group of the members, for operations of one's own; it connects them. Collective."""
-        raise TransportError(f"{self.name} has no torch group")
+        raise LacksAbility(f"{self.name} has no torch group")
 
     def twin(self) -> "Transport":
         """Return a transport of the same members for one more thread, with tags of its own. Collective."""
-        raise TransportError(f"{self.name} serves one thread")
+        raise LacksAbility(f"{self.name} serves one thread")
 
     def close(self) -> None:
         """Finish what is under way, and close. Collective if `Abilities.has_collective_close`."""
@@ -168,8 +181,13 @@ class Transport(Protocol):
         """Close at once, whatever is under way: members that wait for this one get an error. `join` waits for it."""
 
     def join(self) -> None:
-        """Wait, for some seconds at most, until `abort` has come to its end."""
+        """Wait, for `LONGEST_ABORT_S` at most, until `abort` has come to its end."""
         return
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor, uint8, in the same memory."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 TransportMaker = Callable[[Members], Transport]

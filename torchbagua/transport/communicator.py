@@ -1,20 +1,26 @@
-"""A communicator: a group of ranks, what they send each other, and the names that events and errors give to that."""
+"""A communicator: a group of ranks that exchange tensors, over one transport for each type of devices."""
 
 import copy
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from torchbagua.observe.events import Details, Phase
-from torchbagua.observe.tracer import NO_SPAN, Span, Tracer
-from torchbagua.transport.base import Members, MissingOperation, Transport, TransportError
+from torchbagua.observe.tracer import Span, Tracer
+from torchbagua.transport.base import (
+    COLLECTIVES,
+    LacksAbility,
+    Members,
+    MissingOperation,
+    Transport,
+    TransportError,
+)
 from torchbagua.transport.errors import CommunicationError, cause_of
 from torchbagua.transport.launches import Launches
+from torchbagua.transport.named_ranks import NamedRanks
 from torchbagua.transport.scratch import Scratch
 
 # A shorter message tells little of a link's rate: it may be gone in one burst.
@@ -39,40 +45,33 @@ class _End:
     cause: str = ""
 
 
-class Communicator:
+class Communicator(NamedRanks):
     """A group of ranks that exchange tensors, over one transport for each type of devices.
 
     Every use must come in the same order on all its ranks: one lane, one thread. Ranks are connected by `open`, or
     before their first exchange. Until then a communicator only says who is in it.
 
     Args:
-        members: the ranks, which errors name by their numbers in the user's group, and in the whole job.
-        scope: "world", "intra_node" or "inter_node", for events and errors.
-        tracer: hears of every phase of what is done over the group.
+        members: the ranks.
+        scope, tracer: see `NamedRanks`.
         transports: by the types of devices whose tensors they move. The communicator closes them.
 
     Attributes:
-        tracer, scope: the same.
-        ranks: the members, as ranks of the user's group.
-        rank: own index in `ranks`.
         link_bytes_per_s: for each rank, the best rate of a receive from it longer than SMALL_MESSAGE_BYTES, 0 before
             the first. Data are sent when their receive is posted and not before, so the link is at least as fast.
     """
 
     def __init__(self, members: Members, scope: str, tracer: Tracer, transports: Mapping[str, Transport]) -> None:
-        self.scope = scope
-        self.tracer = tracer
-        self.ranks = members.ranks
-        self.rank = members.rank
+        super().__init__(members, scope, tracer)
         self.link_bytes_per_s = [0.0] * members.size
-        self._members = members
+        self._timeout_s = members.timeout.total_seconds()
         self._transports = dict(transports)
+        self._used_devices: set[torch.device] = set()
         self._twins: list[Communicator] = []
         self._end = _End()
         self._launches: Launches | None = None
         self._pending: dict[tuple[int, Direction, int], _Pending] = {}
         self._scratch = Scratch()
-        self._num_messages: Counter[tuple[str, int]] = Counter()
 
     def open(self) -> None:
         """Connect all ranks, if there are not too many. Collective.
@@ -86,11 +85,6 @@ class Communicator:
                 transport.open()
             except TransportError as error:
                 self._fail_to_connect_all("opening the group", error)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.ranks)
 
     @property
     def torch_group(self) -> dist.ProcessGroup:
@@ -108,27 +102,25 @@ class Communicator:
     def silent_twin(self) -> "Communicator":
         """Return a communicator over the same connections, for one more thread; it is closed with this one.
 
-        It tells no observer, since messages of two threads have no common order. It needs tags that this one does not
-        use at the same time: other pieces, see `Exchange`. It moves nothing in stream order. Collective: it connects
+        It moves tensors of the CPU. It notifies no observer, since messages of two threads have no common order. It
+        needs tags that this one does not use at the same time: other pieces, see `Exchange`. Collective: it connects
         all ranks, if they are not connected yet.
 
         Raises:
+            ValueError: the transport serves one thread.
             CommunicationError: the ranks could not be connected within the timeout.
         """
         purpose = "opening the group for one more thread"
         self._check_open(purpose)
-        twin = copy.copy(self)
-        twin.tracer, twin._launches = Tracer(()), None
-        twin._pending, twin._scratch, twin._twins = {}, Scratch(), []
         try:
-            twins = {
-                transport: transport.twin() for transport in self._distinct if not transport.abilities.in_stream_order
-            }
+            transport = self._transports["cpu"].twin()
+        except LacksAbility as error:
+            raise ValueError(f"torchbagua: {purpose}: {error}; a transport for this must have `twin`") from error
         except TransportError as error:
             self._fail_to_connect_all(purpose, error)
-        twin._transports = {
-            name: twins[transport] for name, transport in self._transports.items() if transport in twins
-        }
+        twin = copy.copy(self)
+        twin.tracer, twin._launches = Tracer(()), None
+        twin._transports, twin._pending, twin._scratch, twin._twins = {"cpu": transport}, {}, Scratch(), []
         self._twins.append(twin)
         return twin
 
@@ -149,11 +141,13 @@ class Communicator:
             CommunicationError: a rank did not come within the group's timeout, or the backend refuses.
         """
         transport = self._transports.get(device.type)
-        if transport is not None:
-            try:
-                transport.use_device(device)
-            except TransportError as error:
-                raise self.failure(f"connecting {transport.name}", str(error)) from error
+        if transport is None or device in self._used_devices:
+            return
+        try:
+            transport.use_device(device)
+        except TransportError as error:
+            raise self.failure(f"connecting {transport.name}", str(error)) from error
+        self._used_devices.add(device)
 
     def poll(self) -> bool:
         """Return whether a GPU is still working on what was launched since `watch_launches`.
@@ -168,19 +162,10 @@ class Communicator:
             launch = self._launches.under_way()
         except RuntimeError as error:
             raise self.failure(f"an operation of {name}", cause_of(error)) from error
-        timeout_s = self._members.timeout.total_seconds()
-        if launch is not None and time.monotonic() > launch.at_s + timeout_s:
-            cause = f"{name} was not done after {timeout_s:g} s: a rank is gone, or stands still"
+        if launch is not None and time.monotonic() > launch.at_s + self._timeout_s:
+            cause = f"{name} did not finish within {self._timeout_s:g} s: a rank is gone or blocked"
             raise self.failure(launch.purpose, cause)
         return launch is not None
-
-    def rank_before(self, distance: int) -> int:
-        """Return the rank `distance` places before own, around the ring."""
-        return (self.rank - distance) % self.size
-
-    def rank_after(self, distance: int) -> int:
-        """Return the rank `distance` places after own, around the ring."""
-        return (self.rank + distance) % self.size
 
     def scratch(self, role: str, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Return memory for `role`, [num_bytes] uint8, that all users of the group share; see `Scratch`."""
@@ -195,6 +180,11 @@ class Communicator:
         self._transport(device)
 
     @property
+    def has_torch_group(self) -> bool:
+        """Whether there is a `torch_group`."""
+        return self._transports["cpu"].abilities.has_torch_group
+
+    @property
     def names_without_deadline(self) -> list[str]:
         """The names of transports whose waits may take longer than the timeout."""
         names = [transport.name for transport in self._distinct if not transport.abilities.has_deadline]
@@ -204,9 +194,18 @@ class Communicator:
         """Return an operation that moves tensors on `device` and that a rank lacks, the same on all ranks. Collective.
 
         Raises:
+            ValueError: the transport is in stream order, and not for "cuda".
             CommunicationError: a rank is gone, or did not call it within the group's timeout.
         """
         transport = self._transport(device)
+        if transport.abilities.in_stream_order and device.type != "cuda":
+            raise ValueError(
+                f"torchbagua: a transport in stream order must move tensors on cuda alone, got {device.type} from "
+                f"{transport.name}"
+            )
+        if not transport.abilities.has_messages:
+            for collective in sorted(COLLECTIVES - transport.abilities.collectives):
+                return MissingOperation(transport.name, collective, "its abilities do not name it")
         try:
             return transport.missing_operation()
         except TransportError as error:
@@ -224,14 +223,13 @@ class Communicator:
         Args:
             tensor: on all ranks alike.
             purpose: what for, in errors.
-            messages: returns the messages of the operation, of which observers are told; called if somebody listens.
+            messages: returns the messages of the operation, of which observers are notified; called if there are some.
 
         Raises:
             CommunicationError: the transport failed, or is closed. What fails later in stream order is found by who
                 polls a private transport, and by the watchdog of the backend.
         """
-        transport = self._transport(tensor.device)
-        self._launch(tensor.device, transport.all_reduce, (tensor,), purpose, messages)
+        self._launch(tensor.device, lambda transport: transport.all_reduce(tensor), purpose, messages)
 
     def all_to_all(
         self,
@@ -241,41 +239,41 @@ class Communicator:
         messages: Callable[[], Sequence[Span]],
     ) -> None:
         """Send `inputs[r]` to each rank r and receive `outputs[r]` from it; see `all_reduce`."""
-        transport = self._transport(inputs[0].device)
-        self._launch(inputs[0].device, transport.all_to_all, (outputs, inputs), purpose, messages)
+        self._launch(inputs[0].device, lambda transport: transport.all_to_all(outputs, inputs), purpose, messages)
 
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]
     ) -> None:
         """Send each rank its part of `input`, all of equal length, and receive theirs; see `all_reduce`."""
-        transport = self._transport(input.device)
-        self._launch(input.device, transport.all_to_all_single, (output, input), purpose, messages)
+        self._launch(input.device, lambda transport: transport.all_to_all_single(output, input), purpose, messages)
 
     def all_gather_into_tensor(
         self, output: torch.Tensor, own: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]
     ) -> None:
         """Receive all ranks' `own` in `output`, of which it may be a part; see `all_reduce`."""
-        transport = self._transport(own.device)
-        self._launch(own.device, transport.all_gather_into_tensor, (output, own), purpose, messages)
+        self._launch(own.device, lambda transport: transport.all_gather_into_tensor(output, own), purpose, messages)
 
     def _launch(
         self,
         device: torch.device,
-        collective: Callable[..., None],
-        tensors: tuple[Any, ...],
+        collective: Callable[[Transport], None],
         purpose: str,
         messages: Callable[[], Sequence[Span]],
     ) -> None:
+        transport = self._transport(device)
         spans = () if self.tracer.is_idle else messages()
         for span in spans:
             span.begin()
+        cause = None
         try:
-            collective(*tensors)
+            collective(transport)
         except TransportError as error:
-            raise self.failure(purpose, str(error)) from error
+            cause = str(error)
+        if cause is not None:
+            self._fail(purpose, cause)
         for span in spans:
             span.end()
-        if self._launches is not None and self.in_stream_order(device):
+        if self._launches is not None and transport.abilities.in_stream_order:
             self._launches.note(purpose, device)
 
     def connect(self, peers: Iterable[int] | None, purpose: str) -> None:
@@ -299,7 +297,7 @@ class Communicator:
                     cause, peer = str(error), error.peer
                 else:
                     continue
-                self._fail("connecting to", peer, purpose, cause)
+                self._fail(purpose, cause, "connecting to", peer)
 
     def post(self, direction: Direction, peer: int, tensor: torch.Tensor, *, tag: int, purpose: str) -> None:
         """Start to send `tensor` to `peer`, or to receive it from there; nothing where it is empty.
@@ -328,7 +326,7 @@ class Communicator:
             return
         except TransportError as error:
             cause = str(error)
-        self._fail(direction, peer, purpose, cause)
+        self._fail(purpose, cause, direction, peer)
 
     def wait(self, direction: Direction, peer: int, *, tag: int, purpose: str) -> None:
         """Wait until what was posted with these arguments is done; nothing where there is none.
@@ -352,19 +350,7 @@ class Communicator:
                 rate = pending.tensor.nbytes / (time.perf_counter() - pending.posted_s)
                 self.link_bytes_per_s[peer] = max(self.link_bytes_per_s[peer], rate)
             return
-        self._fail(direction, peer, purpose, cause)
-
-    def span(self, phase: Phase, details: Details, *, on_host: bool = False) -> Span:
-        """Return a phase of what is done over this group, which `details` need not name; see `Tracer.span`."""
-        if self.tracer.is_idle:
-            return NO_SPAN
-        return self.tracer.span(phase, details._replace(scope=self.scope, ranks=self.ranks), on_host=on_host)
-
-    def message_span(self, phase: Literal["send", "receive"], peer: int, details: Details, *, on_host: bool) -> Span:
-        """Return a phase for one message to or from `peer`, of which the two sides must make equally many."""
-        self._num_messages[phase, peer] = message = self._num_messages[phase, peer] + 1
-        details = details._replace(peers=(self.ranks[peer],), message=message)
-        return self.span(phase, details, on_host=on_host)
+        self._fail(purpose, cause, direction, peer)
 
     @property
     def closed_in_order(self) -> list[Transport]:
@@ -392,16 +378,8 @@ class Communicator:
         """Wait, for some seconds at most, until what `close` has broken off has come to its end."""
         for transport in self._distinct:
             transport.join()
-
-    def failure(self, purpose: str, cause: str, whom: str = "") -> CommunicationError:
-        """Return the error that says that `purpose` has failed on this rank, " receiving from rank 3" say, and why."""
-        own = self.name_of(self.rank)
-        return CommunicationError(f"torchbagua: {purpose} over the {self.scope} group failed on {own}{whom}: {cause}")
-
-    def name_of(self, rank: int) -> str:
-        """Return "rank 1" for errors, or "rank 1 (global rank 3)" if its number in the whole job is another."""
-        number, global_number = self.ranks[rank], self._members.global_ranks[rank]
-        return f"rank {number}" + (f" (global rank {global_number})" if global_number != number else "")
+        for twin in self._twins:
+            twin.join()
 
     @property
     def _distinct(self) -> list[Transport]:
@@ -424,21 +402,19 @@ class Communicator:
             raise self.failure(purpose, "the group is closed")
 
     def _fail_to_connect_all(self, purpose: str, error: TransportError) -> NoReturn:
-        if self._end.is_closed:  # by another thread meanwhile
-            raise self.failure(purpose, "the group is closed")
+        self._check_open(purpose)  # another thread may have closed it meanwhile
         raise CommunicationError(
             f"torchbagua: the {self.scope} group of ranks {list(self.ranks)} could not be opened on rank "
-            f"{self.ranks[self.rank]} within {self._members.timeout.total_seconds():g} s; the ranks have to be started "
-            f"again: {error}"
+            f"{self.ranks[self.rank]} within {self._timeout_s:g} s; the ranks have to be started again: {error}"
         ) from error
 
-    def _fail(self, direction: Direction, peer: int, purpose: str, cause: str) -> NoReturn:
+    def _fail(self, purpose: str, cause: str, direction: Direction | None = None, peer: int | None = None) -> NoReturn:
         # Closing the connections is what tells the other ranks. The frames that the error's traceback keeps must not
         # hold them open, so none has the group or a work in a variable by now.
         if self._end.cause:  # since another thread has closed them
             raise CommunicationError(self._end.cause)
         if "by peer" in cause:
             cause += "; a rank has failed, or has ended after fewer backward passes or steps than this one"
-        failure = self.failure(purpose, cause, f" {direction} {self.name_of(peer)}")
+        failure = self.failure(purpose, cause, "" if peer is None else f" {direction} {self.name_of(peer)}")
         self.close(failure)
         raise failure

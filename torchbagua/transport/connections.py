@@ -11,7 +11,7 @@ from torchbagua._torch import backend_of, gloo_devices
 from torchbagua.transport.base import TransportError
 from torchbagua.transport.errors import cause_of
 from torchbagua.transport.private_groups import gloo_group
-from torchbagua.transport.store_requests import read_texts, write_text
+from torchbagua.transport.store_requests import missing_ranks, read_texts, say_opens, write_text
 
 MOST_CONNECTED_AT_ONCE = 32
 """In a larger group a rank is connected to another one when it has something for it, or for all.
@@ -70,11 +70,11 @@ class Connections:
         """
         if self.mesh is not None or self.is_closed:
             return
-        self._store.set(f"opens/{self._rank}", "")
+        say_opens(self._store, self._rank)
         try:
             mesh = gloo_group(self._store, self._rank, self._size, self._timeout)
         except RuntimeError as error:
-            missing = [rank for rank in range(self._size) if not self._store.check([f"opens/{rank}"])]
+            missing = missing_ranks(self._store, self._size)
             if not missing:
                 raise
             raise RuntimeError(f"ranks {missing} did not come: {cause_of(error)}") from error

@@ -7,10 +7,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from torchbagua.transport.base import Abilities, Members, TransportError
+from torchbagua.transport.base import COLLECTIVES, Abilities, Members, TransportError
 from torchbagua.transport.connections import MOST_CONNECTED_AT_ONCE, Connections
 from torchbagua.transport.errors import cause_of
-from torchbagua.transport.torch_groups import COLLECTIVES, TorchGroupCollectives
+from torchbagua.transport.torch_groups import TorchGroupCollectives
 
 _Direction = Literal["send", "receive"]
 
@@ -24,7 +24,7 @@ class GlooTransport(TorchGroupCollectives):
     """
 
     name = "gloo"
-    abilities = Abilities(frozenset({"cpu"}), collectives=COLLECTIVES - {"all_to_all"})
+    abilities = Abilities(frozenset({"cpu"}), has_torch_group=True, collectives=COLLECTIVES - {"all_to_all"})
 
     def __init__(self, members: Members) -> None:
         self.connections = Connections(members.store, members.rank, members.size, members.timeout)

@@ -1,4 +1,4 @@
-"""What a GPU has been told to communicate over a private transport in stream order, and has not done yet."""
+"""The operations that were launched in stream order over a private transport, and that the GPU has not finished."""
 
 import time
 from collections import deque
@@ -8,7 +8,7 @@ import torch
 
 
 class Launch(NamedTuple):
-    """What a stream has been told to do, the mark that it reaches afterwards, and when it was told."""
+    """The purpose of an operation, an event that its stream records after it, and the time of its launch."""
 
     purpose: str
     done: torch.cuda.Event
@@ -27,12 +27,12 @@ class Launches:
         self._launches: deque[Launch] = deque()
 
     def note(self, purpose: str, device: torch.device) -> None:
-        """Note that the current stream of `device` has been told to do `purpose`."""
+        """Note that `purpose` was launched on the current stream of `device`."""
         done = torch.cuda.current_stream(device).record_event()
         self._launches.append(Launch(purpose, done, time.monotonic()))
 
     def under_way(self) -> Launch | None:
-        """Return the first that the GPU is not done with. Raises RuntimeError if the GPU has failed."""
+        """Return the first launch that the GPU has not finished. Raises RuntimeError if the GPU has failed."""
         while self._launches and self._launches[0].done.query():
             self._launches.popleft()
         return self._launches[0] if self._launches else None

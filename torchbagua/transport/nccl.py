@@ -11,15 +11,13 @@ import torch.distributed as dist
 
 from torchbagua._torch import backend_of
 from torchbagua._warnings import warn_user
-from torchbagua.transport.base import Abilities, Members, TransportError
+from torchbagua.transport.base import COLLECTIVES, LONGEST_ABORT_S, Abilities, Members, TransportError
 from torchbagua.transport.errors import cause_of
 from torchbagua.transport.private_groups import nccl_group
-from torchbagua.transport.torch_groups import COLLECTIVES, TorchGroupCollectives
+from torchbagua.transport.torch_groups import TorchGroupCollectives
 
 # NCCL's own watchdog ends the process. It comes later, so that who watches can break off and raise before.
 _WATCHDOG_LATER = timedelta(seconds=10)
-# Breaking off may wait for the GPU, and so for what other groups have under way.
-_LONGEST_ABORT_S = 10.0
 
 
 class NcclTransport(TorchGroupCollectives):
@@ -30,7 +28,9 @@ class NcclTransport(TorchGroupCollectives):
     """
 
     name = "NCCL"
-    abilities = Abilities(frozenset({"cuda"}), in_stream_order=True, has_messages=False, collectives=COLLECTIVES)
+    abilities = Abilities(
+        frozenset({"cuda"}), in_stream_order=True, has_messages=False, has_torch_group=True, collectives=COLLECTIVES
+    )
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -78,7 +78,7 @@ class PrivateNcclTransport(NcclTransport):
 
     def join(self) -> None:
         if self._abort is not None:
-            self._abort.join(_LONGEST_ABORT_S)
+            self._abort.join(LONGEST_ABORT_S)  # it may wait for the GPU, and so for other groups' operations
 
     def _run_bounded(self, what: str, function: Callable[[], object]) -> None:
         errors: list[BaseException] = []

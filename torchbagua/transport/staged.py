@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from torchbagua.transport.base import Transport, TransportError
+from torchbagua.transport.base import Transport, TransportError, bytes_of
 from torchbagua.transport.streams import wait_on_host
 
 _Key = tuple[int, Literal["send", "receive"], int]
@@ -25,7 +25,9 @@ class StagedTransport(Transport):
 
     def __init__(self, host: Transport, timeout: timedelta) -> None:
         self.name = host.name
-        self.abilities = replace(host.abilities, devices=frozenset({"cuda"}), collectives=frozenset())
+        self.abilities = replace(
+            host.abilities, devices=frozenset({"cuda"}), has_torch_group=False, collectives=frozenset()
+        )
         self._host = host
         self._timeout = timeout
         self._buffers: dict[_Key, torch.Tensor] = {}
@@ -37,7 +39,7 @@ class StagedTransport(Transport):
 
     def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
         on_host = self._buffer((tag, "send", peer), tensor)
-        on_host.copy_(_bytes_of(tensor), non_blocking=True)
+        on_host.copy_(bytes_of(tensor), non_blocking=True)
         self._wait_for(torch.cuda.current_stream(tensor.device).record_event(), peer)
         self._host.post_send(peer, on_host, tag)
 
@@ -54,11 +56,8 @@ class StagedTransport(Transport):
         key: _Key = (tag, "receive", peer)
         tensor = self._receives.pop(key, None)
         if tensor is not None:
-            _bytes_of(tensor).copy_(self._buffers[key][: tensor.nbytes], non_blocking=True)
+            bytes_of(tensor).copy_(self._buffers[key][: tensor.nbytes], non_blocking=True)
             self._last_reads[key] = torch.cuda.current_stream(tensor.device).record_event()
-
-    def twin(self) -> "StagedTransport":
-        return StagedTransport(self._host.twin(), self._timeout)
 
     def abort(self) -> None:
         self._receives.clear()
@@ -77,7 +76,3 @@ class StagedTransport(Transport):
             wait_on_host(mark, self._timeout.total_seconds())
         except TimeoutError as error:
             raise TransportError(str(error), peer) from error
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)

@@ -1,5 +1,7 @@
 """The store of a group, and several texts in one request to it, if it has the calls for that: FileStore does not."""
 
+from contextlib import suppress
+
 import torch.distributed as dist
 
 from torchbagua._torch import store_of
@@ -14,6 +16,18 @@ def require_store(process_group: dist.ProcessGroup) -> dist.Store:
             'init_process_group("gloo"), and give the group that new_group(backend="mpi") returns'
         )
     return store
+
+
+def say_opens(store: dist.Store, rank: int) -> None:
+    """Say that `rank` opens the group of this store, for `missing_ranks`."""
+    store.set(f"opens/{rank}", "")
+
+
+def missing_ranks(store: dist.Store, size: int) -> list[int]:
+    """Return the ranks that have not said that they open the group; none if the store cannot be asked any more."""
+    with suppress(RuntimeError):
+        return [rank for rank in range(size) if not store.check([f"opens/{rank}"])]
+    return []
 
 
 def read_texts(store: dist.Store, keys: list[str]) -> list[str]:

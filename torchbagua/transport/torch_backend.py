@@ -12,9 +12,18 @@ import torch
 import torch.distributed as dist
 
 from torchbagua._torch import backend_of, device_types_of, is_gloo, is_nccl, registered_group
-from torchbagua.transport.base import Abilities, Members, MissingOperation, Transport, TransportError
+from torchbagua.transport.base import (
+    COLLECTIVES,
+    LONGEST_ABORT_S,
+    Abilities,
+    Members,
+    MissingOperation,
+    Transport,
+    TransportError,
+    bytes_of,
+)
 from torchbagua.transport.errors import cause_of
-from torchbagua.transport.torch_groups import COLLECTIVES
+from torchbagua.transport.store_requests import missing_ranks, say_opens
 
 _Direction = Literal["send", "receive"]
 
@@ -23,8 +32,6 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_ga
 
 # What torch's calls raise, also of a group that another thread has destroyed meanwhile.
 _ERRORS = (RuntimeError, ValueError, KeyError)
-
-_LONGEST_ABORT_S = 10.0
 
 
 class TorchBackendTransport(Transport):
@@ -52,6 +59,7 @@ class TorchBackendTransport(Transport):
             has_messages=device_type == "cpu" if has_messages is None else has_messages,
             has_deadline=self.name == "gloo",
             has_collective_close=device_type != "cpu",
+            has_torch_group=True,
             collectives=COLLECTIVES,
         )
         self._members = members
@@ -62,7 +70,7 @@ class TorchBackendTransport(Transport):
         self._num_twins = 0
         self._destruction: threading.Thread | None = None
         # With their tensors, which some backends do not keep. Here, where `abort` ends them.
-        self._works: dict[tuple[int, _Direction, int], tuple[dist.Work, torch.Tensor]] = {}
+        self._works: dict[object, tuple[dist.Work | None, object]] = {}
 
     def open(self) -> None:
         self.torch_group()
@@ -76,15 +84,15 @@ class TorchBackendTransport(Transport):
     def missing_operation(self) -> MissingOperation | None:
         if self._members.size == 1:
             return None
-        works: dict[str, Any] = {}
         group, probes = self.torch_group(), self._probes()
 
         def start(operation: str) -> None:
-            works[operation] = probes[operation](group)
+            self._works[operation] = probes[operation](group)
 
         def wait(operation: str) -> None:
-            if works[operation] is not None:
-                works[operation].wait()
+            work, _ = self._works.pop(operation)
+            if work is not None:
+                work.wait()
 
         # Nobody waits for an operation that a rank could not start.
         return self._find_failure("started", probes, start) or self._find_failure("done", probes, wait)
@@ -106,14 +114,14 @@ class TorchBackendTransport(Transport):
         self._wait("receive", peer, tag)
 
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        sent = torch.cat([_bytes_of(tensor) for tensor in inputs])
+        sent = torch.cat([bytes_of(tensor) for tensor in inputs])
         sent_lengths, lengths = ([tensor.nbytes for tensor in tensors] for tensors in (inputs, outputs))
         received = sent.new_empty(sum(lengths))
         self._run(
             lambda group: dist.all_to_all_single(received, sent, lengths, sent_lengths, group=group, async_op=True)
         )
         for output, part in zip(outputs, received.split(lengths), strict=True):
-            _bytes_of(output).copy_(part)
+            bytes_of(output).copy_(part)
 
     def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor) -> None:
         self._run(lambda group: dist.all_to_all_single(output, input, group=group, async_op=True))
@@ -130,9 +138,13 @@ class TorchBackendTransport(Transport):
             raise TransportError("the group is closed")
         if self._group is None:
             try:
-                self._group = self._make_group()
+                group = self._make_group()
             except _ERRORS as error:
                 raise TransportError(self._reason_not_to_open(error)) from error
+            if self._is_closed:  # by another thread
+                _destroy(group, {})
+                raise TransportError("the group is closed")
+            self._group = group
         return self._group
 
     def twin(self) -> "TorchBackendTransport":
@@ -145,9 +157,13 @@ class TorchBackendTransport(Transport):
         return twin
 
     def close(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        self.abort()
+        try:
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize(self._device)
+        except RuntimeError as error:
+            raise TransportError(cause_of(error)) from error
+        finally:
+            self.abort()
 
     def abort(self) -> None:
         self._is_closed = True
@@ -164,11 +180,11 @@ class TorchBackendTransport(Transport):
 
     def join(self) -> None:
         if self._destruction is not None:
-            self._destruction.join(_LONGEST_ABORT_S)
+            self._destruction.join(LONGEST_ABORT_S)
 
     def _make_group(self) -> dist.ProcessGroup:
         members, store = self._members, self._members.store
-        store.set(f"opens/{members.rank}", "")
+        say_opens(store, members.rank)
         if members.rank == 0:
             store.set("name", f"torchbagua {secrets.token_hex(8)}")
         store.wait(["name"], members.timeout)
@@ -177,28 +193,31 @@ class TorchBackendTransport(Transport):
         return registered_group(members.global_ranks, members.rank, self.name, backend_store, name, members.timeout)
 
     def _reason_not_to_open(self, error: BaseException) -> str:
-        store = self._members.store
-        missing = [rank for rank in range(self._members.size) if not store.check([f"opens/{rank}"])]
+        missing = missing_ranks(self._members.store, self._members.size)
         return f"ranks {missing} did not come: {cause_of(error)}" if missing else cause_of(error)
 
-    def _probes(self) -> Mapping[str, Callable[[dist.ProcessGroup], Any]]:
-        """Return the operations that this transport calls, each on one byte for each rank."""
+    def _probes(self) -> Mapping[str, Callable[[dist.ProcessGroup], tuple[Any, object]]]:
+        """Return the operations that this transport calls, each on one byte for each rank: a work and its tensors."""
         rank, size = self._members.rank, self._members.size
-        one, other, all_of_them, others = (
+        sent, received, sent_row, received_row = (
             torch.zeros(length, dtype=torch.uint8, device=self._device) for length in (1, 1, size, size)
         )
         if self.abilities.has_messages:
             return {
-                "irecv": lambda group: dist.irecv(other, group=group, group_src=(rank - 1) % size),
-                "isend": lambda group: dist.isend(one, group=group, group_dst=(rank + 1) % size),
+                "irecv": lambda group: (dist.irecv(received, group=group, group_src=(rank - 1) % size), received),
+                "isend": lambda group: (dist.isend(sent, group=group, group_dst=(rank + 1) % size), sent),
             }
-        lengths, total = [1] * size, one.float()
+        lengths, total = [1] * size, sent.float()
         return {
-            "all_to_all_single": lambda group: dist.all_to_all_single(
-                others, all_of_them, lengths, lengths, group=group, async_op=True
+            "all_to_all_single": lambda group: (
+                dist.all_to_all_single(received_row, sent_row, lengths, lengths, group=group, async_op=True),
+                (received_row, sent_row),
             ),
-            "all_gather_into_tensor": lambda group: _all_gather(others, one, group=group, async_op=True),
-            "all_reduce": lambda group: dist.all_reduce(total, group=group, async_op=True),
+            "all_gather_into_tensor": lambda group: (
+                _all_gather(received_row, sent, group=group, async_op=True),
+                (received_row, sent),
+            ),
+            "all_reduce": lambda group: (dist.all_reduce(total, group=group, async_op=True), total),
         }
 
     def _find_failure(
@@ -206,13 +225,16 @@ class TorchBackendTransport(Transport):
     ) -> MissingOperation | None:
         """Attempt the operations, and return the first that failed on some rank, the same on all. Collective."""
         store = dist.PrefixStore(stage, self._members.store)
+        failure = None
         for operation in operations:
             try:
                 attempt(operation)
             except Exception as error:  # of whatever kind, for backends are written by many
-                store.set("failure", json.dumps([operation, cause_of(error)]))
+                failure = json.dumps([operation, cause_of(error)])
                 break
         try:
+            if failure is not None:
+                store.set("failure", failure)
             if store.add("ranks", 1) == self._members.size:
                 store.set("all", "")
             store.wait(["all"], self._members.timeout)
@@ -230,7 +252,7 @@ class TorchBackendTransport(Transport):
     ) -> None:
         key = (tag, direction, peer)
         assert key not in self._works
-        data = _bytes_of(tensor)  # every backend has bytes, and not every one bfloat16
+        data = bytes_of(tensor)  # every backend has bytes, and not every one bfloat16
         try:
             self._works[key] = post(self.torch_group(), data), data
         except TransportError as error:
@@ -243,8 +265,10 @@ class TorchBackendTransport(Transport):
             raise TransportError("the group is closed", peer)
         posted = self._works.pop((tag, direction, peer), None)
         if posted is not None:
+            work, _ = posted
             try:
-                posted[0].wait()
+                if work is not None:
+                    work.wait()
             except _ERRORS as error:
                 raise TransportError(cause_of(error), peer) from error
 
@@ -302,15 +326,11 @@ def _backend_for(members: Members, device_type: str) -> str:
     return names[device_type]
 
 
-def _destroy(group: dist.ProcessGroup, works: dict[Any, tuple[dist.Work, torch.Tensor]]) -> None:
+def _destroy(group: dist.ProcessGroup, works: dict[object, tuple[dist.Work | None, object]]) -> None:
     # The whole world may have been destroyed before. Of a group written in Python torch does not find its own name,
     # after it has let go of it (torch 2.13).
     with suppress(*_ERRORS):
         dist.destroy_process_group(group)
-    tensors = [tensor for _, tensor in works.values()]
+    tensors = [each for _, each in works.values()]
     works.clear()
     tensors.clear()  # last: a work that is still there may write to its tensor
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)

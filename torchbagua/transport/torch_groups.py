@@ -10,8 +10,6 @@ from torchbagua._torch import all_gather_base
 from torchbagua.transport.base import Transport, TransportError
 from torchbagua.transport.errors import cause_of
 
-COLLECTIVES = frozenset({"all_to_all", "all_gather", "all_reduce"})
-
 
 class TorchGroupCollectives(Transport):
     """All collectives, by the methods of the group that `torch_group` returns.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from torchbagua.transport.base import Transport, TransportError
+from torchbagua.transport.base import COLLECTIVES, Transport, TransportError
 from torchbagua.transport.suite.member import Member, Mismatch, SuiteThread
 
 _NO_SOONER = 0.8  # of a timeout: clocks of sockets are coarse
@@ -169,7 +169,7 @@ def check_unclaimed(member: Member) -> None:
     if not abilities.has_messages:
         _allow_failure(member, lambda transport: transport.post_receive(member.before, member.zeros(transport, 10), 0))
         _allow_failure(member, lambda transport: transport.post_send(member.after, member.zeros(transport, 10), 0))
-    for collective in sorted({"all_to_all", "all_gather", "all_reduce"} - abilities.collectives):
+    for collective in sorted(COLLECTIVES - abilities.collectives):
         _allow_failure(member, functools.partial(member.run_collective, collective=collective))
 
 

@@ -1,0 +1,139 @@
+"""What a communicator makes of the abilities of a transport, and of its failures."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchbagua as tb
+from ranks import run_ranks
+from torchbagua.transport import Members, Transport, TransportError
+from torchbagua.transport.gloo import GlooTransport
+from transports import PlayedNccl
+
+SHORT = timedelta(seconds=2)
+
+
+class WithoutAllGather(GlooTransport):
+    """Has collectives, but not all."""
+
+    name = "some"
+    abilities = replace(GlooTransport.abilities, has_messages=False, collectives=frozenset({"all_to_all"}))
+
+
+@pytest.mark.parametrize(
+    ("transport", "expected"),
+    [
+        (WithoutAllGather, "backend some has no all_gather, which ByteGradAlgorithm needs for tensors on cpu"),
+        (
+            functools.partial(PlayedNccl, calls=[]),
+            "a transport in stream order must move tensors on cuda alone, got cpu from gloo",
+        ),
+    ],
+)
+def test_what_a_transport_lacks_is_an_error_of_all_ranks(
+    transport: Callable[[Members], GlooTransport], expected: str
+) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group, timeout=SHORT, transport=transport)
+        with pytest.raises(ValueError, match=expected):
+            tb.ByteGradAlgorithm().reify(own)
+
+    run_ranks(2, body)
+
+
+class Counted(GlooTransport):
+    """Counts its twins, its ends and the devices that it prepares for."""
+
+    def __init__(self, members: Members, counts: list[str]) -> None:
+        super().__init__(members)
+        self._counts = counts
+
+    def use_device(self, device: torch.device) -> None:
+        self._counts.append(f"use {device}")
+
+    def twin(self) -> "Counted":
+        self._counts.append("twin")
+        return super().twin()  # type: ignore[return-value]
+
+    def abort(self) -> None:
+        self._counts.append("abort")
+        super().abort()
+
+    def join(self) -> None:
+        self._counts.append("join")
+
+
+def test_a_twin_is_one_transport_that_ends_with_the_communicator() -> None:
+    """The host's transport serves GPUs too, whose tensors a twin does not move."""
+
+    def body(group: dist.ProcessGroup) -> list[str]:
+        counts: list[str] = []
+        own = tb.BaguaProcessGroup(group, timeout=SHORT, transport=functools.partial(Counted, counts=counts))
+        own.open()
+        own.world.silent_twin()
+        own.close()
+        return counts
+
+    for counts in run_ranks(2, body):
+        assert [counts.count(name) for name in ("twin", "abort", "join")] == [1, 2, 2], counts
+
+
+class OneThread(GlooTransport):
+    """Serves one thread."""
+
+    name = "one"
+
+    def twin(self) -> GlooTransport:
+        return Transport.twin(self)  # type: ignore[return-value]
+
+
+def test_a_transport_of_one_thread_has_no_twin() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group, timeout=SHORT, transport=OneThread)
+        own.open()
+        with pytest.raises(ValueError, match="for one more thread: one serves one thread"):
+            own.world.silent_twin()
+        own.close()
+
+    run_ranks(2, body)
+
+
+def test_a_device_is_prepared_for_once() -> None:
+    def body(group: dist.ProcessGroup) -> list[str]:
+        counts: list[str] = []
+        own = tb.BaguaProcessGroup(group, timeout=SHORT, transport=functools.partial(Counted, counts=counts))
+        own.open()
+        for _ in range(2):
+            own.world.use_device(torch.device("cpu"))
+        own.close()
+        return [count for count in counts if count.startswith("use")]
+
+    assert run_ranks(1, body) == [["use cpu"]]
+
+
+class FailsOnce(GlooTransport):
+    """A backend whose collective fails."""
+
+    abilities = replace(GlooTransport.abilities, has_messages=False)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        raise TransportError("Connection closed by peer")
+
+
+def test_a_collective_that_fails_closes_the_group_and_names_the_first_error() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group, timeout=SHORT, transport=FailsOnce)
+        own.open()
+        first = "^torchbagua: the first over the world group failed on rank 0: Connection closed by peer; a rank has"
+        with pytest.raises(tb.CommunicationError, match=first):
+            own.world.all_reduce(torch.ones(1), "the first", list)
+        for purpose in ("the first", "another"):
+            with pytest.raises(tb.CommunicationError, match=first):
+                own.world.connect(None, purpose)
+
+    run_ranks(1, body)
