@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,23 +18,18 @@ from torchbagua.transport.base import (
     Abilities,
     Members,
     MissingOperation,
-    Transport,
     TransportError,
     bytes_of,
 )
 from torchbagua.transport.errors import cause_of
 from torchbagua.transport.store_requests import missing_ranks, say_opens
-
-_Direction = Literal["send", "receive"]
+from torchbagua.transport.torch_groups import TORCH_ERRORS, Direction, MessageWorks
 
 # One function: torch 2.13 warns of the older name.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-# What torch's calls raise, also of a group that another thread has destroyed meanwhile.
-_ERRORS = (RuntimeError, ValueError, KeyError)
 
-
-class TorchBackendTransport(Transport):
+class TorchBackendTransport(MessageWorks):
     """Moves tensors over a private group with the backend that `process_group` has for their device.
 
     Between CPUs it sends messages. On other devices each exchange is one collective: a backend runs the messages of two
@@ -53,6 +48,7 @@ class TorchBackendTransport(Transport):
     """
 
     def __init__(self, members: Members, device_type: str = "cpu", has_messages: bool | None = None) -> None:
+        super().__init__()
         self.name = _backend_for(members, device_type)
         self.abilities = Abilities(
             frozenset({device_type}),
@@ -69,8 +65,10 @@ class TorchBackendTransport(Transport):
         self._is_closed = False
         self._num_twins = 0
         self._destruction: threading.Thread | None = None
-        # With their tensors, which some backends do not keep. Here, where `abort` ends them.
-        self._works: dict[object, tuple[dist.Work | None, object]] = {}
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
 
     def open(self) -> None:
         self.torch_group()
@@ -96,22 +94,6 @@ class TorchBackendTransport(Transport):
 
         # Nobody waits for an operation that a rank could not start.
         return self._find_failure("started", probes, start) or self._find_failure("done", probes, wait)
-
-    def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
-        self._post(
-            "send", lambda group, data: dist.isend(data, group=group, tag=tag, group_dst=peer), peer, tensor, tag
-        )
-
-    def post_receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
-        self._post(
-            "receive", lambda group, data: dist.irecv(data, group=group, tag=tag, group_src=peer), peer, tensor, tag
-        )
-
-    def wait_send(self, peer: int, tag: int) -> None:
-        self._wait("send", peer, tag)
-
-    def wait_receive(self, peer: int, tag: int) -> None:
-        self._wait("receive", peer, tag)
 
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         sent = torch.cat([bytes_of(tensor) for tensor in inputs])
@@ -139,7 +121,7 @@ class TorchBackendTransport(Transport):
         if self._group is None:
             try:
                 group = self._make_group()
-            except _ERRORS as error:
+            except TORCH_ERRORS as error:
                 raise TransportError(self._reason_not_to_open(error)) from error
             if self._is_closed:  # by another thread
                 _destroy(group, {})
@@ -242,35 +224,11 @@ class TorchBackendTransport(Transport):
         except RuntimeError as error:
             raise TransportError(f"waiting for all ranks to try its operations: {cause_of(error)}") from error
 
-    def _post(
-        self,
-        direction: _Direction,
-        post: Callable[[dist.ProcessGroup, torch.Tensor], Any],
-        peer: int,
-        tensor: torch.Tensor,
-        tag: int,
-    ) -> None:
-        key = (tag, direction, peer)
-        assert key not in self._works
+    def _start(self, direction: Direction, peer: int, tensor: torch.Tensor, tag: int) -> dist.Work | None:
         data = bytes_of(tensor)  # every backend has bytes, and not every one bfloat16
-        try:
-            self._works[key] = post(self.torch_group(), data), data
-        except TransportError as error:
-            raise TransportError(str(error), peer) from error
-        except _ERRORS as error:
-            raise TransportError(cause_of(error), peer) from error
-
-    def _wait(self, direction: _Direction, peer: int, tag: int) -> None:
-        if self._is_closed:
-            raise TransportError("the group is closed", peer)
-        posted = self._works.pop((tag, direction, peer), None)
-        if posted is not None:
-            work, _ = posted
-            try:
-                if work is not None:
-                    work.wait()
-            except _ERRORS as error:
-                raise TransportError(cause_of(error), peer) from error
+        if direction == "send":
+            return dist.isend(data, group=self.torch_group(), tag=tag, group_dst=peer)
+        return dist.irecv(data, group=self.torch_group(), tag=tag, group_src=peer)
 
     def _run(self, start: Callable[[dist.ProcessGroup], Any]) -> None:
         try:
@@ -279,7 +237,7 @@ class TorchBackendTransport(Transport):
                 work.wait()
         except TransportError:
             raise
-        except _ERRORS as error:
+        except TORCH_ERRORS as error:
             raise TransportError(cause_of(error)) from error
 
 
@@ -329,7 +287,7 @@ def _backend_for(members: Members, device_type: str) -> str:
 def _destroy(group: dist.ProcessGroup, works: dict[object, tuple[dist.Work | None, object]]) -> None:
     # The whole world may have been destroyed before. Of a group written in Python torch does not find its own name,
     # after it has let go of it (torch 2.13).
-    with suppress(*_ERRORS):
+    with suppress(*TORCH_ERRORS):
         dist.destroy_process_group(group)
     tensors = [each for _, each in works.values()]
     works.clear()
