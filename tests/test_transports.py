@@ -29,13 +29,14 @@ def check(maker: TransportMaker, size: int = 3) -> set[str]:
 # The package's own
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_gloo(size: int) -> None:
     ran = check(GlooTransport, size)
     assert ran > MESSAGES | DEADLINES | ENDS | COLLECTIVES | {"deadline_of_collectives"}
     assert "all_to_all" not in ran
 
 
+@pytest.mark.slow
 def test_gloo_that_connects_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "MOST_CONNECTED_AT_ONCE", 1)
     check(GlooTransport)
@@ -60,7 +61,7 @@ def test_collectives_in_stream_order() -> None:
     assert not ran & (MESSAGES | DEADLINES)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_pages_queue_between_threads(size: int) -> None:
     ran = check(QueueTransport, size)
     assert ran > MESSAGES | DEADLINES | ENDS
@@ -227,7 +228,13 @@ LONG = timedelta(seconds=2)
         (GathersElsewhere, DEADLINE, "all_gather", r"all_gather_into_tensor in place: output of torch.uint8"),
         (IgnoresAbort, DEADLINE, "use_after_abort", "post_send after abort: expected TransportError, got none"),
         (LeavesThread, DEADLINE, "threads", r"expected no new thread, got \['left behind', 'left behind'"),
-        (WaitsForever, DEADLINE, "deadline_of_messages", r"rank 0: wait_receive\(2, 7\): expected an end within 8 s"),
+        pytest.param(
+            WaitsForever,
+            DEADLINE,
+            "deadline_of_messages",
+            r"rank 0: wait_receive\(2, 7\): expected an end within 8 s",
+            marks=pytest.mark.slow,
+        ),
         (GivesUpEarly, LONG, "deadline_of_messages", r"rank 0: .*: expected no error before 1.6 s, got one after 1.4"),
         (ForgetsPeer, DEADLINE, "deadline_of_messages", "rank 0: .*: expected an error with peer 2, got peer None"),
         (
