@@ -15,18 +15,21 @@ import torch
 import torch.distributed as dist
 
 import torchbagua as tb
+from devices import CPU
 from oracle import Coded, LowPrecisionRing, bytegrad, quantise, quantise_block, quantise_block_4_bits, sign_block
 from ranks import gloo_group, init_default_group, run_ranks
 from torchbagua.codecs import Identity, MinMaxUInt8, TensorSpec
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.broadcast import broadcast_tensors
 from torchbagua.collectives.exchange import Exchange, Pipeline
+from torchbagua.collectives.neighbourhood_mean import neighbourhood_mean
 from torchbagua.collectives.store_agreement import Introduction, Verdict, agree_over_store
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 from torchbagua.runtime.lane import Lane
-from torchbagua.transport.base import Members
+from torchbagua.transport.base import Members, TransportMaker
 from torchbagua.transport.communicator import Communicator, Direction
 from torchbagua.transport.gloo import GlooTransport
+from transports import CollectivesAlone
 
 SHORT = timedelta(seconds=2)
 
@@ -278,7 +281,7 @@ def test_exchange_brings_every_tensor_to_its_rank(num_elements: int, fast_ranks:
         for _ in range(2):
             receives = [torch.zeros(num_elements) for _ in range(4)]
             heard: list[int] = []
-            pipeline = Pipeline(communicator)
+            pipeline = Pipeline(communicator, CPU)
             exchange = Exchange(pipeline, "all_to_all", receives, "numbers")
             exchange.send(torch.full((num_elements,), 10.0 * rank + target) for target in exchange.targets)
             heard.extend(exchange.arrivals())
@@ -296,7 +299,7 @@ def test_link_rate_is_learnt_from_long_messages() -> None:
         rates = []
         for num_elements in (10, 100_000):
             tensors = [torch.zeros(num_elements) for _ in range(4)]
-            Exchange(Pipeline(communicator), "all_to_all", tensors[2:], "numbers").run(tensors)
+            Exchange(Pipeline(communicator, CPU), "all_to_all", tensors[2:], "numbers").run(tensors)
             rates.append(communicator.link_bytes_per_s[1 - communicator.rank])
         return rates[0], rates[1]
 
@@ -314,13 +317,13 @@ def test_timeout_names_operation_bucket_and_peer_and_tells_the_others() -> None:
     def body(group: dist.ProcessGroup) -> None:
         communicator = tb.BaguaProcessGroup(group, timeout=SHORT).world
         tensors = [torch.zeros(100_000) for _ in range(6)]
-        Exchange(Pipeline(communicator), "all_to_all", tensors[3:], "first").run(tensors)
+        Exchange(Pipeline(communicator, CPU), "all_to_all", tensors[3:], "first").run(tensors)
         if group.rank() == 2:
             done.wait(30)
             return
         start = time.monotonic()
         try:
-            Exchange(Pipeline(communicator), "all_to_all", tensors[3:], "second").run(tensors)
+            Exchange(Pipeline(communicator, CPU), "all_to_all", tensors[3:], "second").run(tensors)
         except tb.CommunicationError as error:
             errors[group.rank()] = str(error)
             seconds[group.rank()] = time.monotonic() - start
@@ -394,7 +397,7 @@ def test_receive_that_close_has_dropped_is_no_success() -> None:
     def body(group: dist.ProcessGroup) -> None:
         bagua_group = tb.BaguaProcessGroup(group)
         receives = [torch.zeros(3) for _ in range(2)]
-        exchange = Exchange(Pipeline(bagua_group.world), "all_gather", receives, "x")
+        exchange = Exchange(Pipeline(bagua_group.world, CPU), "all_gather", receives, "x")
 
         def close() -> Iterator[torch.Tensor]:
             bagua_group.close()
@@ -410,7 +413,7 @@ def test_closed_group_raises() -> None:
     def body(group: dist.ProcessGroup) -> None:
         bagua_group = tb.BaguaProcessGroup(group)
         bagua_group.close()
-        Exchange(Pipeline(bagua_group.world), "all_to_all", [torch.ones(1)] * 2, "x")
+        Exchange(Pipeline(bagua_group.world, CPU), "all_to_all", [torch.ones(1)] * 2, "x")
 
     with pytest.raises(tb.CommunicationError, match=r"all_to_all of x over .* failed on rank 0: the group is closed"):
         run_ranks(2, body)
@@ -458,3 +461,39 @@ def test_a_posted_tensor_lives_as_long_as_it_is_under_way(ends: str) -> None:
 
     run_ranks(2, body)
     assert alive == ([] if ends == "waited for" else [True] * 4)
+
+
+@pytest.mark.parametrize("transport", [None, CollectivesAlone])
+def test_a_broadcast_gives_all_ranks_the_bytes_of_rank_0(transport: TransportMaker | None) -> None:
+    def tensors_of(rank: int) -> list[torch.Tensor]:
+        dtypes_by_length = {0: torch.float32, 1: torch.int64, 2: torch.bfloat16, 1001: torch.float32}
+        return [torch.full((length,), rank + 0.5).to(dtype) for length, dtype in dtypes_by_length.items()]
+
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group, transport=transport)
+        tensors = tensors_of(own.rank)
+        broadcast_tensors(own.world, tensors, "test tensors")
+        for tensor, expected in zip(tensors, tensors_of(0), strict=True):
+            assert torch.equal(tensor, expected)
+        own.close()
+
+    run_ranks(3, body)
+
+
+def pair_of_three(rank: int, size: int, round: int) -> dict[int, float]:
+    return {rank: 1.0} if rank == 2 else {0: 0.5, 1: 0.5}
+
+
+def test_a_rank_that_is_alone_in_a_round_takes_part_in_its_collective() -> None:
+    """Without messages an exchange is one collective, for which the other ranks wait for it."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group, transport=CollectivesAlone)
+        x = torch.full((5,), float(own.rank))
+        out = torch.empty_like(x)
+        spec = TensorSpec((5,), x.dtype, x.device, "x")
+        neighbourhood_mean(own, tb.topology.Graph(pair_of_three, 1), spec, hierarchical=False)(x, out, 0)
+        assert torch.equal(out, torch.full((5,), 2.0 if own.rank == 2 else 0.5))
+        own.close()
+
+    run_ranks(3, body)

@@ -9,9 +9,12 @@ import torch
 import torch.distributed as dist
 
 import torchbagua as tb
+from devices import CPU
 from ranks import run_ranks
 from torchbagua.collectives.exact_gather import ExactGather
 from torchbagua.collectives.exchange import Exchange, Pipeline
+from torchbagua.transport.base import TransportMaker
+from transports import CollectivesAlone
 
 SIZE = 4
 
@@ -36,18 +39,19 @@ def filled(rank: int, ranks: Sequence[int], length: int, dtype: torch.dtype) -> 
         ([0, 0, 1, 1], [1, 2]),
     ],
 )
-def test_rows_of_all(nodes: list[int], ranks: list[int]) -> None:
+@pytest.mark.parametrize("transport", [None, CollectivesAlone])
+def test_rows_of_all(nodes: list[int], ranks: list[int], transport: TransportMaker | None) -> None:
     def body(group: dist.ProcessGroup) -> None:
-        own = tb.BaguaProcessGroup(group, nodes=nodes)
+        own = tb.BaguaProcessGroup(group, nodes=nodes, transport=transport)
         twin = own.world.silent_twin()
-        if own.rank not in ranks:
-            return
-        gather = ExactGather(twin, ranks, own.nodes, "rows")
+        others = [rank for rank in range(SIZE) if rank not in ranks]  # who gather at the same time
+        here = ranks if own.rank in ranks else others
+        gather = ExactGather(twin, here, own.nodes, "rows")
         for length, dtype in ((3, torch.float32), (0, torch.float32), (5, torch.bfloat16), (200_000, torch.uint8)):
-            out = filled(own.rank, ranks, length, dtype)
+            out = filled(own.rank, here, length, dtype)
             gather(out)
-            every = [filled(rank, ranks, length, dtype) for rank in ranks]
-            rows = [one.view(len(ranks), -1)[at] for at, one in enumerate(every)] if length else [out]
+            results = [filled(rank, here, length, dtype) for rank in here]
+            rows = [result.view(len(here), -1)[at] for at, result in enumerate(results)] if length else [out]
             assert torch.equal(out, torch.cat(rows))
 
     run_ranks(SIZE, body)
@@ -124,7 +128,7 @@ def test_a_group_that_a_failure_has_closed_says_which_on_all_threads() -> None:
             return
         match = r"all_to_all of gradients over the world group failed on rank 1 receiving from rank 0: "
         with pytest.raises(tb.CommunicationError, match=match):
-            Exchange(Pipeline(own.world), "all_to_all", [torch.ones(1)] * 2, "gradients").run([torch.ones(1)])
+            Exchange(Pipeline(own.world, CPU), "all_to_all", [torch.ones(1)] * 2, "gradients").run([torch.ones(1)])
         with pytest.raises(tb.CommunicationError, match=match):
             ExactGather(twin, range(2), own.nodes, "weights")(torch.ones(2))
 

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 import torchbagua as tb
+from devices import CPU
 from oracle import ordered_sum
 from ranks import run_ranks
+from transports import CollectivesAlone
 
 SIZE = 3
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
@@ -189,3 +191,13 @@ def test_refusals() -> None:
                 call()
 
     on_ranks(torch.device("cpu"), body)
+
+
+def test_a_rank_without_tensors_takes_part_in_an_exchange_that_is_one_collective() -> None:
+    def body(group: tb.BaguaProcessGroup) -> torch.Tensor:
+        received = torch.zeros(4)
+        group.exchange({1: torch.ones(4)} if group.rank == 0 else {}, {0: received} if group.rank == 1 else {})
+        return received
+
+    for rank, received in enumerate(on_ranks(CPU, body, transport=CollectivesAlone)):
+        assert torch.equal(received, torch.full((4,), float(rank == 1)))

@@ -173,7 +173,7 @@ def test_nccl_moves_what_an_exchange_and_a_mean_send(group: dist.ProcessGroup, g
             own.move_beside_training()
             own.use_device(gpu)
         received = torch.zeros_like(x)
-        Exchange(Pipeline(own.world), "all_to_all", [received], "bucket 0", [(0, 0)]).run([x])
+        Exchange(Pipeline(own.world, x.device), "all_to_all", [received], "bucket 0", [(0, 0)]).run([x])
         assert torch.equal(received, x)
         mean = torch.empty_like(x)
         AllReduceMean(own.world, TensorSpec((x.numel(),), x.dtype, gpu, "bucket 0"), 2.0)(x, mean)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import torchbagua as tb
+from devices import CPU
 from ranks import run_ranks
 from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.transport.communicator import Communicator
@@ -49,7 +50,7 @@ def run_two_exchanges(num_elements: int, rate: float) -> list[list[str]]:
                 log.append(f"computes {piece} {target}")
                 yield torch.full((num_elements,), float(world.rank))
 
-        pipeline = Pipeline(world)
+        pipeline = Pipeline(world, CPU)
         receives = [[torch.zeros(num_elements) for _ in range(SIZE)] for _ in PIECES]
         exchanges = [
             Exchange(pipeline, "all_to_all", tensors, "numbers", piece=piece) for piece, tensors in enumerate(receives)
@@ -109,7 +110,7 @@ def test_a_third_exchange_is_sent_when_the_first_has_arrived() -> None:
             post(direction, peer, tensor, tag=tag, purpose=purpose)
 
         world.post = logged  # type: ignore[method-assign,assignment]
-        pipeline = Pipeline(world)
+        pipeline = Pipeline(world, CPU)
         names = ["a", "b", "c"]
         receives = [torch.zeros(SHORT) for _ in names]
         exchanges = [

@@ -53,6 +53,16 @@ class PlayedNccl(GlooTransport):
         return [rank for rank, tensor in enumerate(tensors) if tensor.numel() and rank != self._rank]
 
 
+class CollectivesAlone(PlayedNccl):
+    """A gloo transport without messages, for whose collectives the host waits."""
+
+    abilities = replace(PlayedNccl.abilities, in_stream_order=False)
+    post_send, post_receive = Transport.post_send, Transport.post_receive  # which raise
+
+    def __init__(self, members: Members) -> None:
+        super().__init__(members, [])
+
+
 class StagedOverGloo(StagedTransport):
     """Staging that opens and closes its own transport of the host."""
 

@@ -29,7 +29,7 @@ def all_reduce_max(communicator: Communicator, values: Sequence[int], purpose: s
         source = communicator.rank_before(distance)
         theirs = torch.empty_like(largest)
         turns = [(communicator.rank_after(distance), source)]
-        Exchange(Pipeline(communicator), "agreement", {source: theirs}, purpose, turns).run([largest])
+        Exchange(Pipeline(communicator, theirs.device), "agreement", {source: theirs}, purpose, turns).run([largest])
         torch.maximum(largest, theirs, out=largest)
         distance *= 2
     return largest.tolist()

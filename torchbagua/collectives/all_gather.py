@@ -93,7 +93,7 @@ def all_gather(chunks: RankChunks, x_L: torch.Tensor, out_N: torch.Tensor) -> No
     Raises:
         CommunicationError: a peer is gone or did not take part within the group's timeout.
     """
-    pipeline = Pipeline(chunks.communicator)
+    pipeline = Pipeline(chunks.communicator, chunks.device)
     gather = AllGather(chunks, out_N, pipeline)
     for piece in chunks.pieces:
         gather.send(piece, x_L[piece.within_own])

@@ -12,7 +12,7 @@ _TAG = 5  # no exchange's
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Iterable[torch.Tensor], purpose: str) -> None:
-    """Replace `tensors`, alike on every rank, by rank 0's, in place. Observers do not hear of it.
+    """Replace `tensors`, alike on every rank, by rank 0's, in place. Observers are not notified.
 
     Raises:
         CommunicationError: a peer is gone or did not take part within the group's timeout.
@@ -31,6 +31,9 @@ def _broadcast(communicator: Communicator, values: torch.Tensor, operation: str)
 
     A backend's own broadcast connects ranks which `Communicator.connect` does not know of, and its errors name no peer.
     """
+    if not communicator.posts_messages(values.device):
+        _broadcast_by_collectives(communicator, values, operation)
+        return
     rank, distance = communicator.rank, 1
     while distance < communicator.size:
         direction: Direction | None = None
@@ -43,6 +46,22 @@ def _broadcast(communicator: Communicator, values: torch.Tensor, operation: str)
             communicator.post(direction, peer, values, tag=_TAG, purpose=operation)
             communicator.wait(direction, peer, tag=_TAG, purpose=operation)
         distance *= 2
+
+
+def _broadcast_by_collectives(communicator: Communicator, values: torch.Tensor, operation: str) -> None:
+    """Replace `values` by rank 0's: each rank receives one chunk from rank 0, and then all gather the chunks.
+
+    A gather of the values of all ranks would need memory for each of them.
+    """
+    size, length = communicator.size, -(-len(values) // communicator.size)
+    if size == 1 or not length:
+        return
+    padded = values.new_zeros(size * length)
+    padded[: len(values)] = values
+    received = torch.empty_like(padded)
+    communicator.all_to_all_single(received, padded, operation, tuple)
+    communicator.all_gather_into_tensor(padded, received[:length], operation, tuple)
+    values.copy_(padded[: len(values)])
 
 
 def broadcast_state(communicator: Communicator, state: dict[str, Any], purpose: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""All-gather of rows as they are: what FSDP gathers weights by in full precision, flat or by way of nodes."""
+"""All-gather of rows as they are, flat or by way of nodes: FSDP gathers weights in full precision by it."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,11 +18,12 @@ class ExactGather:
 
     It needs no memory beside the result. By way of nodes a row crosses to each other node once, to the rank that passes
     it on there. The bytes are the same either way, so nodes decide about time alone, and may have different numbers of
-    ranks.
+    ranks. If the communicator does not post messages, every rank sends its row to all others in one collective.
 
     Args:
         communicator: sends the rows.
-        ranks: who takes part, in the order of their rows; own rank is one of them.
+        ranks: who takes part, in the order of their rows, this rank among them; without messages all ranks of the
+            communicator call it together, in groups that do not overlap.
         nodes: the node of each rank of the communicator.
         name: of what is gathered, in errors.
     """
@@ -66,7 +67,11 @@ class ExactGather:
         rows = {rank: flat[at * length : (at + 1) * length] for at, rank in enumerate(self._ranks)}
         nothing = flat[:0]
         own = self._communicator.rank
-        pipeline = Pipeline(self._communicator)
+        pipeline = Pipeline(self._communicator, flat.device)
+        if not pipeline.posts_messages:  # one collective then: uneven nodes would have different numbers of exchanges
+            turns = _ring(self._ranks, own)
+            Exchange(pipeline, "all_gather", rows, self._name, turns).run(itertools.repeat(rows[own]))
+            return
         from_others = self._passed_on[own][1:]
         receives = {source: rows[source] if source in from_others else nothing for _, source in self._crossing_turns}
         crossing = Exchange(pipeline, "all_gather", receives, self._name, self._crossing_turns, piece=_CROSSING_PIECE)

@@ -53,8 +53,8 @@ class Exchange:
 
     Ranks need not agree on whether turns come one at a time: it decides when data moves, and not what moves.
 
-    If the communicator does not post messages one by one, `send` is one all-to-all: in stream order the host does not
-    wait for it.
+    If the communicator does not post messages one by one, `send` is one all-to-all, which every rank of the communicator
+    calls, also without turns: in stream order the host does not wait for it.
 
     Args:
         pipeline: of the exchanges that are under way together, over the communicator whose ranks exchange.
@@ -99,7 +99,7 @@ class Exchange:
             turns = [(communicator.rank_after(distance), communicator.rank_before(distance)) for distance in distances]
         self.targets = [target for target, _ in turns]
         self._sources = sources = [source for _, source in turns]
-        self._posts_messages = all(communicator.posts_messages(receives[source].device) for source in sources)
+        self._posts_messages = pipeline.posts_messages
         self.is_one_at_a_time = (
             len(turns) > 1
             and self._posts_messages
@@ -131,7 +131,7 @@ class Exchange:
         if self._posts_messages:
             self._pipeline.send(self, iter(tensors))
         else:
-            self._all_to_all(dict(zip(self.targets, tensors, strict=False)))  # there may be no end to them
+            self._all_to_all(dict(zip(self.targets, tensors, strict=False)))  # they may be without end
 
     def arrivals(self) -> Iterator[int]:
         """Wait for what others send, and yield each rank when its tensor is there, in the order of turns.
@@ -185,8 +185,11 @@ class Exchange:
         self._communicator.wait("sending to", target, tag=self._tag, purpose=self._purpose)
 
     def _all_to_all(self, sends: dict[int, torch.Tensor]) -> None:
+        if self._communicator.size == 1:
+            return
         receives = {source: self._receives[source] for source in self._sources}
-        nothing = next(iter(sends.values())).new_empty(0)
+        # Without turns too: the other ranks wait for this one.
+        nothing = next(iter(sends.values()), torch.empty(0, device=self._pipeline.device)).new_empty(0)
         everybody = range(self._communicator.size)
 
         def messages() -> list[Span]:
@@ -223,10 +226,17 @@ class Pipeline:
 
     Args:
         communicator: whose ranks exchange.
+        device: of all tensors, the same type on all ranks.
+
+    Attributes:
+        communicator, device: the same.
+        posts_messages: whether tensors are sent by messages; else each exchange is one collective.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self.communicator = communicator
+        self.device = device
+        self.posts_messages = communicator.posts_messages(device)
         self._expected: list[Exchange] = []  # of which peers may send already, and this rank does not
         self._to_send: deque[_Round] = deque()
         self._computed: deque[torch.Tensor] = deque()  # what the first of these sends, if that is computed ahead
@@ -241,7 +251,7 @@ class Pipeline:
         self._post_receives()
 
     def send(self, exchange: Exchange, tensors: Iterator[torch.Tensor]) -> None:
-        """Send what an exchange sends, after what others do; see `Exchange.send`."""
+        """Queue the tensors of an exchange behind those of earlier exchanges."""
         self._expected.remove(exchange)
         self._to_send.extend(_Round(exchange, number, tensors) for number in range(len(exchange.rounds)))
         self._advance()
@@ -253,7 +263,7 @@ class Pipeline:
         self._advance()
 
     def wait_for_sends(self) -> None:
-        """Wait until what is sent by rounds of which all has arrived is gone; a collective ends with it."""
+        """Wait for the sends of all rounds whose receives are complete."""
         while len(self._to_leave) > len(self._to_arrive):
             round, spans = self._to_leave.popleft()
             for (target, _), span in zip(round.turns, spans, strict=True):
@@ -273,7 +283,7 @@ class Pipeline:
             self._send(self._to_send.popleft())
 
     def _post_receives(self) -> None:
-        """If nothing is under way, let those send whose turn is next."""
+        """If no round is under way, post the receives of the next one."""
         if self._to_arrive:
             return
         if self._to_send:

@@ -33,6 +33,7 @@ class GroupOperations(NodeGroups):
     """
 
     def __init__(self) -> None:
+        self._device = torch.device("cpu")  # for which the private groups were last prepared
         # One for each kind of tensor: to lay one out costs more than to send a short one.
         self._collectives: OrderedDict[object, object] = OrderedDict()
 
@@ -156,15 +157,15 @@ class GroupOperations(NodeGroups):
             target, source = self.world.rank_after(distance), self.world.rank_before(distance)
             if target in sends or source in receives:
                 turns.append((target, source))
-        if not turns:
-            return
-        nothing = next(iter((*outgoing.values(), *incoming.values()))).new_empty(0)
+        moved = (*outgoing.values(), *incoming.values())
+        device = moved[0].device if moved else self._device
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
         of_all = {source: incoming.get(source, nothing) for _, source in turns}
         counts = ElementCounts(
             sent={peer: tensor.numel() for peer, tensor in sends.items()},
             received={peer: tensor.numel() for peer, tensor in receives.items()},
         )
-        exchange = Exchange(Pipeline(self.world), "peer_exchange", of_all, name, turns, counts)
+        exchange = Exchange(Pipeline(self.world, device), "peer_exchange", of_all, name, turns, counts)
         exchange.run(outgoing.get(target, nothing) for target in exchange.targets)
 
     def _equal_chunks(self, spec: TensorSpec) -> RankChunks:

@@ -80,7 +80,7 @@ class Hierarchical:
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
-        chunks, pipeline = self._chunks, Pipeline(self._chunks.communicator)
+        chunks, pipeline = self._chunks, Pipeline(self._chunks.communicator, x_N.device)
         (piece,) = chunks.pieces
         sum_L = sum_of_shard(chunks)
         gather = AllGather(

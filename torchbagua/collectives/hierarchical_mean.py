@@ -97,9 +97,9 @@ class HierarchicalMean:
         sum_L = sum_of_shard(chunks)
         sums = [sum_L[piece.within_own] for piece in chunks.pieces]
         # All are made by now, so that receives are posted early.
-        within = Pipeline(chunks.communicator)
+        within = Pipeline(chunks.communicator, x_N.device)
         scatter, gather = ReduceScatter(chunks, x_N, within), AllGather(chunks, out_N, within)
-        between = None if self._owners is None else Pipeline(self._owners)
+        between = None if self._owners is None else Pipeline(self._owners, x_N.device)
         means = [] if between is None else self._begin_means(sums, between)
         for piece in chunks.pieces:
             scatter.send(piece)

@@ -148,7 +148,7 @@ class LowPrecisionRing:
         receives = dict(zip((left, right), memory.view(len(turns), -1), strict=False))
 
         copies = [(left, self._replicas.left), (right, self._replicas.right)]
-        pipeline = Pipeline(communicator)
+        pipeline = Pipeline(communicator, self._wire_W.device)
         exchange = Exchange(pipeline, "peer_exchange", receives, self._bucket, turns, self._contents)
         exchange.send(itertools.repeat(self._wire_W))
         for source in exchange.arrivals():

@@ -101,12 +101,13 @@ class _MeanWithPeers:
             weights = self._topology.neighbours(rank, size, round)
             self._peers[round] = peers_in_order(self._topology, rank, size, round), weights
         peers, weights = self._peers[round]
-        if self._topology.period(size) > _MOST_LINKED_ROUNDS and communicator.posts_messages(x_N.device):
+        pipeline = Pipeline(communicator, x_N.device)
+        if self._topology.period(size) > _MOST_LINKED_ROUNDS and pipeline.posts_messages:
             communicator.connect(None, f"peer_exchange of {self._bucket}")
         rows = communicator.scratch("rows", len(peers) * x_N.nbytes, x_N.device)
         values = dict(zip(peers, rows.view(x_N.dtype).view(len(peers), x_N.numel()), strict=True))
         turns = [(peer, peer) for peer in peers]
-        Exchange(Pipeline(communicator), "peer_exchange", values, self._bucket, turns).run([x_N] * len(peers))
+        Exchange(pipeline, "peer_exchange", values, self._bucket, turns).run([x_N] * len(peers))
         terms = [(x_N if one == rank else values[one], weight) for one, weight in sorted(weights.items())]
         whose = (communicator.ranks[peers[0]],) if len(peers) == 1 else ()
         details = Details("peer_exchange", self._bucket, peers=whose, num_elements=x_N.numel())

@@ -244,6 +244,7 @@ class BaguaProcessGroup(GroupOperations):
         Raises:
             CommunicationError: a rank did not come within the group's timeout, or the backend refuses.
         """
+        self._device = device
         for communicator in self._communicators:
             try:
                 communicator.use_device(device)

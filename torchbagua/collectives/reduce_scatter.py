@@ -180,7 +180,7 @@ def reduce_scatter(chunks: RankChunks, x_N: torch.Tensor, out_L: torch.Tensor, *
     Raises:
         CommunicationError: a peer is gone or did not take part within the group's timeout.
     """
-    pipeline = Pipeline(chunks.communicator)
+    pipeline = Pipeline(chunks.communicator, chunks.device)
     scatter = ReduceScatter(chunks, x_N, pipeline, divisor=divisor)
     for piece in chunks.pieces:
         scatter.send(piece)

@@ -79,7 +79,7 @@ class TwoPhaseMean:
             tell_residuals(tracer, self._spec.name, self._residuals)
 
     def _run(self, x_N: torch.Tensor, out_N: torch.Tensor) -> None:
-        chunks, pipeline = self._chunks, Pipeline(self._communicator)
+        chunks, pipeline = self._chunks, Pipeline(self._communicator, x_N.device)
         sent, mean = (None, None) if self._residuals is None else (self._residuals.sent, self._residuals.mean)
         scatter = ReduceScatter(chunks, x_N, pipeline, divisor=self._divisor, residual=sent)
         gather = AllGather(chunks, out_N, pipeline)  # by now, so that receives are posted early
