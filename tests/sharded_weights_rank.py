@@ -11,7 +11,7 @@ import copy
 import io
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, init_device_mesh
 
 import torchbagua as tb
 from rank_cases import run_cases
+from torchbagua.transport.gloo import GlooTransport
 
 BLOCK = 16
 STEPS = 7
@@ -371,6 +372,32 @@ def refuse(mesh: DeviceMesh) -> None:
 
 
 RESUMED = ["decentralized", "low precision", "streaming diloco"]
+
+
+class WithoutTorchGroup(GlooTransport):
+    """One of a user, which has no torch group."""
+
+    abilities = replace(GlooTransport.abilities, has_torch_group=False)
+
+
+def reduce_over_fsdps_group(mesh: DeviceMesh) -> None:
+    """Over a transport without a torch group FSDP's own reduce-scatter stays, and training goes on."""
+    replica, own = mesh["replicas"].get_local_rank(), mesh["shards"].get_local_rank()
+    module = fully_shard(nn.Linear(8, 37), mesh=mesh["shards"])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.125)
+    replicas = mesh["replicas"].get_group()
+    group = tb.BaguaProcessGroup(replicas, transport=WithoutTorchGroup)
+    with pytest.warns(RuntimeWarning, match="FSDP itself reduce-scatters gradients, since .* shards group has no"):
+        attachment = tb.fsdp.attach(module, optimizer, "decentralized", replicate_group=replicas, process_group=group)
+    with attachment:
+        before = whole(module.weight)
+        for step in range(2):
+            optimizer.zero_grad()
+            module(data_of(step, replica, own)).square().mean().backward()
+            optimizer.step()
+        assert not torch.equal(before, whole(module.weight))
+
+
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     **{f"resumed {name}": partial(resume, CASES[name]) for name in RESUMED},
     "unfrozen": unfreeze,
@@ -378,6 +405,7 @@ CHECKS: dict[str, Callable[[DeviceMesh], None]] = {
     "in the background": average_in_background,
     "scaled": skip_together,
     "refused": refuse,
+    "reduced over FSDP's group": reduce_over_fsdps_group,
 }
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,12 @@ from sharded_rank import CASES, OF_FOUR_RANKS, OwnAlgorithm
 from torchbagua._torch import fsdp_all_gather, fsdp_all_reduce_hook, fsdp_param_groups, fsdp_reduce_scatter
 from torchbagua.algorithms import base
 from torchbagua.codecs import Cast, MeanCodecs, MinMaxUInt4, Sign1Bit
+from torchbagua.runtime.shards import sharded_parts
+from torchbagua.training.fsdp2.bounded import BoundedReduceScatter, bound_reduce_scatters
+from torchbagua.training.fsdp2.comm_runner import FirstFailure
+from torchbagua.training.fsdp2.rows import communicating_parts
+from torchbagua.transport.base import Members, MissingOperation
+from transports import QueueTransport
 
 
 def run(ranks: int, names: list[str], program: str = "sharded_rank.py", arguments: Sequence[str] = ()) -> None:
@@ -411,3 +418,44 @@ def test_an_algorithm_for_a_part_of_an_attached_module_is_refused() -> None:
 @pytest.mark.parametrize("quantize_weights", [None, "minmax_uint8"])
 def test_one_rank_trains_as_without(quantize_weights: str | None) -> None:
     assert_trains_as_without("bytegrad", quantize_weights=quantize_weights)
+
+
+def test_without_a_torch_group_the_reduce_scatter_stays_torchs() -> None:
+    """With a warning, since nothing then bounds its waits by attach's timeout."""
+    module = sharded()
+    (part,) = communicating_parts(module, sharded_parts(module))
+    world = dist.group.WORLD
+    assert world is not None
+    for transport, is_bounded in ((None, True), (QueueTransport, False)):
+        own = tb.BaguaProcessGroup(world, transport=transport)
+        with ExitStack() as undo, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            bound_reduce_scatters(undo, own, FirstFailure([own]), [part])
+            assert isinstance(fsdp_reduce_scatter(part.param_group)[0], BoundedReduceScatter) == is_bounded
+        told = [str(warning.message).partition(",")[0] for warning in caught]
+        assert told == ([] if is_bounded else ["torchbagua: FSDP itself reduce-scatters gradients"])
+        own.close()
+
+
+class WithoutSends(QueueTransport):
+    """Its backend lacks an operation in the group of replicas."""
+
+    replicas: dist.ProcessGroup | None = None
+
+    def __init__(self, members: Members) -> None:
+        super().__init__(members)
+        self.is_of_replicas = members.process_group is self.replicas
+
+    def missing_operation(self) -> MissingOperation | None:
+        return MissingOperation("queues", "isend", "there is no send") if self.is_of_replicas else None
+
+
+def test_operations_of_the_replicas_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas, world = dist.new_group([0]), dist.group.WORLD
+    assert world is not None
+    monkeypatch.setattr(WithoutSends, "replicas", replicas)
+    own = tb.BaguaProcessGroup(world, transport=WithoutSends)
+    module = sharded()
+    with pytest.raises(ValueError, match="backend queues has no isend, which ByteGradAlgorithm needs"):
+        tb.fsdp.attach(module, optimizer_of(module), "bytegrad", replicate_group=replicas, process_group=own)
+    module.reshard()

@@ -12,7 +12,7 @@ from torchbagua.collectives.rank_chunks import Piece, RankChunks
 
 
 class AllGather:
-    """One all-gather: each rank sends its own chunk, encoded, to all others, and all decode all chunks, own one too.
+    """One all-gather: each rank sends its local chunk, encoded, to all others, and all ranks decode all chunks.
 
     So all ranks end with the same bits. `send` and `receive` work on one piece, so that one is computed while another
     is under way: send all, then receive all.
@@ -41,15 +41,15 @@ class AllGather:
                 )
 
     def own_wire(self, piece: Piece) -> torch.Tensor:
-        """Return memory for the wire of own part of a piece, which is to be written before that is sent."""
+        """Return memory for the wire of the local part of a piece, to be written before `send`."""
         return self._wires[piece.index][self._chunks.rank]
 
     def send(self, piece: Piece, x_L: torch.Tensor | None = None) -> None:
-        """Start to send own part of a piece.
+        """Start to send the local part of a piece.
 
         Args:
             piece: of all chunks.
-            x_L: own part, which is encoded; None if `own_wire` holds it already.
+            x_L: the local part, which is encoded; None if `own_wire` holds it already.
 
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.

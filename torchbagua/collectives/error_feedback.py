@@ -9,6 +9,7 @@ import torch
 
 from torchbagua.collectives.residuals import Momentum, Residual, StagedSlice, VelocityResidual
 from torchbagua.observe.tracer import Tracer
+from torchbagua.transport.streams import keep_for_current_stream
 
 
 class TwoPhaseResiduals:
@@ -60,8 +61,7 @@ class TwoPhaseResiduals:
         for name, kept in self.kept.items():
             kept.values.copy_(whole[name][kept.bucket_slice])
         for tensor in (self.initial or {}).values():
-            if tensor.is_cuda:  # made on the training thread's stream, and read until now on this one
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            keep_for_current_stream(tensor)  # made on the training thread's stream, and read until now on this one
         self.initial = None
 
     def clear(self, parts: Iterable[slice]) -> None:

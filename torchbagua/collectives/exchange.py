@@ -53,8 +53,8 @@ class Exchange:
 
     Ranks need not agree on whether turns come one at a time: it decides when data moves, and not what moves.
 
-    If the communicator does not post messages one by one, `send` is one all-to-all, which every rank of the communicator
-    calls, also without turns: in stream order the host does not wait for it.
+    If the communicator does not post messages one by one, `send` is one all-to-all: in stream order the host does not
+    wait for it. A rank without turns calls it too, since the others wait for all.
 
     Args:
         pipeline: of the exchanges that are under way together, over the communicator whose ranks exchange.
@@ -188,7 +188,6 @@ class Exchange:
         if self._communicator.size == 1:
             return
         receives = {source: self._receives[source] for source in self._sources}
-        # Without turns too: the other ranks wait for this one.
         nothing = next(iter(sends.values()), torch.empty(0, device=self._pipeline.device)).new_empty(0)
         everybody = range(self._communicator.size)
 

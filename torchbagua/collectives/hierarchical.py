@@ -111,7 +111,7 @@ def shard_cuts(group: NodeGroups, spec: TensorSpec, block_elements: int, compres
 
 
 def sum_of_shard(chunks: RankChunks) -> torch.Tensor:
-    """Return memory for the sum of own shard's copies, in the dtype that sums are formed in."""
+    """Return memory for the sum of the local shard's copies, in the dtype of sums."""
     dtype = sum_dtype(chunks.layout.dtype)
     num_bytes = (chunks.own.stop - chunks.own.start) * dtype.itemsize
     return typed(chunks.communicator.scratch("sum", num_bytes, chunks.device), dtype)

@@ -30,7 +30,7 @@ class Piece:
         elements: of the tensor.
         byte_slices: of its wire.
         layouts: each in a tensor and a wire of its own.
-        within_own: the elements of own chunk, which are owned by this rank.
+        within_own: the elements of the local chunk, which this rank owns.
         scatter_counts, gather_counts: elements of the messages when chunks go to their owners, and when owners send
             them to all.
     """
@@ -68,7 +68,7 @@ class RankChunks:
         are_sent_at_once: whether one collective moves all chunks, for which they are padded to equal length: if the
             communicator does not post messages one by one.
         are_coded_at_once: whether one launch encodes or decodes all chunks, as on a GPU.
-        error_probe: tells observers what encoding the beginning of own chunk has left out of it.
+        error_probe: notifies observers of the encoding error of the beginning of the local chunk.
 
     Raises:
         ValueError: `cuts` are none of this tensor.
@@ -156,7 +156,7 @@ class RankChunks:
         return wires
 
     def received(self, device: torch.device) -> list[torch.Tensor]:
-        """Return memory for own part of each piece from each rank, [R, W] each: the communicator's scratch."""
+        """Return memory for the local part of each piece from each rank, [R, W] each: the communicator's scratch."""
         size = self.communicator.size
         lengths = [size * piece.layouts[self.rank].num_bytes for piece in self.pieces]
         memory = self.communicator.scratch(self._roles[1], sum(lengths), device)
@@ -166,13 +166,13 @@ class RankChunks:
         return self._received
 
     def all_to_all(self, received_RW: torch.Tensor, wire_W: torch.Tensor) -> None:
-        """Send each rank its chunk's part of `wire_W` and receive own chunk from all, by one collective."""
+        """Send each rank its chunk's part of `wire_W` and receive the local chunk from all, by one collective."""
         counts = self.pieces[0].scatter_counts
         messages = partial(self._messages, "all_to_all", counts)
         self.communicator.all_to_all_single(received_RW.view(-1), wire_W, f"all_to_all of {self.name}", messages)
 
     def all_gather(self, wire_W: torch.Tensor, own_wire: torch.Tensor) -> None:
-        """Send `own_wire`, own part of `wire_W`, to all ranks and receive theirs, by one collective."""
+        """Send `own_wire`, the local part of `wire_W`, to all ranks and receive theirs, by one collective."""
         counts = self.pieces[0].gather_counts
         messages = partial(self._messages, "all_gather", counts)
         self.communicator.all_gather_into_tensor(wire_W, own_wire, f"all_gather of {self.name}", messages)

@@ -1,4 +1,4 @@
-"""Reduce-scatter: every rank gets the sum, or the mean, of its own chunk of a flat tensor.
+"""Reduce-scatter: every rank gets the sum, or the mean, of its local chunk of a flat tensor.
 
 Shape suffixes: N elements, W wire bytes, R ranks, L elements of a chunk.
 """
@@ -20,15 +20,15 @@ class ReduceScatter:
     """One reduce-scatter: chunks are encoded and sent to the ranks that own them, which decode and sum what they get.
 
     1. `send`: encode the chunks, and send each to its owner.
-    2. `receive_mean`, or `receive_encoded_mean`: wait for all copies of own chunk, decode them, add them in rank order,
-       in float32 or float64, and divide.
+    2. `receive_mean`, or `receive_encoded_mean`: wait for all copies of the local chunk, decode them, sum them in rank
+       order, in float32 or float64, and divide.
 
     Both work on one piece, so that one is computed while another is under way: send all, then receive all. Scratch
     memory, one wire and the chunks that are received, is the communicator's.
 
     Args:
         chunks: the tensor's chunks, and how they lie on the wire.
-        x_N: the tensor. It is left as it is, unless there is a residual: then what it holds afterwards is not defined.
+        x_N: the tensor. It is unchanged unless there is a residual; its values are then undefined.
         pipeline: of the exchanges that are under way with these.
         divisor: of the sum.
         residual: what compression left out before is added to the tensor, float32, and what it leaves out now is
@@ -77,7 +77,7 @@ class ReduceScatter:
             exchange.send(self._encode(piece, owner, wires[owner]) for owner in exchange.targets)
 
     def receive_mean(self, piece: Piece, out_L: torch.Tensor) -> None:
-        """Wait for own part of a piece from all ranks, and write the mean to `out_L`, in the dtype of sums.
+        """Wait for the local part of a piece from all ranks, and write the mean to `out_L`, in the dtype of sums.
 
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
@@ -94,15 +94,14 @@ class ReduceScatter:
         residual: Residual | None = None,
         memory_N: torch.Tensor | None = None,
     ) -> None:
-        """Wait for own part of a piece from all ranks, and encode the mean into `wire_W`.
+        """Wait for the local part of a piece from all ranks, and encode the mean into `wire_W`.
 
         Args:
             piece: of all chunks.
             wire_W: for the mean.
-            residual: what compression left out of the means of own chunk before is added, and what it leaves out now is
-                staged there.
-            memory_N: with a residual, a tensor like the one that is scattered, or that itself: own part of it is memory
-                for the mean before that is encoded.
+            residual: of the means of the local chunk; it is added, and the new one is staged there.
+            memory_N: with a residual, a tensor like the one that is scattered, or that one; the mean is written to its
+                local part before it is encoded, and the other values are unchanged.
 
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
@@ -126,7 +125,7 @@ class ReduceScatter:
             )
 
     def _receive(self, piece: Piece) -> Rows:
-        """Wait for the copies of own part of a piece, and return them with own one."""
+        """Wait for the copies of the local part of a piece, and return them in rank order."""
         chunks, own = self._chunks, self._chunks.rank
         rows: Rows = self._received[piece.index]
         if chunks.are_sent_at_once:
@@ -169,7 +168,7 @@ class ReduceScatter:
 
 
 def reduce_scatter(chunks: RankChunks, x_N: torch.Tensor, out_L: torch.Tensor, *, divisor: float = 1.0) -> None:
-    """Write the mean of own chunk of `x_N` over the ranks to `out_L`, in the dtype of sums. `x_N` is left as it is.
+    """Write the mean of the local chunk of `x_N` over the ranks to `out_L`, in the dtype of sums. `x_N` is unchanged.
 
     Args:
         chunks: the tensor's.

@@ -22,9 +22,9 @@ from torchbagua.transport.communicator import SMALL_MESSAGE_BYTES, Communicator
 class TwoPhaseMean:
     """Mean of a flat tensor, compressed when it is scattered and when it is gathered (ScatterReduce, arXiv 2107.01499).
 
-    1. Reduce-scatter: each rank decodes what all ranks have sent of its own chunk, adds it in rank order and divides.
-    2. The mean of own chunk is encoded, on a CPU in one pass with that; on a GPU with residuals in a second.
-    3. All-gather: all ranks decode all means, of their own chunk too, so they end with the same bits.
+    1. Reduce-scatter: each rank decodes all copies of its local chunk, sums them in rank order and divides.
+    2. The mean of the local chunk is encoded, on a CPU in one pass with that; on a GPU with residuals in a second.
+    3. All-gather: all ranks decode all means, of their local chunk too, so they end with the same bits.
 
     Between CPUs long chunks are sent in two pieces, so that a link carries one while the other is computed; unless the
     first runs were fast on all ranks.

@@ -27,6 +27,12 @@ def wait_on_host(mark: torch.cuda.Event, timeout_s: float) -> None:
         time.sleep(min(_OVERSHOOT * waited_s, _LONGEST_SLEEP_S))
 
 
+def keep_for_current_stream(tensor: torch.Tensor) -> None:
+    """Keep the memory of `tensor` until its device's current stream is done with it. Does nothing on the CPU."""
+    if not tensor.is_cpu:
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
 class SideStream:
     """A stream of one GPU. Nothing here makes the host wait for it: streams wait for each other.
 

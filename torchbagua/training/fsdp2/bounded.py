@@ -1,4 +1,4 @@
-"""What FSDP itself waits for between CPUs, bounded by attach's timeout: weights, and gradients that torch reduces.
+"""FSDP's own collectives between CPUs, bounded by attach's timeout: gathers of weights, and torch's reduce-scatter.
 
 FSDP's own collectives run on the user's group, whose timeout is that of `init_process_group`, and their errors name no
 rank. On GPUs they stay torch's: the backend runs them in stream order, and its watchdog bounds them.
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchbagua._torch import fsdp_all_gather, fsdp_reduce_scatter, fsdp_shard_group
+from torchbagua._warnings import warn_user
 from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.collectives.exact_gather import ExactGather
 from torchbagua.collectives.process_group import BaguaProcessGroup
@@ -24,13 +25,16 @@ from torchbagua.training.fsdp2.rows import CommunicatingPart
 
 @contextmanager
 def open_shards(impl: AlgorithmImpl, parts: Sequence[CommunicatingPart]) -> Iterator[BaguaProcessGroup]:
-    """Open private groups of the ranks that share a copy of the module, for as long as the context lasts. Collective.
+    """Make private groups of the ranks that share a copy of the module, for as long as the context lasts. Collective.
+
+    They are open if collectives run between CPUs.
 
     Args:
         impl: of an algorithm that averages weights, over the ranks that hold the same shards.
         parts: which are sharded over these ranks.
 
     Raises:
+        ValueError: a backend lacks an operation; see `BaguaProcessGroup.check_operations`.
         TimeoutError, CommunicationError: see `BaguaProcessGroup`.
     """
     group = fsdp_shard_group(parts[0].param_group)
@@ -38,6 +42,9 @@ def open_shards(impl: AlgorithmImpl, parts: Sequence[CommunicatingPart]) -> Iter
     shards = BaguaProcessGroup(group, timeout=impl.process_group.timeout, transport=impl.process_group.transport)
     try:
         shards.tell_through(impl.tracer, "shards")
+        if on_cpus(parts):
+            shards.open()
+            shards.check_operations(torch.device("cpu"), type(impl.algorithm).__name__)
         yield shards
     finally:
         shards.close()
@@ -56,13 +63,21 @@ def _size_of(part: CommunicatingPart) -> int:
 def bound_gathers(
     undo: ExitStack, group: BaguaProcessGroup, failure: FirstFailure, parts: Sequence[CommunicatingPart]
 ) -> None:
-    """Gather the weights of `parts` over the connections of `group`, until `undo` is closed.
+    """Gather the weights of `parts` over the connections of `group`, until `undo` is closed. Collective.
 
     An all-gather that the user has set stays.
+
+    Args:
+        undo: takes the steps that give the parts back to torch.
+        group: over whose connections weights are gathered.
+        failure: is notified of errors.
+        parts: those of `on_cpus`.
     """
+    if not parts:
+        return
     runner = GatherRunner(group, failure)
     undo.callback(runner.close)
-    for part in on_cpus(parts):
+    for part in parts:
         comm, is_torchs = fsdp_all_gather(part.param_group)
         if is_torchs:
             undo.callback(part.part.set_custom_all_gather, comm)
@@ -74,13 +89,23 @@ def bound_reduce_scatters(
 ) -> None:
     """Reduce-scatter the gradients of `parts` over the connections of `group`, until `undo` is closed.
 
-    A reduce-scatter that the user has set stays.
+    A reduce-scatter that the user has set stays. Torch's own stays too, with a warning, if the transport of `group` has
+    no torch group.
+
+    Args:
+        undo, group, failure, parts: see `bound_gathers`.
     """
-    for part in on_cpus(parts):
-        comm, is_torchs = fsdp_reduce_scatter(part.param_group)
-        if is_torchs:
-            undo.callback(part.part.set_custom_reduce_scatter, comm)
-            part.part.set_custom_reduce_scatter(BoundedReduceScatter(group, failure, part))
+    torchs = [part for part in parts if fsdp_reduce_scatter(part.param_group)[1]]
+    if torchs and not group.world.has_torch_group:
+        warn_user(
+            f"torchbagua: FSDP itself reduce-scatters gradients, since the transport of the {group.world.scope} group "
+            f"has no torch group: timeout={group.timeout} does not bound these waits, but the timeout of "
+            "init_process_group does. Give init_process_group this timeout"
+        )
+        return
+    for part in torchs:
+        undo.callback(part.part.set_custom_reduce_scatter, fsdp_reduce_scatter(part.param_group)[0])
+        part.part.set_custom_reduce_scatter(BoundedReduceScatter(group, failure, part))
 
 
 class GatherRunner:
@@ -215,7 +240,7 @@ class BoundedReduceScatter:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Write the sum or mean of own row of all ranks' `input_tensor` to `output_tensor`; FSDP waits for it.
+        """Write the sum or mean of the local row of all ranks' `input_tensor` to `output_tensor`; FSDP waits for it.
 
         Raises:
             CommunicationError: a rank is gone or did not take part in time.

@@ -1,4 +1,4 @@
-"""What communicates for a sharded module: its gradients, over its replicas too, and the weights that it gathers."""
+"""The communication of a sharded module: its gradients, over its replicas too, and the weights that it gathers."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ def install_communication(
     sharding: Sharding,
     must_agree: Mapping[str, Any],
 ) -> None:
-    """Have `impl` communicate for a module until `undo` is closed. Collective with replicas, and on GPUs.
+    """Have `impl` communicate for a module until `undo` is closed. Collective.
 
     Replicas first get the parameters and buffers of the first.
 
@@ -54,10 +54,11 @@ def install_communication(
         share_shards(replicas, module)
         runner = FsdpCommRunner(impl, replicas)
         install_replica_means(undo, runner, communicating, codecs)
-    bound_gathers(undo, runner.group, runner.failure, communicating)
+    between_cpus = on_cpus(communicating)
+    bound_gathers(undo, runner.group, runner.failure, between_cpus)
     check_even_nodes(impl.algorithm, codecs, runner.group.node_ranks)
     install_reduce_scatters(undo, runner, communicating, codecs)
-    bound_reduce_scatters(undo, runner.group, runner.failure, communicating)
+    bound_reduce_scatters(undo, runner.group, runner.failure, between_cpus)
     if sharding.quantize_weights is not None:
         codec = by_name(sharding.quantize_weights)
         install_weight_gathers(undo, runner, communicating, codec, hierarchical=codecs.hierarchical)
@@ -75,10 +76,11 @@ def bound_waits(undo: ExitStack, impl: AlgorithmImpl, module: torch.nn.Module, p
         parts: those on which fully_shard was called, by name.
 
     Raises:
-        TimeoutError, CommunicationError: see `BaguaProcessGroup`.
+        ValueError, TimeoutError, CommunicationError: see `open_shards`.
     """
     communicating = communicating_parts(module, parts)
     shards = undo.enter_context(open_shards(impl, communicating))  # on GPUs too: a rank may have refused to attach
     failure = FirstFailure([shards, impl.process_group])
-    bound_gathers(undo, shards, failure, on_cpus(communicating))
-    bound_reduce_scatters(undo, shards, failure, on_cpus(communicating))
+    between_cpus = on_cpus(communicating)
+    bound_gathers(undo, shards, failure, between_cpus)
+    bound_reduce_scatters(undo, shards, failure, between_cpus)

@@ -1,4 +1,4 @@
-"""What attach does to the parts of a sharded module: their gradients are reduce-scattered in a codec's bytes."""
+"""The reduce-scatter that attach gives the parts of a sharded module: gradients are sent in a codec's bytes."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -58,7 +58,7 @@ class RowScatter:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Write the sum or mean of own row of all ranks' `input_tensor` to `output_tensor`; FSDP calls it in backward.
+        """Write the sum or mean of the local row of all ranks' `input_tensor` to `output_tensor`, for FSDP's backward.
 
         In stream order everything is launched on the current stream. Otherwise it returns when the row is there; on
         CPUs at once, if the row is read after backward only.
@@ -82,11 +82,11 @@ class RowScatter:
         self._runner.run(self._runner.group, self._part.name, input_tensor, scatter, until_end=until_end)
 
     def _is_read_at_end(self, out_L: torch.Tensor, op: Any) -> bool:
-        """Whether nobody reads own row before backward ends: FSDP then makes views of it, which become the gradients.
+        """Return whether FSDP reads the local row only after backward, when it makes views of it for the gradients.
 
-        Else it divides or casts it, adds it to gradients, hands it to a hook, or a hook of a parameter may read it.
+        Otherwise it divides or casts it, adds it to gradients, passes it to a hook, or a parameter's hook may read it.
         """
-        if out_L.is_cuda or op == dist.ReduceOp.SUM or fsdp_all_reduce_hook(self._part.param_group) is not None:
+        if not out_L.is_cpu or op == dist.ReduceOp.SUM or fsdp_all_reduce_hook(self._part.param_group) is not None:
             return False
         return all(
             parameter.dtype == out_L.dtype and parameter.grad is None and not has_gradient_hooks(parameter)

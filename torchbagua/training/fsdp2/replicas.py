@@ -19,6 +19,7 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.shards import local_shard
 from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
 from torchbagua.training.fsdp2.rows import CommunicatingPart, Row
+from torchbagua.transport.streams import keep_for_current_stream
 
 
 @contextmanager
@@ -33,7 +34,8 @@ def open_replicas(
         must_agree: what must be the same on all of them, by the name that an error gives it.
 
     Raises:
-        ValueError: they differ in that, or in their places among the ranks of a module.
+        ValueError: they differ in that, or in their places among the ranks of a module, or a backend lacks an
+            operation; see `BaguaProcessGroup.check_operations`.
         TimeoutError, CommunicationError: see `BaguaProcessGroup`.
     """
     own = impl.process_group
@@ -44,6 +46,7 @@ def open_replicas(
     try:
         replicas.open()
         replicas.tell_through(own.tracer, "replicas")
+        replicas.check_operations(torch.device("cpu"), type(impl.algorithm).__name__)  # also of GPUs: shards are shared
         yield replicas
     finally:
         if impl.ends_in_order and not impl.lane.has_failed:
@@ -59,7 +62,16 @@ def share_shards(replicas: BaguaProcessGroup, module: torch.nn.Module) -> None:
 def install_replica_means(
     undo: ExitStack, runner: FsdpCommRunner, parts: Sequence[CommunicatingPart], codecs: MeanCodecs
 ) -> None:
-    """Average the gradients of all parts over the replicas with `codecs`, until `undo` is closed."""
+    """Average the gradients of all parts over the replicas with `codecs`, until `undo` is closed. Collective on GPUs.
+
+    Raises:
+        ValueError, CommunicationError: see `BaguaProcessGroup.use_device` and `check_operations`.
+    """
+    assert runner.replicas is not None
+    for device in dict.fromkeys(part.param_group.device for part in parts):
+        if device.type != "cpu":
+            runner.replicas.use_device(device)
+            runner.replicas.check_operations(device, type(runner.impl.algorithm).__name__)
     for part in parts:
         mean = ReplicaMean(runner, part, codecs)
         undo.callback(part.part.set_all_reduce_hook, None)
@@ -101,7 +113,7 @@ class ReplicaMean:
         self._kept: tuple[Row, torch.Tensor] | None = None
 
     def __call__(self, gradient_L: torch.Tensor) -> None:
-        """Replace own shard of the gradient by its mean over the replicas, on the current stream.
+        """Replace the local shard of the gradient by its mean over the replicas, on the current stream.
 
         It becomes their sum where the part has a gradient divide factor, which then is what all is divided by.
 
@@ -109,10 +121,9 @@ class ReplicaMean:
             RuntimeError: other parameters had a gradient in a backward before, of which the mean is still to come.
             CommunicationError: a replica is gone or did not take part in time.
         """
-        if gradient_L.is_cuda:
-            # Up to torch 2.14 nobody holds it until this stream is done with it, and where FSDP casts it afterwards the
-            # next layer's reduce-scatter, on another stream, would be given its memory.
-            gradient_L.record_stream(torch.cuda.current_stream(gradient_L.device))
+        # Up to torch 2.14 nobody holds it until this stream is done with it, and if FSDP casts it afterwards the next
+        # layer's reduce-scatter, on another stream, would be given its memory.
+        keep_for_current_stream(gradient_L)
         row = self._part.row(gradient_L.numel())
         kept, self._kept = self._kept, None
         if all(parameter.grad is None for parameter, _ in fsdp_shards(self._part.param_group)):
@@ -130,7 +141,6 @@ class ReplicaMean:
         if kept is not None:
             gradient_L.add_(kept[1])
             kept = None  # its memory is free while the mean is formed
-        self._replicas.use_device(gradient_L.device)
         average = fsdp_divide_factor(self._part.param_group) is None
         mean = self._mean_of(row.spec(gradient_L, self._part.name), average=average)
         self._runner.run(self._replicas, self._part.name, gradient_L, partial(mean, gradient_L))
