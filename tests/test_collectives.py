@@ -3,10 +3,11 @@
 import functools
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -497,3 +498,36 @@ def test_a_rank_that_is_alone_in_a_round_takes_part_in_its_collective() -> None:
         own.close()
 
     run_ranks(3, body)
+
+
+class WithoutDeadline(GlooTransport):
+    """Says that nothing bounds its waits."""
+
+    abilities = replace(GlooTransport.abilities, has_deadline=False)
+
+    def __init__(self, members: Members, rail: int = 0) -> None:
+        super().__init__(members)
+
+
+def test_a_warning_that_a_filter_makes_an_error_closes_the_groups() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        own = tb.BaguaProcessGroup(group, transport=WithoutDeadline)
+        with pytest.raises(RuntimeWarning, match="does not bound its waits"):
+            own.open()
+        with pytest.raises(tb.CommunicationError, match="the group is closed"):
+            broadcast_tensors(own.world, [torch.ones(1)], "test tensors")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        run_ranks(2, body)
+
+
+def test_ranks_compare_the_arguments_of_transports() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        rails = [functools.partial(WithoutDeadline, rail=rank) for rank in range(2)]
+        expected = r"argument transport.*WithoutDeadline\(rail=0\).*WithoutDeadline\(rail=1\)"
+        with pytest.raises(ValueError, match=expected):
+            tb.BaguaProcessGroup(group, transport=rails[group.rank()])
+        tb.BaguaProcessGroup(group, transport=rails[0]).close()
+
+    run_ranks(2, body)

@@ -33,7 +33,6 @@ class GroupOperations(NodeGroups):
     """
 
     def __init__(self) -> None:
-        self._device = torch.device("cpu")  # for which the private groups were last prepared
         # One for each kind of tensor: to lay one out costs more than to send a short one.
         self._collectives: OrderedDict[object, object] = OrderedDict()
 
@@ -158,7 +157,7 @@ class GroupOperations(NodeGroups):
             if target in sends or source in receives:
                 turns.append((target, source))
         moved = (*outgoing.values(), *incoming.values())
-        device = moved[0].device if moved else self._device
+        device = moved[0].device if moved else self.device
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         of_all = {source: incoming.get(source, nothing) for _, source in turns}
         counts = ElementCounts(

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from torchbagua.transport.communicator import Communicator
 
 
@@ -16,6 +18,7 @@ class NodeGroups:
         world: over all ranks.
         intra_node: over the ranks of own node; None where there is one node, or one rank a node.
         inter_node: over the ranks that own the same shard on all nodes; None likewise, and on ranks that own no shard.
+        device: for which they were last prepared.
     """
 
     rank: int
@@ -24,6 +27,7 @@ class NodeGroups:
     world: Communicator
     intra_node: Communicator | None
     inter_node: Communicator | None
+    device: torch.device = torch.device("cpu")
 
 
 def number_given_nodes(nodes: Sequence[str | int], num_ranks: int) -> list[int]:

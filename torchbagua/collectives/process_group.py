@@ -5,31 +5,30 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
-import torch
 import torch.distributed as dist
 
 from torchbagua._torch import timeout_of
 from torchbagua._warnings import warn_user
-from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.board import StoreBoard
 from torchbagua.collectives.clock import clock_of_machine, clock_offset
 from torchbagua.collectives.group_operations import GroupOperations
 from torchbagua.collectives.nodes import number_given_nodes
+from torchbagua.collectives.private_communicators import PrivateCommunicators
 from torchbagua.collectives.store_agreement import Introduction, Settings, Verdict, agree_over_store
 from torchbagua.collectives.topology import Topology
 from torchbagua.observe.events import ClockOffset, Observer, check_observers
 from torchbagua.observe.tracer import Tracer
-from torchbagua.transport.base import Members, TransportError, TransportMaker
+from torchbagua.transport.base import Members, TransportMaker
 from torchbagua.transport.choice import TransportChoice
 from torchbagua.transport.communicator import Communicator
-from torchbagua.transport.errors import CommunicationError, cause_of
+from torchbagua.transport.errors import cause_of
 from torchbagua.transport.store_requests import require_store
-from torchbagua.transport.streams import wait_on_host
 from torchbagua.version import __version__
 
 
-class BaguaProcessGroup(GroupOperations):
+class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
     """The ranks of a torch process group, sorted into nodes, with private groups over all ranks and by node.
 
     `attach` makes one from the group of the module. Make one yourself to say which rank is on which node. Construction
@@ -131,7 +130,6 @@ class BaguaProcessGroup(GroupOperations):
         self.intra_node = None
         self.inter_node = None
         self._is_open = False
-        self._gradients: Communicator | None = None
         self._global_ranks: list[int] = list(range(self.size))
         with suppress(KeyError):  # torch knows none of a group that was made by hand
             self._global_ranks = dist.get_process_group_ranks(process_group)
@@ -173,14 +171,14 @@ class BaguaProcessGroup(GroupOperations):
             for communicator in self._communicators:
                 communicator.open()
             self._wait_until_all_are_open()
+            for name in self.world.names_without_deadline:
+                warn_user(  # which may raise: the others, who wait for nobody here, then notice at once
+                    f"torchbagua: backend {name} does not bound its waits by timeout={self.timeout}: if a rank is "
+                    "gone, the others may wait for it for ever. Have the launcher watch the ranks"
+                )
         except BaseException:
             self.close()
             raise
-        for name in self.world.names_without_deadline:
-            warn_user(
-                f"torchbagua: backend {name} does not bound its waits by timeout={self.timeout}: if a rank is gone, "
-                "the others may wait for it for ever. Have the launcher watch the ranks"
-            )
 
     def _members(self, key: str, ranks: list[int]) -> Members:
         return Members(
@@ -225,50 +223,19 @@ class BaguaProcessGroup(GroupOperations):
         members = self._members(f"gradients of node{node}", self.node_ranks[node])
         transports = self._choice.open_in_stream_order(members)
         self._gradients = Communicator(members, "intra_node", self.tracer, transports)
-        for transport in transports.values():
+        if transports:
+            (transport,) = transports.values()
             return BaguaProcessGroup(transport.torch_group(), timeout=self.timeout)
         by_hand = dist.ProcessGroup(members.store, members.rank, members.size)
         return BaguaProcessGroup(by_hand, timeout=self.timeout, transport=self._choice.within(members))
 
     def move_beside_training(self) -> None:
-        """Communicate on another thread than the one that trains, from now on: that of a lane, which calls `poll`."""
+        """Communicate on the lane's thread from now on; the lane calls `poll`."""
         members = self._members("world", list(range(self.size)))
         for device_type, transport in self._choice.open_beside_training(members).items():
             self.world.use_transport(device_type, transport)
         for communicator in self._communicators:
             communicator.watch_launches()
-
-    def use_device(self, device: torch.device) -> None:
-        """Connect the private groups for tensors on `device`, if they are not connected yet. Collective.
-
-        Raises:
-            CommunicationError: a rank did not come within the group's timeout, or the backend refuses.
-        """
-        self._device = device
-        for communicator in self._communicators:
-            try:
-                communicator.use_device(device)
-            except CommunicationError:
-                self.close()
-                raise
-
-    def check_operations(self, device: torch.device, algorithm: str) -> None:
-        """Raise an error, the same on all ranks, if a backend lacks what moves tensors on `device`. Collective.
-
-        Args:
-            device: given to `use_device` before, unless it is the CPU.
-            algorithm: what needs the operation, in the error.
-
-        Raises:
-            ValueError: a rank could not start an operation, or it failed; names backend, operation and algorithm.
-            CommunicationError: a rank is gone or did not take part within the group's timeout.
-        """
-        missing = self.world.missing_operation(device)
-        if missing is not None:
-            raise ValueError(
-                f"torchbagua: backend {missing.backend} has no {missing.operation}, which {algorithm} needs for "
-                f"tensors on {device.type}: {missing.cause}"
-            )
 
     def compare_clocks(self) -> None:
         """Compare the clocks of the ranks and add to `clock_offsets`, if `compares_clocks`. Collective.
@@ -306,67 +273,13 @@ class BaguaProcessGroup(GroupOperations):
         group.open()
         return group
 
-    def tell_through(self, tracer: Tracer, whose: str) -> None:
-        """Have the observers of another group told of what is done over this one, and errors say `whose` it is."""
-        self.tracer = tracer
-        for communicator in self._communicators:
-            communicator.tracer = tracer
-            communicator.scope = f"{communicator.scope} of {whose}"
-
-    def poll(self) -> bool:
-        """Return whether a GPU is still working on what was launched since `move_beside_training`.
-
-        Raises:
-            CommunicationError: it has worked on something for longer than the timeout, or the GPU has failed.
-        """
-        are_under_way = [communicator.poll() for communicator in self._communicators]  # each forgets what is done
-        return any(are_under_way)
-
-    def wait_for_gpu(self, device: torch.device, purpose: str) -> None:
-        """Have the host wait until the current stream of a GPU is done. Does nothing on the CPU.
-
-        Raises:
-            CommunicationError: it is not done within the timeout; names what the GPU is working on, or else `purpose`.
-        """
-        if device.type != "cuda":
-            return
-        try:
-            wait_on_host(torch.cuda.current_stream(device).record_event(), self.timeout.total_seconds())
-        except TimeoutError as error:
-            self.poll()
-            raise self.world.failure(purpose, cause_of(error)) from error
-        self.poll()  # which forgets what is done
-
-    def end_in_order(self) -> None:
-        """Let private groups finish what is under way in stream order, and close that. Collective.
-
-        If not all ranks call it, `close` breaks it off: a GPU would wait for a rank that is gone.
-        """
-        private = [transport for communicator in self._communicators for transport in communicator.closed_in_order]
-        if not private:
-            return
-        name = private[0].name
-        with suppress(CommunicationError):
-            all_reduce_max(self.world, [0], f"closing the {name} groups")  # a barrier, which raises if a rank is gone
-            try:
-                for transport in private:
-                    transport.close()
-            except TransportError as error:
-                warn_user(f"torchbagua: {error}; {name}'s groups are broken off")
-
-    def close(self) -> None:
-        """Close the private groups, whatever is under way. What a GPU is working on is broken off."""
-        for communicator in self._communicators:
-            communicator.close()
-        for communicator in self._communicators:  # when all are broken off, since one may wait for another
-            communicator.join()
-
-    @property
-    def _communicators(self) -> list[Communicator]:
-        every = (self.world, self.intra_node, self.inter_node, self._gradients)
-        return [communicator for communicator in every if communicator is not None]
-
 
 def _name_of(transport: TransportMaker | None) -> str | None:
-    """Return what is the same on all ranks if these open transports of one kind."""
+    """Return a name of the kind of transport, for comparison over the ranks."""
+    if isinstance(transport, partial):
+        plain = {
+            name: value for name, value in transport.keywords.items() if isinstance(value, str | int | float | None)
+        }
+        arguments = ", ".join(f"{name}={value!r}" for name, value in sorted(plain.items()))
+        return f"{_name_of(transport.func)}({arguments})"
     return None if transport is None else getattr(transport, "__qualname__", type(transport).__qualname__)
