@@ -1,6 +1,5 @@
 """The mean over all ranks of a group: flat or with respect to nodes, compressed or in full precision."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -10,7 +9,7 @@ from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.codecs.cast import Identity
 from torchbagua.collectives.all_reduce_mean import AllReduceMean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
-from torchbagua.collectives.hierarchical import BetweenNodes, Hierarchical
+from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.hierarchical_mean import HierarchicalMean
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
@@ -60,10 +59,10 @@ def centralized_mean(
         return AllReduceMean(group.world, spec, divisor)
     mean: Mean
     if is_of_nodes:
-        between_nodes = _mean_between_nodes(compressor, residuals, divisor)
 
         def make_whole() -> Mean:
-            return Hierarchical(group, spec, compressor.block_elements, between_nodes, intra_compressor)
+            hierarchical = Hierarchical(group, spec, compressor.block_elements, intra_compressor)
+            return _MeanOverNodes(hierarchical, compressor, residuals, divisor)
 
         if residuals is None and HierarchicalMean.is_worthwhile(group, compressor, spec, intra_compressor):
             mean = HierarchicalMean(group, compressor, spec, divisor, intra_compressor, make_whole)
@@ -90,23 +89,39 @@ def mean_of_nodes(
         spec: the tensor.
         residuals: of the tensor, float32, which is averaged in place.
     """
-    between_nodes = _mean_between_nodes(compressor, residuals)
-    mean = Hierarchical(group, spec, compressor.block_elements, between_nodes, ranks_agree=True)
+    hierarchical = Hierarchical(group, spec, compressor.block_elements, ranks_agree=True)
+    mean = _MeanOverNodes(hierarchical, compressor, residuals)
     return mean if residuals is None else RedistributingMean(mean, residuals, group.intra_node, group.world, spec)
 
 
-def _mean_between_nodes(
-    compressor: Compressor, residuals: TwoPhaseResiduals | None, divisor: float | None = None
-) -> Callable[[Communicator, slice, TensorSpec], BetweenNodes]:
-    """Return what makes the mean of a shard over its owners, one on each node; their number is the default divisor."""
+class _MeanOverNodes:
+    """The two-phase mean between nodes of their ranks' sums, or of the tensors that the ranks of a node agree on.
 
-    def make(owners: Communicator, shard: slice, shard_spec: TensorSpec) -> BetweenNodes:
-        over_owners = TwoPhaseMean(
-            owners, compressor, shard_spec, divisor or float(owners.size), residuals=residuals, start=shard.start
-        )
-        return lambda sum_L, round_index: over_owners(sum_L)
+    Args:
+        hierarchical: gives the sums.
+        compressor: the codec between nodes.
+        divisor: of the sum; by default the number of nodes.
+        residuals: of the tensor.
+    """
 
-    return make
+    def __init__(
+        self,
+        hierarchical: Hierarchical,
+        compressor: Compressor,
+        residuals: TwoPhaseResiduals | None,
+        divisor: float | None = None,
+    ) -> None:
+        self._hierarchical = hierarchical
+        self._mean: TwoPhaseMean | None = None
+        if (owners := hierarchical.owners) is not None:
+            spec, start = hierarchical.shard_spec, hierarchical.shard.start
+            divisor = divisor or float(owners.size)
+            self._mean = TwoPhaseMean(owners, compressor, spec, divisor, residuals=residuals, start=start)
+
+    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
+        with self._hierarchical.sum_of_shard(x_N, out_N) as sum_L:
+            if self._mean is not None:
+                self._mean(sum_L)
 
 
 def _copy(x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:

@@ -15,7 +15,7 @@ from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.exchange import Pipeline
 from torchbagua.collectives.first_runs import FirstRuns
-from torchbagua.collectives.hierarchical import shard_cuts, sum_of_shard
+from torchbagua.collectives.hierarchical import memory_of_sum, shard_cuts
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.rank_chunks import Piece, RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
@@ -94,7 +94,7 @@ class HierarchicalMean:
 
     def _run(self, x_N: torch.Tensor, out_N: torch.Tensor) -> None:
         chunks = self._chunks
-        sum_L = sum_of_shard(chunks)
+        sum_L = memory_of_sum(chunks)
         sums = [sum_L[piece.within_own] for piece in chunks.pieces]
         # All are made by now, so that receives are posted early.
         within = Pipeline(chunks.communicator, x_N.device)

@@ -15,7 +15,7 @@ from torchbagua.codecs.lookup import check_compression, needs_feedback
 from torchbagua.collectives.clamp import clamp_to_mean
 from torchbagua.collectives.encoding_error import EncodingErrorProbe
 from torchbagua.collectives.exchange import ElementCounts, Exchange, Pipeline
-from torchbagua.collectives.hierarchical import BetweenNodes, Hierarchical
+from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Details, Phase
 from torchbagua.observe.tracer import Span
@@ -200,24 +200,38 @@ def low_precision_ring(
     if not hierarchical or group.intra_node is None:
         ring = LowPrecisionRing(group.world, compressor, spec, replicas, is_bounded)
         return ring.update, ring.exchange
-    node_size = float(group.intra_node.size)
-    exchanges: list[Callable[[], None]] = []
+    ring_of_nodes = _RingOfNodes(group, compressor, spec, replicas, is_bounded, float(group.intra_node.size))
+    return ring_of_nodes.update, ring_of_nodes.exchange
 
-    def ring_of_nodes(owners: Communicator, shard: slice, shard_spec: TensorSpec) -> BetweenNodes:
-        ring = LowPrecisionRing(owners, compressor, shard_spec, replicas[shard], is_bounded)
-        exchanges.append(ring.exchange)
 
-        def update_by_node_sums(sum_L: torch.Tensor, round_index: int) -> None:
-            divide(sum_L, node_size, sum_L)
-            ring.update(sum_L)
+class _RingOfNodes:
+    """The ring of nodes: each rank that owns a shard is in the ring of its owners, with the mean of its node."""
 
-        return update_by_node_sums
+    def __init__(
+        self,
+        group: BaguaProcessGroup,
+        compressor: Compressor,
+        spec: TensorSpec,
+        replicas: Replicas,
+        is_bounded: bool,
+        node_size: float,
+    ) -> None:
+        # Not the codec's blocks: replicas outlive a codec, as that of the first round, and so do their shards.
+        self._hierarchical = hierarchical = Hierarchical(group, spec, DEFAULT_BLOCK)
+        self._node_size = node_size
+        self._ring: LowPrecisionRing | None = None
+        if (owners := hierarchical.owners) is not None:
+            of_shard = replicas[hierarchical.shard]
+            self._ring = LowPrecisionRing(owners, compressor, hierarchical.shard_spec, of_shard, is_bounded)
 
-    # Not the codec's blocks: replicas outlive a codec, as that of the first round, and so do their shards.
-    update = Hierarchical(group, spec, DEFAULT_BLOCK, ring_of_nodes)
+    def update(self, x_N: torch.Tensor) -> None:
+        """Replace `x_N` by the replicas of the owners of its shards; see `LowPrecisionRing.update`."""
+        with self._hierarchical.sum_of_shard(x_N) as sum_L:
+            if self._ring is not None:
+                divide(sum_L, self._node_size, sum_L)
+                self._ring.update(sum_L)
 
-    def exchange() -> None:
-        for one in exchanges:  # none on a rank that owns no shard
-            one()
-
-    return update, exchange
+    def exchange(self) -> None:
+        """See `LowPrecisionRing.exchange`."""
+        if self._ring is not None:
+            self._ring.exchange()

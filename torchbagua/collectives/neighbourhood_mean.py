@@ -12,7 +12,7 @@ from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.codecs.cast import Identity
 from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.exchange import Exchange, Pipeline
-from torchbagua.collectives.hierarchical import BetweenNodes, Hierarchical
+from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.topology import AllRanks, Topology, peers_in_order
 from torchbagua.observe.events import Details
@@ -62,19 +62,24 @@ def neighbourhood_mean(
         mean = centralized_mean(group, Identity(), spec, hierarchical=hierarchical)
         return lambda x_N, out_N, round_index: mean(x_N, out_N)
     if hierarchical and group.intra_node is not None:
-        node_size = float(group.intra_node.size)
-
-        def mean_with_peer_nodes(owners: Communicator, shard: slice, shard_spec: TensorSpec) -> BetweenNodes:
-            mean = _MeanWithPeers(owners, topology, spec.name)
-
-            def mean_of_node_sums(sum_L: torch.Tensor, round_index: int) -> None:
-                divide(sum_L, node_size, sum_L)
-                mean(sum_L, sum_L, round_index)
-
-            return mean_of_node_sums
-
-        return Hierarchical(group, spec, Identity().block_elements, mean_with_peer_nodes)
+        return _MeanWithPeerNodes(group, topology, spec, float(group.intra_node.size))
     return _MeanWithPeers(group.world, topology, spec.name)
+
+
+class _MeanWithPeerNodes:
+    """The mean of each node, and then the mean with the peers of the round among nodes."""
+
+    def __init__(self, group: BaguaProcessGroup, topology: Topology, spec: TensorSpec, node_size: float) -> None:
+        self._hierarchical = Hierarchical(group, spec, Identity().block_elements)
+        self._node_size = node_size
+        owners = self._hierarchical.owners
+        self._mean = None if owners is None else _MeanWithPeers(owners, topology, spec.name)
+
+    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor, round_index: int) -> None:
+        with self._hierarchical.sum_of_shard(x_N, out_N) as sum_L:
+            if self._mean is not None:
+                divide(sum_L, self._node_size, sum_L)
+                self._mean(sum_L, sum_L, round_index)
 
 
 class _MeanWithPeers:

@@ -277,9 +277,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
 def _name_of(transport: TransportMaker | None) -> str | None:
     """Return a name of the kind of transport, for comparison over the ranks."""
     if isinstance(transport, partial):
-        plain = {
-            name: value for name, value in transport.keywords.items() if isinstance(value, str | int | float | None)
-        }
-        arguments = ", ".join(f"{name}={value!r}" for name, value in sorted(plain.items()))
-        return f"{_name_of(transport.func)}({arguments})"
+        named = sorted(transport.keywords.items())
+        plain = (f"{name}={value!r}" for name, value in named if isinstance(value, str | int | float | None))
+        return f"{_name_of(transport.func)}({', '.join(plain)})"
     return None if transport is None else getattr(transport, "__qualname__", type(transport).__qualname__)
