@@ -22,8 +22,8 @@ from torchbagua.transport.private_groups import default_backends
 class ReplicaGroup(dist.ProcessGroup):
     """A group of ranks that hold the same shards. It compresses sums and means of flat floating-point tensors.
 
-    Everything else torch's own backends do. FSDP's all-reduce is in `foreach_reduce`, where nothing
-    but its group can be replaced.
+    Torch's own backends do everything else. FSDP calls its all-reduce in `foreach_reduce`, in which only the group can
+    be replaced.
 
     Args:
         algorithm: has ranks compare it, and opens private groups.

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from torchbagua._torch import future_of
-from torchbagua.transport.streams import SideStream, ThreadStream
+from torchbagua.transport.streams import LaneStream, SideStream, ThreadStream
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Lane:
         poll: Callable[[], bool] = lambda: False,
     ) -> None:
         self._worker = _Worker(on_failure, waiting, poll)
-        self._side: SideStream | None = None
+        self._side: LaneStream | None = None
         self._name = name
         self._lock = threading.Lock()  # nothing is queued behind the stop
         self._thread: threading.Thread | None = None
@@ -156,7 +156,7 @@ class Job(Generic[T]):
         run: Callable[[], T],
         waiting: Callable[[], AbstractContextManager[None]],
         late_failure: Callable[[], BaseException | None],
-        side: SideStream | None,
+        side: LaneStream | None,
     ) -> None:
         self._run = run
         self._waiting = waiting
@@ -233,7 +233,7 @@ class _Worker:
         self.failure: BaseException | None = None
         self.interrupt: weakref.WeakMethod[Callable[[], None]] | None = None
 
-    def submit(self, run: Callable[[], T], side: SideStream | None) -> Job[T]:
+    def submit(self, run: Callable[[], T], side: LaneStream | None) -> Job[T]:
         job = Job(run, self._waiting, lambda: self._late_failure, side)
         with self._lock:
             if self.failure is None:

@@ -1,9 +1,9 @@
-"""The stream that a lane works on: one of CUDA beside the one that trains, or that of its thread."""
+"""The stream of a lane: a CUDA stream beside the training stream, or the current stream of its thread."""
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 
@@ -15,9 +15,9 @@ _HIGH_PRIORITY = -1  # torch has two, and 0 is that of all others
 
 
 def wait_on_host(mark: torch.cuda.Event, timeout_s: float) -> None:
-    """Wait until the GPU has come to `mark`. Raises TimeoutError.
+    """Wait until the GPU has reached `mark`. Raises TimeoutError.
 
-    CUDA's own wait has no end where what the GPU waits for, another rank for instance, never comes.
+    CUDA's own wait has no end if the GPU waits for another rank that never comes.
     """
     start_s = time.monotonic()
     while not mark.query():
@@ -33,11 +33,44 @@ def keep_for_current_stream(tensor: torch.Tensor) -> None:
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
+class LaneStream(Protocol):
+    """The stream of an accelerator on which the jobs of a lane run.
+
+    Attributes:
+        device: the accelerator.
+        token: a tensor there: a future records an event for the devices of the tensors that it is completed with, and
+            for no other.
+    """
+
+    device: torch.device
+    token: torch.Tensor
+
+    def bind_thread(self) -> None:
+        """Make this accelerator the current one of the calling thread."""
+        ...
+
+    def new_future(self) -> "torch.futures.Future[torch.Tensor]":
+        """Return a future of tensors there: the stream of its waiter waits for the work before its completion."""
+        ...
+
+    def mark(self) -> Any:
+        """Return the current place of the calling thread's stream."""
+        ...
+
+    def join(self) -> None:
+        """Have the calling thread's stream wait for all work on this one."""
+        ...
+
+    def after(self, mark: Any) -> AbstractContextManager[None]:
+        """Run the work of this context, on any thread, on this stream, after the work before `mark`."""
+        ...
+
+
 class SideStream:
-    """A stream of one GPU. Nothing here makes the host wait for it: streams wait for each other.
+    """A CUDA stream beside the training stream: a `LaneStream`. Streams wait for each other, and the host for none.
 
     Memory that is allocated on it, as scratch is, is used on it alone. A tensor of another stream that it works on must
-    live until whoever owns it has waited for the result.
+    live until its owner has waited for the result.
 
     Args:
         device: the GPU.
@@ -45,41 +78,33 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # What it does is waited for by other ranks, and takes few of the GPU's processors.
+        # Other ranks wait for its work, which takes few of the GPU's processors.
         self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)
-        # A future records an event for the devices of the tensors that it is completed with, and for no other.
         self.token = torch.empty(1, device=device)
 
     def bind_thread(self) -> None:
-        """Make this GPU the calling thread's own.
-
-        A thread begins on the first GPU, and whatever returns there, as leaving a stream does, opens a context on it.
-        """
+        # A thread begins on the first GPU, and a return to it, as at a block's end, would open a context there.
         torch.cuda.set_device(self.device)
 
     def new_future(self) -> "torch.futures.Future[torch.Tensor]":
-        """Return a future of tensors of this GPU: whose waiter's stream waits for what it was completed after."""
         return torch.futures.Future(devices=[self.device])
 
     def mark(self) -> torch.cuda.Event:
-        """Return where the calling thread's stream stands now."""
         mark: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()
         return mark
 
     def join(self) -> None:
-        """Have the calling thread's stream wait for all that is to be done on this one."""
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     @contextmanager
     def after(self, mark: torch.cuda.Event) -> Iterator[None]:
-        """Have what is done within this context, on any thread, done on this stream when `mark` has been reached."""
         self._stream.wait_event(mark)
         with torch.cuda.stream(self._stream):
             yield
 
 
-class ThreadStream(SideStream):
-    """The stream of an accelerator without CUDA on which its backend communicates: that of the thread which calls it.
+class ThreadStream:
+    """The current stream of the calling thread, on which a backend without CUDA communicates: a `LaneStream`.
 
     Args:
         device: the accelerator.
@@ -91,6 +116,9 @@ class ThreadStream(SideStream):
 
     def bind_thread(self) -> None:
         torch.accelerator.set_device_index(self.device)
+
+    def new_future(self) -> "torch.futures.Future[torch.Tensor]":
+        return torch.futures.Future(devices=[self.device])
 
     def mark(self) -> Any:
         return torch.accelerator.current_stream(self.device).record_event()
