@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 import torchbagua.native
 from ranks import gloo_group, init_default_group, run_ranks
+from transports import CollectivesAlone
 
 Body = Callable[[dist.ProcessGroup], None]
 
@@ -406,3 +407,19 @@ def test_no_thread_outlives_attach_or_impl() -> None:
         gc.collect()
         assert time.monotonic() < deadline, f"threads stay behind: {lanes()}"
         time.sleep(0.01)
+
+
+def test_a_plain_module_over_a_transport_without_messages() -> None:
+    """It starts from rank 0's weights and optimizer state, and ends with the same weights everywhere."""
+
+    def body(group: dist.ProcessGroup) -> torch.Tensor:
+        module = nn.Linear(4, 3)  # other weights on each rank
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
+        own = tb.BaguaProcessGroup(group, transport=CollectivesAlone)
+        with tb.attach(module, optimizer, "decentralized", process_group=own):
+            module(torch.full((2, 4), group.rank() + 1.0)).square().sum().backward()
+            optimizer.step()
+        return module.weight.detach()
+
+    weights = run_ranks(3, body)
+    assert all(torch.equal(weight, weights[0]) for weight in weights)
