@@ -171,15 +171,15 @@ def test_mypy_refuses_a_misspelt_detail(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     snippet = tmp_path / "snippet.py"
     snippet.write_text(
-        "from torchbagua.transport.communicator import Communicator\n"
+        "from torchbagua.transport.named_ranks import NamedRanks\n"
         "from torchbagua.observe.events import Details\n"
-        "def trace(communicator: Communicator) -> Details:\n"
+        "def trace(communicator: NamedRanks) -> Details:\n"
         "    communicator.span('encode', 'bucket', opration='all_to_all')\n"
         "    communicator.span('encode', 'bucket', operation='all_to_all')\n"
         "    return Details(opration='all_to_all')\n"
     )
     ours = Path(tb.__file__).parent
-    files = [str(path) for path in (snippet, ours / "transport" / "communicator.py", ours / "observe" / "events.py")]
+    files = [str(path) for path in (snippet, ours / "transport" / "named_ranks.py", ours / "observe" / "events.py")]
     # As a program: of what it holds here, the garbage collector and attach would look at all, in every later test.
     command = [sys.executable, "-m", "mypy", "--follow-imports=skip", f"--cache-dir={tmp_path}", *files]
     told = programs.run(command, check=False).stdout

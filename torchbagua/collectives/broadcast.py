@@ -42,7 +42,7 @@ def _broadcast(communicator: Communicator, values: torch.Tensor, operation: str)
         elif distance <= rank < 2 * distance:
             direction, peer = "receiving from", rank - distance
         if direction is not None:
-            communicator.connect([peer], operation)
+            communicator.connect([peer], operation, values.device)
             communicator.post(direction, peer, values, tag=_TAG, purpose=operation)
             communicator.wait(direction, peer, tag=_TAG, purpose=operation)
         distance *= 2

@@ -109,7 +109,7 @@ class Exchange:
         self.rounds = [[turn] for turn in turns] if self.is_one_at_a_time else [turns] if turns else []
         self._num_expected = 0
         if self._posts_messages:
-            communicator.connect(None if is_with_all else self._peers(turns), self._purpose)
+            communicator.connect(None if is_with_all else self._peers(turns), self._purpose, pipeline.device)
             pipeline.add(self)
 
     def _peers(self, turns: Sequence[tuple[int, int]]) -> Iterable[int]:

@@ -108,7 +108,7 @@ class _MeanWithPeers:
         peers, weights = self._peers[round]
         pipeline = Pipeline(communicator, x_N.device)
         if self._topology.period(size) > _MOST_LINKED_ROUNDS and pipeline.posts_messages:
-            communicator.connect(None, f"peer_exchange of {self._bucket}")
+            communicator.connect(None, f"peer_exchange of {self._bucket}", x_N.device)
         rows = communicator.scratch("rows", len(peers) * x_N.nbytes, x_N.device)
         values = dict(zip(peers, rows.view(x_N.dtype).view(len(peers), x_N.numel()), strict=True))
         turns = [(peer, peer) for peer in peers]

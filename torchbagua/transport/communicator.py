@@ -26,6 +26,8 @@ from torchbagua.transport.scratch import Scratch
 # A shorter message tells little of a link's rate: it may be gone in one burst.
 SMALL_MESSAGE_BYTES = 1 << 18
 
+_HOST = torch.device("cpu")
+
 Direction = Literal["receiving from", "sending to", "connecting to"]
 
 
@@ -276,28 +278,26 @@ class Communicator(NamedRanks):
         if self._launches is not None and transport.abilities.in_stream_order:
             self._launches.note(purpose, device)
 
-    def connect(self, peers: Iterable[int] | None, purpose: str) -> None:
+    def connect(self, peers: Iterable[int] | None, purpose: str, device: torch.device = _HOST) -> None:
         """Connect to ranks, before anything is posted to them. They call it too, in the same exchange.
 
         Args:
             peers: to whom; None for all ranks.
             purpose: what for, in errors.
+            device: of the tensors that are posted.
 
         Raises:
             CommunicationError: a peer is gone, or did not call it within the group's timeout.
         """
         self._check_open(purpose)
-        for transport in self._distinct:
-            if transport.abilities.has_messages:
-                try:
-                    transport.connect(peers)
-                except TransportError as error:
-                    if error.peer is None:
-                        self._fail_to_connect_all(purpose, error)
-                    cause, peer = str(error), error.peer
-                else:
-                    continue
-                self._fail(purpose, cause, "connecting to", peer)
+        try:
+            self._transport(device).connect(peers)
+            return
+        except TransportError as error:
+            if error.peer is None:
+                self._fail_to_connect_all(purpose, error)
+            cause, peer = str(error), error.peer
+        self._fail(purpose, cause, "connecting to", peer)
 
     def post(self, direction: Direction, peer: int, tensor: torch.Tensor, *, tag: int, purpose: str) -> None:
         """Start to send `tensor` to `peer`, or to receive it from there; nothing where it is empty.
