@@ -46,6 +46,23 @@ def test_what_a_transport_lacks_is_an_error_of_all_ranks(
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("maker", [lambda members: 5, lambda members: object.__new__(Nameless)])
+def test_what_is_no_transport_is_refused(maker: Callable[[Members], GlooTransport]) -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        with pytest.raises(
+            TypeError, match=r"^BaguaProcessGroup: transport must return a .* with a name and Abilities"
+        ):
+            tb.BaguaProcessGroup(group, timeout=SHORT, transport=maker)
+
+    run_ranks(2, body)
+
+
+class Nameless:
+    """Has abilities alone."""
+
+    abilities = GlooTransport.abilities
+
+
 class Counted(GlooTransport):
     """Counts its twins, its ends and the devices that it prepares for."""
 

@@ -3,7 +3,9 @@
 import functools
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +77,18 @@ def test_deadlines_that_are_not_claimed_are_not_tested() -> None:
     ran = check(Endless)
     assert ran > MESSAGES | ENDS
     assert not ran & DEADLINES
+
+
+@pytest.mark.parametrize("wrong", [{"devices": "cpu"}, {"devices": frozenset()}])
+def test_abilities_have_types_of_devices(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^Abilities: devices must be a frozenset of types of devices, .* got "):
+        Abilities(**wrong)
+
+
+def test_abilities_have_known_collectives() -> None:
+    known = r"\['all_gather', 'all_reduce', 'all_to_all'\], got frozenset\({'allgather'}\)"
+    with pytest.raises(ValueError, match=f"^Abilities: collectives must be a frozenset of some of {known}$"):
+        Abilities(frozenset({"cpu"}), collectives=frozenset({"allgather"}))
 
 
 def test_one_member_is_refused() -> None:
@@ -171,6 +185,10 @@ class Nameless(QueueTransport):
     name = ""
 
 
+class ClaimsGroup(QueueTransport):
+    abilities = replace(QueueTransport.abilities, has_torch_group=True)
+
+
 class HasNoMethods:
     name = "bare"
     abilities = QueueTransport.abilities
@@ -227,6 +245,7 @@ LONG = timedelta(seconds=2)
         (SumsTwice, DEADLINE, "all_reduce", r"all_reduce of 1 elements of torch.float32: expected element 0"),
         (GathersElsewhere, DEADLINE, "all_gather", r"all_gather_into_tensor in place: output of torch.uint8"),
         (IgnoresAbort, DEADLINE, "use_after_abort", "post_send after abort: expected TransportError, got none"),
+        (ClaimsGroup, DEADLINE, "torch_group", "torch_group.*: expected no error, got LacksAbility: queues has no"),
         (LeavesThread, DEADLINE, "threads", r"expected no new thread, got \['left behind', 'left behind'"),
         pytest.param(
             WaitsForever,

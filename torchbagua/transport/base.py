@@ -30,6 +30,9 @@ class Abilities:
         has_collective_close: whether members close it together, so that what is under way in stream order is finished.
         has_torch_group: whether `torch_group` returns a group.
         collectives: those of `COLLECTIVES` that it has.
+
+    Raises:
+        ValueError: devices or collectives are not such sets.
     """
 
     devices: frozenset[str]
@@ -39,6 +42,16 @@ class Abilities:
     has_collective_close: bool = False
     has_torch_group: bool = False
     collectives: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.devices, frozenset) or not self.devices:
+            raise ValueError(
+                f'Abilities: devices must be a frozenset of types of devices, such as {{"cpu"}}, got {self.devices!r}'
+            )
+        if not isinstance(self.collectives, frozenset) or not self.collectives <= COLLECTIVES:
+            raise ValueError(
+                f"Abilities: collectives must be a frozenset of some of {sorted(COLLECTIVES)}, got {self.collectives!r}"
+            )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from functools import partial
 import torch.distributed as dist
 
 from torchbagua._torch import backend_of, is_nccl
-from torchbagua.transport.base import Members, Transport, TransportMaker
+from torchbagua.transport.base import Abilities, Members, Transport, TransportMaker
 from torchbagua.transport.gloo import GlooTransport
 from torchbagua.transport.nccl import NcclTransport, PrivateNcclTransport, warn_of_launch_order
 from torchbagua.transport.staged import StagedTransport
@@ -95,7 +95,13 @@ class TransportChoice:
     def _open_given(self, members: Members) -> dict[str, Transport]:
         assert self._given is not None
         transport = self._given(replace(members, store=dist.PrefixStore("given", members.store)))
-        return dict.fromkeys(transport.abilities.devices, transport)
+        abilities, name = getattr(transport, "abilities", None), getattr(transport, "name", None)
+        if not isinstance(abilities, Abilities) or not isinstance(name, str):
+            raise TypeError(
+                "BaguaProcessGroup: transport must return a torchbagua.transport.Transport with a name and Abilities, "
+                f"got {transport!r} with the name {name!r} and the abilities {abilities!r}"
+            )
+        return dict.fromkeys(abilities.devices, transport)
 
 
 def has_nccl(process_group: dist.ProcessGroup) -> bool:

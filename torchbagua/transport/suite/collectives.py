@@ -1,8 +1,9 @@
 """Checks of the collectives that a transport claims."""
 
 import torch
+import torch.distributed as dist
 
-from torchbagua.transport.suite.member import Member
+from torchbagua.transport.suite.member import Member, Mismatch
 
 
 def check_all_to_all(member: Member) -> None:
@@ -77,6 +78,14 @@ def check_collectives_in_turn(member: Member) -> None:
     transport = member.open()
     for _ in range(3):
         member.use(transport)
+
+
+def check_torch_group(member: Member) -> None:
+    """The torch group that the transport claims has the members as its ranks."""
+    group = member.open().torch_group()
+    got = (type(group).__name__, group.rank(), group.size()) if isinstance(group, dist.ProcessGroup) else group
+    if not isinstance(group, dist.ProcessGroup) or (group.rank(), group.size()) != (member.rank, member.size):
+        raise Mismatch(f"torch_group: expected a group with rank {member.rank} of {member.size}, got {got}")
 
 
 COLLECTIVE_CHECKS = {

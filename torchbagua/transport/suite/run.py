@@ -8,10 +8,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torchbagua.transport.base import Abilities, Members, Transport, TransportMaker
+from torchbagua.transport.base import COLLECTIVES, Abilities, Members, Transport, TransportMaker
 from torchbagua.transport.private_groups import gloo_group
 from torchbagua.transport.suite import failures
-from torchbagua.transport.suite.collectives import COLLECTIVE_CHECKS, check_collectives_in_turn
+from torchbagua.transport.suite.collectives import COLLECTIVE_CHECKS, check_collectives_in_turn, check_torch_group
 from torchbagua.transport.suite.member import Member, Mismatch, OtherMemberFailed, SuiteThread, TransportFault
 from torchbagua.transport.suite.messages import MESSAGE_CHECKS
 
@@ -29,12 +29,9 @@ def check_protocol(member: Member) -> None:
         if not isinstance(got, wanted) or got == "":
             raise Mismatch(f"{attribute}: expected {wanted.__name__}, got {got!r}")
     abilities = transport.abilities
-    if not abilities.devices:
-        raise Mismatch("abilities: expected devices, got none")
-    if not abilities.has_messages and not abilities.collectives:
-        raise Mismatch("abilities: expected messages or collectives, got neither")
-    if unknown := abilities.collectives - COLLECTIVE_CHECKS.keys():
-        raise Mismatch(f"abilities.collectives: expected some of {sorted(COLLECTIVE_CHECKS)}, got {sorted(unknown)}")
+    if not abilities.has_messages and abilities.collectives != COLLECTIVES:
+        got = sorted(abilities.collectives)
+        raise Mismatch(f"abilities: expected messages, or the collectives {sorted(COLLECTIVES)}, got {got}")
     for method in vars(Transport):
         if not method.startswith("_") and not callable(getattr(transport, method, None)):
             raise Mismatch(f"{method}: expected a method of this name, got none")
@@ -49,6 +46,8 @@ def checks_of(abilities: Abilities) -> dict[str, Check]:
         found += COLLECTIVE_CHECKS[collective]
     if abilities.collectives:
         found.append(check_collectives_in_turn)
+    if abilities.has_torch_group:
+        found.append(check_torch_group)
     found += [failures.check_unclaimed, failures.check_use_after_abort, failures.check_close, failures.check_threads]
     if abilities.has_deadline and not abilities.in_stream_order:
         if abilities.has_messages:
