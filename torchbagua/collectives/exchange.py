@@ -188,7 +188,8 @@ class Exchange:
         if self._communicator.size == 1:
             return
         receives = {source: self._receives[source] for source in self._sources}
-        nothing = next(iter(sends.values()), torch.empty(0, device=self._pipeline.device)).new_empty(0)
+        sent_first = next(iter(sends.values()), None)
+        nothing = torch.empty(0, device=self._pipeline.device) if sent_first is None else sent_first.new_empty(0)
         everybody = range(self._communicator.size)
 
         def messages() -> list[Span]:
