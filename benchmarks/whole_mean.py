@@ -23,17 +23,17 @@ def make_mean(group: BaguaProcessGroup, compressor: Compressor, bucket: tb.Bagua
 class WholeByteGradAlgorithm(tb.Algorithm):
     """ByteGrad that compresses with one rank, too: gradients become Q(Q(g))."""
 
-    def make_impl(self, process_group: BaguaProcessGroup) -> tb.AlgorithmImpl:
-        return _WholeByteGradImpl(process_group)
+    def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+        return _WholeByteGradImpl(runner)
 
 
 class _WholeByteGradImpl(tb.AlgorithmImpl):
-    def __init__(self, process_group: BaguaProcessGroup) -> None:
-        super().__init__(process_group)
+    def __init__(self, runner: tb.Runner) -> None:
+        super().__init__(runner)
         self._compressor = MinMaxUInt8()
 
     def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
-        mean = make_mean(self.process_group, self._compressor, bucket)
+        mean = make_mean(self.runner.process_group, self._compressor, bucket)
 
         def whole_mean(bucket: tb.BaguaBucket, group: BaguaProcessGroup) -> None:
             mean(bucket.flat)

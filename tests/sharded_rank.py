@@ -50,8 +50,8 @@ class OwnAlgorithm(tb.Algorithm):
     def make_shard_codecs(self) -> MeanCodecs:
         return MeanCodecs(self.make_codec(), Identity())
 
-    def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
-        return tb.AlgorithmImpl(process_group, self)
+    def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+        return tb.AlgorithmImpl(runner)
 
 
 OWN = OwnAlgorithm()
@@ -486,7 +486,7 @@ def overlap_with_backward() -> None:
             if reads:
                 module[1].weight.register_post_accumulate_grad_hook(lambda _: None)
             reached = threading.Event()
-            job = attachment.impl.lane.submit(partial(reached.wait, 1.0 if reads else 60.0))
+            job = attachment.runner.lane.submit(partial(reached.wait, 1.0 if reads else 60.0))
             module[0].register_forward_hook(partial(watch_gradient, reached))
             module(torch.ones(1, 10)).sum().backward()
             assert job.result() != reads

@@ -228,7 +228,7 @@ def test_ranks_that_stop_for_different_reasons() -> None:
         with pytest.raises(tb.CommunicationError, match="stopped averaging for different reasons: abort and detach"):
             attachment.detach() if rank else attachment.impl.abort(trainer.ddp)
         with pytest.raises(RuntimeError):
-            trainer.step() if rank == 0 else attachment.impl.lane.submit(lambda: None)
+            trainer.step() if rank == 0 else attachment.runner.lane.submit(lambda: None)
 
     model = build(Normed)
 

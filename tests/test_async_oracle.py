@@ -57,8 +57,8 @@ class ControlledClock:
 class ClockedAlgorithm(tb.AsyncModelAverageAlgorithm):
     """AsyncModelAverage by a clock of the test's."""
 
-    def make_impl(self, process_group: tb.BaguaProcessGroup) -> AsyncModelAverageAlgorithmImpl:
-        return AsyncModelAverageAlgorithmImpl(process_group, self, clock=ControlledClock())
+    def make_impl(self, runner: tb.Runner) -> AsyncModelAverageAlgorithmImpl:
+        return AsyncModelAverageAlgorithmImpl(runner, clock=ControlledClock())
 
 
 def clocked_run(

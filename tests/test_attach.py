@@ -214,7 +214,7 @@ def test_a_gradient_algorithm_leaves_other_parameters_of_an_optimizer_alone(algo
                 optimizer.zero_grad()
                 head(ddp(torch.full((1, 4), 1.0 + group.rank()))).sum().backward()
                 optimizer.step()
-            state = attachment.impl.state_dict()
+            state = attachment.runner.state_dict()
         assert state.get("sent", {}).keys() <= {"weight", "bias"}
         return ddp.module.weight.detach(), head.weight.detach()
 
@@ -360,8 +360,8 @@ def test_a_copy_of_an_attached_module_is_a_module_of_its_own() -> None:
 
     @dataclass(frozen=True)
     class Counting(tb.Algorithm):
-        def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
-            return CountingImpl(process_group)
+        def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+            return CountingImpl(runner)
 
     class CountingImpl(tb.AlgorithmImpl):
         num_buckets = 0

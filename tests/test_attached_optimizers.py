@@ -181,7 +181,7 @@ def test_an_optimizer_whose_step_calls_that_of_its_parent_class() -> None:
             optimizer.fails = False
             for _ in range(2):
                 optimizer.step()
-            step = attachment.impl.step
+            step = attachment.impl.rounds.step
         return step
 
     assert run_ranks(2, body) == [2, 2]
@@ -246,7 +246,7 @@ def test_a_step_ends_when_all_optimizers_have_stepped(order: list[int]) -> None:
                 for index in order:
                     optimizers[index].step()
                     stepped.add(index)
-                    assert (attachment.impl.step == len(starts)) == (stepped == {0, 1})
+                    assert (attachment.impl.rounds.step == len(starts)) == (stepped == {0, 1})
                     if stepped == {0, 1}:
                         stepped.clear()
                         ends.append(updated[-1])
@@ -287,7 +287,7 @@ def test_a_step_ends_where_a_grad_scaler_skips_one_optimizer(options: list[dict[
                 for optimizer in optimizers:
                     scaler.step(optimizer)
                 scaler.update()
-                steps.append(attachment.impl.step)
+                steps.append(attachment.impl.rounds.step)
         return steps, weights_of(ddp.module)
 
     (first, weights), (second, others) = run_ranks(2, body)

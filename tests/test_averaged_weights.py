@@ -89,7 +89,7 @@ def test_parameters_set_free_in_the_middle(name: str) -> None:
             trainer.module.frozen.requires_grad_(True)
             for _ in range(3):
                 trainer.step()
-            names = {tensor.name for bucket in attachment.impl.buckets for tensor in bucket.tensors}
+            names = {tensor.name for bucket in attachment.runner.buckets for tensor in bucket.tensors}
             assert {"frozen.weight", "frozen.bias"} <= names
         return weights_of(trainer.module)
 

@@ -148,7 +148,7 @@ class Loop:
         return [parameter.detach().clone() for parameter in self.ddp.parameters()]
 
     def residuals(self) -> dict[str, dict[str, torch.Tensor]]:
-        state = self.attachment.impl.state_dict()
+        state = self.attachment.runner.state_dict()
         return {kind: state[kind] for kind in ("sent", "mean", "velocity") if kind in state}
 
 

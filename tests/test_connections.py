@@ -92,7 +92,7 @@ def test_sockets_of_an_attachment(algorithm: str, monkeypatch: pytest.MonkeyPatc
                 optimizer.zero_grad()
                 module(torch.randn(2, 4)).sum().backward()
                 optimizer.step()
-            opened = connections_of(attachment.impl.process_group.world)
+            opened = connections_of(attachment.runner.process_group.world)
             return len(opened.linked_peers), opened.mesh is not None
 
     is_few = algorithm in ("ring", "low_precision")

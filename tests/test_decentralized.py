@@ -69,7 +69,7 @@ def test_pairing_goes_on_when_buckets_are_made_again() -> None:
     model = build(Normed)
 
     def set_free(trainer: Trainer, attachment: tb.Attachment) -> None:
-        if attachment.impl.step == 3:
+        if attachment.impl.rounds.step == 3:
             trainer.module.frozen.requires_grad_(True)
 
     algorithm = tb.DecentralizedAlgorithm(True, "shift_one")
@@ -180,7 +180,7 @@ def test_replicas_equal_their_originals_at_every_step(size: int, num_steps: int)
         seen = []
 
         def keep(trainer: Trainer, attachment: tb.Attachment) -> None:
-            state = attachment.impl.state_dict()
+            state = attachment.runner.state_dict()
             seen.append([state["weight"], state["left"], state["right"]])
 
         train(group, model, tb.LowPrecisionDecentralizedAlgorithm(), num_steps=num_steps, after_step=keep, lr=1e-3)

@@ -18,7 +18,7 @@ from averaging import Normed, Trace, Trainer, assert_same_weights, train, weight
 from diloco_oracle import check_rounds
 from pairwise import pairwise
 from ranks import run_ranks
-from torchbagua.algorithms.weights.shadow_weights import fragments_of
+from torchbagua.algorithms.weights.fragments import Fragments
 from torchbagua.observe import Recorder
 from torchbagua.runtime.bucket import BaguaTensor
 from training import build
@@ -52,7 +52,7 @@ def attached(group: dist.ProcessGroup, module: nn.Module, optimizer: Any, algori
 
 
 def fragments_on(attachment: tb.Attachment) -> dict[str, int]:
-    return dict(attachment.impl._fragments)
+    return dict(attachment.impl._fragments.by_name)
 
 
 @pairwise(size=[2, 4, 8], compression=[None, "minmax_uint4"], fragments=[1, 2, 3], delay=[0, 1], cap_mb=[8.0, 0.001])
@@ -67,7 +67,7 @@ def test_rounds_are_those_of_the_oracle(
 
     def body(group: dist.ProcessGroup) -> Trace:
         def after_step(trainer: Trainer, attachment: tb.Attachment) -> None:
-            found.update(attachment.impl._fragments)
+            found.update(attachment.impl._fragments.by_name)
             shadows[group.rank()].append(attachment.impl.shadow.state_dict()["theta"])
 
         return train(group, model, algorithm, num_steps=2 * H + 5, lr=0.01, after_step=after_step)
@@ -184,14 +184,14 @@ def test_a_loaded_round_is_applied_before_another_begins() -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
         with attached(group, module, optimizer, averaging(10)) as attachment:
             dyadic_steps(module, optimizer, group.rank(), 11)
-            state = attachment.impl.state_dict()
+            state = attachment.runner.state_dict()
         optimizer = torch.optim.SGD(loaded.parameters(), lr=0.25)
         with attached(group, loaded, optimizer, averaging(6)) as attachment:
-            attachment.impl.load_state_dict(state)
+            attachment.runner.load_state_dict(state)
             alone = copy.deepcopy(loaded)
             dyadic_steps(alone, torch.optim.SGD(alone.parameters(), lr=0.25), group.rank(), 1)
             dyadic_steps(loaded, optimizer, group.rank(), 1)
-            assert attachment.impl.num_rounds == 2
+            assert attachment.impl.rounds.num_rounds == 2
             assert any(difference.any() for difference in state["differences"].values())
             expected = {name: one + state["differences"][name] for name, one in weights_of(alone).items()}
             assert_same_weights([weights_of(loaded), expected])
@@ -281,11 +281,15 @@ def test_fragments_balance_bytes() -> None:
     sizes = [7, 1000, 3, 400, 400, 90, 5, 64]
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
     tensors = [BaguaTensor(str(index), parameter) for index, parameter in enumerate(parameters)]
-    found = fragments_of(tensors, 3)
+    fragments = Fragments(3, interval=30)
+    fragments.assign(tensors)
+    found = fragments.by_name
     in_each = [sum(sizes[int(name)] for name, one in found.items() if one == fragment) for fragment in range(3)]
     assert found.keys() == {str(index) for index in range(8)}
     assert sorted(in_each) == [479, 490, 1000]
-    assert set(fragments_of(tensors, 8).values()) == set(range(8))
+    one_each = Fragments(8, interval=30)
+    one_each.assign(tensors)
+    assert set(one_each.by_name.values()) == set(range(8))
 
 
 RESUMED = {
@@ -359,7 +363,7 @@ def test_a_state_of_another_number_of_ranks() -> None:
                 attachment.load_rank_state_dict(other)
             assert_same_weights([before, weights_of(trainer.module)])
             attachment.load_rank_state_dict(saved[rank % 2][0])
-            assert attachment.impl.step == 4
+            assert attachment.impl.rounds.step == 4
             assert_same_weights([attachment.impl.shadow.state_dict()["theta"], saved[0][1]])
             for _ in range(2):
                 trainer.step()
@@ -393,7 +397,7 @@ def test_a_state_of_a_single_rank() -> None:
             assert_same_weights([theta, weights])
             for _ in range(3):
                 trainer.step()
-            assert (attachment.impl.step, attachment.impl.num_rounds) == (7, 1)
+            assert (attachment.impl.rounds.step, attachment.impl.rounds.num_rounds) == (7, 1)
             assert not torch.equal(attachment.impl.shadow.state_dict()["theta"]["last.bias"], theta["last.bias"])
 
     run_ranks(2, load)
@@ -418,7 +422,7 @@ def test_a_state_under_another_compression(saved: str | None, attached: str | No
                 assert_equal(impl["residuals"], state["impl"]["residuals"])
             for _ in range(2):
                 trainer.step()
-            assert attachment.impl.num_rounds == 2
+            assert attachment.impl.rounds.num_rounds == 2
 
     if attached is None:
         with pytest.warns(RuntimeWarning, match="residuals of error feedback are dropped.* with compression=None"):
@@ -516,7 +520,7 @@ def test_a_round_with_nan_is_dropped_on_all_ranks_and_told_once(delay: int) -> N
             trainer.optimizer.load_state_dict(good[1])
             steps(3)
             assert attachment.impl.num_dropped == 1
-            assert (attachment.impl.num_rounds, attachment.impl.step) == (3, 9 + delay)
+            assert (attachment.impl.rounds.num_rounds, attachment.impl.rounds.step) == (3, 9 + delay)
             theta = attachment.impl.shadow.state_dict()["theta"]
             assert all(one.isfinite().all() for one in theta.values())
             assert not torch.equal(theta["last.weight"], before["theta"]["last.weight"])

@@ -189,7 +189,7 @@ def not_conserved(
                         total_out[name] += history[name] + (1 - beta1) * trainer.named[name].grad.float()
                 if step == reload_after:
                     attachment.load_state_dict(copy.deepcopy(attachment.state_dict()))
-            return total_in, total_out, attachment.impl.state_dict()
+            return total_in, total_out, attachment.runner.state_dict()
 
     runs = run_ranks(size, body)
     shares = []

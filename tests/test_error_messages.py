@@ -135,7 +135,7 @@ def test_a_weight_algorithm_raises_such_an_error_too(algorithm: str) -> None:
         own = tb.BaguaProcessGroup(group)
         attachment = tb.attach(module, optimizer, algorithm, process_group=own, timeout=SHORT)
         if group.rank() == LEAVER:
-            attachment.impl.process_group.close()
+            attachment.runner.process_group.close()
             return
 
         def train() -> None:
@@ -147,7 +147,7 @@ def test_a_weight_algorithm_raises_such_an_error_too(algorithm: str) -> None:
         with pytest.raises(RuntimeError) as caught:
             train()
         errors.append(caught.value)
-        attachment.impl.close()
+        attachment.runner.close()
 
     run_ranks(SIZE, body)
     assert len(errors) == 2

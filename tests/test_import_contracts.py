@@ -27,7 +27,7 @@ CONTRACTS = {
     "only training and fsdp know GradScaler": (
         BELOW_TRAINING,
         ("torch.amp", "GradScaler"),
-        {"algorithms/impl.py": "has the attribute that attach sets, whose scale error feedback reads"},
+        {"runtime/impl.py": "has the attribute that attach sets, whose scale error feedback reads"},
     ),
     # An algorithm's interface names the optimizers that it is attached with, and QAdam is one.
     "below algorithms nothing knows optimizers": (

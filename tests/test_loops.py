@@ -107,7 +107,7 @@ def test_the_module_inside_a_ddp(name: str, wrap: Callable[[nn.Module], nn.Modul
             optimizer.step()
 
         with tb.attach(module, optimizer, RARELY[name]) as attachment:
-            assert attachment.impl.process_group.process_group is group
+            assert attachment.runner.process_group.process_group is group
             step()
             alone(group, step)
         assert ddp.require_backward_grad_sync

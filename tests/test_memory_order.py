@@ -236,9 +236,9 @@ def test_all_ends_well_where_no_step_follows(name: str) -> None:
         with loop.attach() as attachment:
             for _ in range(3):
                 loop.step()
-            before = attachment.impl.state_dict()
+            before = attachment.runner.state_dict()
             convert(loop.module)
-            after = attachment.impl.state_dict()
+            after = attachment.runner.state_dict()
             kinds = before.keys() & {"differences", "theta", "weight", "left"}
             assert kinds
             for kind in kinds:
@@ -257,9 +257,9 @@ def test_residuals_are_saved_in_the_shape_of_their_parameters() -> None:
         with loop.attach() as attachment:
             for _ in range(3):
                 loop.step()
-            before = attachment.impl.state_dict()
+            before = attachment.runner.state_dict()
             convert(loop.module)
-            after = attachment.impl.state_dict()
+            after = attachment.runner.state_dict()
             residuals = {kind: kept for kind, kept in before.items() if isinstance(kept, dict) and "0.weight" in kept}
             assert any(kept["0.weight"].any() for kept in residuals.values())
             for kind, kept in residuals.items():

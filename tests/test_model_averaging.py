@@ -176,7 +176,7 @@ def test_accumulated_gradients() -> None:
                     trainer.ddp(torch.randn(6, 10, generator=trainer.data)).square().sum().backward()
                 trainer.ddp(torch.randn(6, 10, generator=trainer.data)).square().sum().backward()
                 trainer.optimizer.step()
-            assert (attachment.impl.step, attachment.impl.num_backwards) == (3, 6)
+            assert (attachment.impl.rounds.step, attachment.impl.rounds.num_backwards) == (3, 6)
         assert trainer.ddp.require_backward_grad_sync
         return weights_of(trainer.module)
 
@@ -198,7 +198,7 @@ def test_several_optimizers_over_one_model() -> None:
                 trainer.ddp(torch.randn(6, 10, generator=trainer.data)).square().sum().backward()
                 first.step()
                 rest.step()
-            assert attachment.impl.step == 4
+            assert attachment.impl.rounds.step == 4
         moments = rest.state_dict()["state"]
         return weights_of(trainer.module) | {str(key): value["exp_avg"] for key, value in moments.items()}
 
@@ -218,7 +218,7 @@ def test_a_copy_of_an_attached_module_is_a_module_of_its_own() -> None:
             if group.rank() == 0:
                 copy.deepcopy(trainer.module)(torch.randn(3, 10)).sum().backward()
             trainer.step()
-            assert attachment.impl.num_backwards == 2
+            assert attachment.impl.rounds.num_backwards == 2
 
     run_ranks(2, body)
 

@@ -74,7 +74,7 @@ def test_observers_change_no_bit() -> None:
     def weights(name: str, observed: bool) -> list[torch.Tensor]:
         model = build(Tower)
         attachments = train_traced(2, name, lambda group: [Sampler()] if observed else [], model=model)
-        return [parameter for one in attachments for parameter in one.impl._module.parameters()]
+        return [parameter for one in attachments for parameter in one.runner._module.parameters()]
 
     for name in ("bytegrad", "qadam_1bit", "low_precision_decentralized", "diloco", "gradient_allreduce"):
         assert all(map(torch.equal, weights(name, True), weights(name, False))), name
@@ -82,7 +82,7 @@ def test_observers_change_no_bit() -> None:
 
 def test_without_observers_nothing_is_noted() -> None:
     (attachment, _) = train_traced(2, "bytegrad", lambda group: [])
-    tracer = attachment.impl.tracer
+    tracer = attachment.runner.tracer
     assert not tracer.is_on
     assert tracer.span("encode") is tracer.span("wait"), "one object that does nothing"
     with pytest.raises(RuntimeError, match=r"without observers nothing is noted; attach.*observers="):

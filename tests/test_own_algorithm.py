@@ -80,8 +80,8 @@ def test_both_doors_give_the_same() -> None:
 
 def test_impl_and_registered_algorithm_are_checked() -> None:
     class Forgetful(tb.Algorithm):
-        def make_impl(self, process_group: tb.BaguaProcessGroup) -> None:
-            tb.AlgorithmImpl(process_group)
+        def make_impl(self, runner: tb.Runner) -> None:
+            tb.AlgorithmImpl(runner)
 
     with pytest.raises(TypeError, match=r"Forgetful.make_impl must return an AlgorithmImpl, got None"):
         run_ranks(1, lambda group: Forgetful().reify(group))
@@ -110,8 +110,8 @@ def test_python_op_that_raises_fails_the_step() -> None:
             raise ZeroDivisionError("in the user's operation")
 
     class FailingAlgorithm(tb.Algorithm):
-        def make_impl(self, process_group: tb.BaguaProcessGroup) -> FailingImpl:
-            return FailingImpl(process_group, self)
+        def make_impl(self, runner: tb.Runner) -> FailingImpl:
+            return FailingImpl(runner)
 
     model = build(Tower)
     message = "vote on gradient bucket 0 failed on rank 0: ZeroDivisionError: in the user's operation"
@@ -131,8 +131,8 @@ def test_python_op_that_fails_after_communicating_tells_the_others_at_once() -> 
             dist.all_reduce(bucket.flat, group=private)
 
     class FailingAlgorithm(tb.Algorithm):
-        def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
-            return FailingImpl(process_group, self)
+        def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+            return FailingImpl(runner)
 
     seconds: dict[int, float] = {}
 
@@ -162,9 +162,9 @@ def test_failure_closes_the_group_of_every_operation() -> None:
                 raise ZeroDivisionError("on one rank")
 
     class TwoGroupsAlgorithm(tb.Algorithm):
-        def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
-            impl = TwoGroupsImpl(process_group, self)
-            impl.other = process_group.duplicate()
+        def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+            impl = TwoGroupsImpl(runner)
+            impl.other = runner.process_group.duplicate()
             return impl
 
     seconds: dict[int, float] = {}

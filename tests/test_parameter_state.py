@@ -30,15 +30,15 @@ class LowRankAlgorithm(tb.Algorithm):
 
     rank: int = 2
 
-    def make_impl(self, process_group: tb.BaguaProcessGroup) -> "LowRankImpl":
-        return LowRankImpl(process_group, self)
+    def make_impl(self, runner: tb.Runner) -> "LowRankImpl":
+        return LowRankImpl(runner)
 
 
 class LowRankImpl(tb.AlgorithmImpl):
     algorithm: LowRankAlgorithm
 
-    def __init__(self, process_group: tb.BaguaProcessGroup, algorithm: LowRankAlgorithm) -> None:
-        super().__init__(process_group, algorithm)
+    def __init__(self, runner: tb.Runner) -> None:
+        super().__init__(runner)
         shapes = {"residual": None, "factor": self.factor_shape}
         self.parameter_state = ParameterState("LowRankAlgorithm", self.make_state, shapes)
 
@@ -129,7 +129,7 @@ class Loop:
         self.scaler.update()
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        state = self.attachment.impl.state_dict()
+        state = self.attachment.runner.state_dict()
         return {kind: state[kind] for kind in ("residual", "factor")}
 
     def weights(self) -> list[torch.Tensor]:
@@ -226,11 +226,11 @@ def test_a_state_of_other_shapes_is_refused() -> None:
     def body(group: dist.ProcessGroup) -> None:
         loop = Loop(group, nn.Linear(10, 3))
         with loop.attachment:
-            state = loop.attachment.impl.state_dict()
+            state = loop.attachment.runner.state_dict()
             state["factor"]["weight"] = torch.zeros(10, 3)
             with pytest.raises(
                 ValueError, match=r"residual and factor must hold .* in their shapes, got .*\['weight'\]"
             ):
-                loop.attachment.impl.load_state_dict(state)
+                loop.attachment.runner.load_state_dict(state)
 
     run_ranks(1, body)

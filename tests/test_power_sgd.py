@@ -170,7 +170,7 @@ class Loop:
         self.scaler.update()
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        state = self.attachment.impl.state_dict()
+        state = self.attachment.runner.state_dict()
         return {kind: state[kind] for kind in ("error", "factor")}
 
     def weights(self) -> list[torch.Tensor]:

@@ -408,7 +408,7 @@ def test_nothing_grows_and_no_graph_is_kept(num_steps: int) -> None:
                     gc.collect()
                     num_tensors.append(sum(type(one) is torch.Tensor for one in gc.get_objects()))
                     dist.barrier(group)
-            states = [*trainer.optimizer.state.values(), *attachment.impl.state_dict().values()]
+            states = [*trainer.optimizer.state.values(), *attachment.runner.state_dict().values()]
         kept = [value for state in states if isinstance(state, dict) for value in state.values()]
         assert all(value.grad_fn is None for value in kept if isinstance(value, torch.Tensor))
         return num_tensors

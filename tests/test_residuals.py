@@ -34,7 +34,7 @@ def test_a_step_that_amp_skips_leaves_no_trace(size: int, nodes: list[int] | Non
 
         def states() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             trained = {"weights": trainer.ddp.state_dict(), "optimizer": trainer.optimizer.state_dict()["state"]}
-            return list(tensors_in(trained)), list(tensors_in(attachment.impl.state_dict()))
+            return list(tensors_in(trained)), list(tensors_in(attachment.runner.state_dict()))
 
         stood_still = []
         with attachment:
@@ -75,7 +75,7 @@ def test_what_nobody_uses_keeps_its_residual(set_to_none: bool, as_views: bool) 
                 gradient = trainer.ddp.module.left.weight.grad
                 is_used = gradient is not None and bool(gradient.any())
                 trainer.optimizer.step()
-                states.append(copy.deepcopy(attachment.impl.state_dict()))
+                states.append(copy.deepcopy(attachment.runner.state_dict()))
         before, after = states[-2:]
         kept = all(torch.equal(after[kind]["left.weight"], before[kind]["left.weight"]) for kind in ("sent", "mean"))
         assert not torch.equal(after["sent"]["stem.weight"], before["sent"]["stem.weight"])

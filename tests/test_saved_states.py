@@ -240,8 +240,8 @@ class Counting(tb.Algorithm):
     start: int = 0
     names: tuple[str, ...] = ("one",)
 
-    def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
-        return CountingImpl(process_group)
+    def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+        return CountingImpl(runner)
 
 
 class CountingImpl(tb.AlgorithmImpl):

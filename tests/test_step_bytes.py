@@ -133,7 +133,7 @@ def test_finishing_a_round_tells_of_it() -> None:
     def body(run: Run) -> tuple[int, int, int]:
         run.step()
         run.step()  # after which a round begins that is applied after the fourth step
-        run.attachment.impl.lane.submit(lambda: None).result()
+        run.attachment.runner.lane.submit(lambda: None).result()
         before = payload(run)
         run.attachment.impl.finish_round()
         return before, payload(run), payload(run, 2)
@@ -148,7 +148,7 @@ def test_finishing_a_round_tells_of_it() -> None:
 def test_a_summary_holds_all_that_was_sent_until_it_was_asked_for() -> None:
     def body(run: Run) -> tuple[int, int]:
         run.step()
-        run.attachment.impl.lane.submit(lambda: None).result()  # the round beside the second step is over by now
+        run.attachment.runner.lane.submit(lambda: None).result()  # the round beside the second step is over by now
         before = payload(run)
         assert run.attachment.summary() is run.summary
         return before, payload(run)

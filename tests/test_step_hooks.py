@@ -19,13 +19,13 @@ from training import build
 class LoggingAlgorithm(tb.Algorithm):
     """Plain averaging that writes down when each method of the interface is called."""
 
-    def make_impl(self, process_group: tb.BaguaProcessGroup) -> "LoggingImpl":
-        return LoggingImpl(process_group, self)
+    def make_impl(self, runner: tb.Runner) -> "LoggingImpl":
+        return LoggingImpl(runner)
 
 
 class LoggingImpl(tb.AlgorithmImpl):
-    def __init__(self, process_group: tb.BaguaProcessGroup, algorithm: LoggingAlgorithm) -> None:
-        super().__init__(process_group, algorithm)
+    def __init__(self, runner: tb.Runner) -> None:
+        super().__init__(runner)
         self.log: list[str] = []
         self.resets = 0
 

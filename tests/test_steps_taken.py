@@ -24,13 +24,13 @@ X = torch.ones(2, 10)
 class CountingAlgorithm(tb.Algorithm):
     """Plain averaging that writes down which parameters each step has used."""
 
-    def make_impl(self, process_group: tb.BaguaProcessGroup) -> "CountingImpl":
-        return CountingImpl(process_group, self)
+    def make_impl(self, runner: tb.Runner) -> "CountingImpl":
+        return CountingImpl(runner)
 
 
 class CountingImpl(tb.AlgorithmImpl):
-    def __init__(self, process_group: tb.BaguaProcessGroup, algorithm: CountingAlgorithm) -> None:
-        super().__init__(process_group, algorithm)
+    def __init__(self, runner: tb.Runner) -> None:
+        super().__init__(runner)
         self.steps: list[list[tuple[int, ...]]] = []
 
     def init_operations(self, module: nn.Module | None, bucket: tb.BaguaBucket) -> None:
@@ -212,8 +212,8 @@ def test_a_weight_algorithm_hears_of_steps_too() -> None:
     class Steps(tb.Algorithm):
         averages_weights = True
 
-        def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
-            return StepsImpl(process_group, self)
+        def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+            return StepsImpl(runner)
 
     class StepsImpl(CountingImpl):
         def init_tensors(self, module: nn.Module) -> list[tb.BaguaTensor]:
@@ -237,7 +237,7 @@ def test_an_optimizer_is_asked_once_whether_it_skips(monkeypatch: pytest.MonkeyP
     """Of a fused one on a GPU each time waits for the GPU."""
     asked: list[str] = []
     monkeypatch.setattr(
-        "torchbagua.algorithms.optimizer_steps.is_told_to_skip", lambda one: bool(asked.append(type(one).__name__))
+        "torchbagua.runtime.optimizer_steps.is_told_to_skip", lambda one: bool(asked.append(type(one).__name__))
     )
 
     def body(group: dist.ProcessGroup) -> None:

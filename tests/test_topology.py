@@ -259,8 +259,8 @@ class Scheduled(tb.Algorithm):
     schedule: Any = hypercube
     more: Any = ()
 
-    def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
-        return tb.AlgorithmImpl(process_group)
+    def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+        return tb.AlgorithmImpl(runner)
 
 
 def test_functions_are_written_down_by_name() -> None:

@@ -238,7 +238,7 @@ def test_a_state_of_the_ring_is_loaded_on_one_node() -> None:
         attachment = module.bagua_ddp.attachment
         attachment.load_state_dict(state)
         steps(group.rank(), module, optimizer, 1)
-        found = attachment.impl.step
+        found = attachment.impl.rounds.step
         attachment.detach()
         return found
 

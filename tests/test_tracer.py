@@ -117,7 +117,7 @@ def test_sampled_values_are_right() -> None:
     for recorder, attachment in zip(recorders, attachments, strict=True):
         measured = [event for event in recorder.events if event.phase == "measure"]
         assert {event.step for event in measured} == {4}
-        state = attachment.impl.state_dict()
+        state = attachment.runner.state_dict()
         for kind, name in (("sent", "residual of what is sent"), ("mean", "residual of the mean")):
             norm = sum(event.values.get(name, 0.0) ** 2 for event in measured) ** 0.5
             expected = torch.cat([values.flatten() for values in state[kind].values()]).double().norm().item()

@@ -22,8 +22,8 @@ class AveragingAlgorithm(tb.Algorithm):
 
     averages_weights = True
 
-    def make_impl(self, process_group: tb.BaguaProcessGroup) -> "AveragingImpl":
-        return AveragingImpl(process_group)
+    def make_impl(self, runner: tb.Runner) -> "AveragingImpl":
+        return AveragingImpl(runner)
 
 
 class AveragingImpl(tb.AlgorithmImpl):
@@ -106,8 +106,8 @@ def test_half_a_weight_algorithm_is_refused() -> None:
         init_tensors = tb.AlgorithmImpl.init_tensors
 
     class HalfAlgorithm(tb.Algorithm):
-        def make_impl(self, process_group: tb.BaguaProcessGroup) -> HalfImpl:
-            return HalfImpl(process_group)
+        def make_impl(self, runner: tb.Runner) -> HalfImpl:
+            return HalfImpl(runner)
 
     with pytest.raises(TypeError, match="HalfImpl overrides tensors_to_buckets without init_tensors"):
         run_ranks(1, lambda group: HalfAlgorithm().reify(group))
@@ -126,8 +126,8 @@ def test_an_algorithm_names_the_codec_of_its_impl() -> None:
     """attach warns by the description of parameters that are not compressed, before there is an impl."""
 
     class Coded(tb.Algorithm):
-        def make_impl(self, process_group: tb.BaguaProcessGroup) -> tb.AlgorithmImpl:
-            impl = tb.AlgorithmImpl(process_group, self)
+        def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+            impl = tb.AlgorithmImpl(runner)
             impl.compressor = MinMaxUInt8()
             return impl
 
@@ -157,7 +157,7 @@ def test_ranks_compare_the_codec_of_an_algorithm() -> None:
 
 def test_an_impl_calls_the_constructor_of_its_base() -> None:
     class Hasty(AveragingAlgorithm):
-        def make_impl(self, process_group: tb.BaguaProcessGroup) -> "HastyImpl":
+        def make_impl(self, runner: tb.Runner) -> "HastyImpl":
             return HastyImpl()
 
     class HastyImpl(AveragingImpl):

@@ -47,7 +47,7 @@ def main(rank: int, num_ranks: int, address: str, name: str, folder: Path) -> No
     result = {
         "interface_bytes": sent_bytes() - before,
         "bytes_sent": attachment.summary().figures.bytes_sent + attachment.summary().bytes_after,
-        "clock_offsets": attachment.impl.process_group.clock_offsets,
+        "clock_offsets": attachment.runner.process_group.clock_offsets,
     }
     (folder / f"result{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()

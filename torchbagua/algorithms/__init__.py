@@ -1,7 +1,7 @@
 """The algorithms, and the registry of their names.
 
 May import runtime and what is below it; nothing here imports DDP or FSDP2.
-Begin with base.py, which describes an algorithm, and impl.py, which runs one; then gradient/bytegrad.py.
+Begin with base.py, which describes an algorithm; then gradient/bytegrad.py, and runtime/impl.py for what an impl is.
 """
 
 from torchbagua.algorithms.base import Algorithm, available_algorithms, register
@@ -10,22 +10,27 @@ from torchbagua.algorithms.base import init_for as init_for
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithmImpl as GradientAllReduceAlgorithmImpl
 from torchbagua.algorithms.gradient.bytegrad import ByteGradAlgorithm
-from torchbagua.algorithms.gradient.bytegrad import ByteGradAlgorithmImpl as ByteGradAlgorithmImpl
 from torchbagua.algorithms.gradient.compressed_all_reduce import CompressedAllReduceAlgorithm
+from torchbagua.algorithms.gradient.compressed_all_reduce import (
+    CompressedAllReduceAlgorithmImpl as CompressedAllReduceAlgorithmImpl,
+)
 from torchbagua.algorithms.gradient.powersgd import PowerSGDAlgorithm
 from torchbagua.algorithms.gradient.topk import TopKAlgorithm
-from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.qadam.algorithm import QAdamAlgorithm
 from torchbagua.algorithms.qadam.algorithm import QAdamAlgorithmImpl as QAdamAlgorithmImpl
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
 from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithm
 from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl as AsyncModelAverageAlgorithmImpl
-from torchbagua.algorithms.weights.decentralized import DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
+from torchbagua.algorithms.weights.decentralized import DecentralizedAlgorithm
 from torchbagua.algorithms.weights.decentralized import DecentralizedAlgorithmImpl as DecentralizedAlgorithmImpl
-from torchbagua.algorithms.weights.decentralized import (
+from torchbagua.algorithms.weights.diloco import DiLoCoAlgorithm, LocalSGDAlgorithm
+from torchbagua.algorithms.weights.low_precision_ring import LowPrecisionDecentralizedAlgorithm
+from torchbagua.algorithms.weights.low_precision_ring import (
     LowPrecisionDecentralizedAlgorithmImpl as LowPrecisionDecentralizedAlgorithmImpl,
 )
-from torchbagua.algorithms.weights.diloco import DiLoCoAlgorithm, LocalSGDAlgorithm
+from torchbagua.algorithms.weights.synchronous_rounds import SynchronousRounds as SynchronousRounds
+from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.runner import Runner
 
 # The root exports the same names: this is the one place where they are listed. What is imported `as` itself above is
 # public too, for other people's APIs, which name the classes of impls.
@@ -43,6 +48,7 @@ __all__ = [
     "PowerSGDAlgorithm",
     "QAdamAlgorithm",
     "QAdamOptimizer",
+    "Runner",
     "TopKAlgorithm",
     "available_algorithms",
     "register",

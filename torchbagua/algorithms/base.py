@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torchbagua import native
 from torchbagua._description import describe
 from torchbagua._warnings import UncompressedParametersWarning, warn_user
-from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.optimizer_steps import check_optimizer, unwrap
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import check_compression
 from torchbagua.codecs.mean_codecs import MeanCodecs
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer, Run, check_observers
+from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.optimizer_steps import check_optimizer, unwrap
+from torchbagua.runtime.runner import Runner
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
 
@@ -29,8 +30,8 @@ class Algorithm:
     A subclass implements `make_impl`. The ranks compare its dataclass fields when it is attached or reified.
 
     Attributes:
-        averages_weights: whether it averages weights, by an impl that overrides `AlgorithmImpl.init_tensors`. If not,
-            it averages gradients.
+        averages_weights: whether it averages weights, by an impl that calls `Runner.average`. If not, it averages
+            gradients.
     """
 
     averages_weights: ClassVar[bool] = False
@@ -39,7 +40,7 @@ class Algorithm:
     def averages_gradients_within_nodes(self) -> bool:
         """Whether, where nodes have several ranks, DDP goes on averaging gradients within each. By default not.
 
-        For an algorithm that averages weights, among nodes. `AlgorithmImpl.open_node_gradients` is then overridden.
+        For an algorithm that averages weights, among nodes. Its impl then sets `Runner.open_node_gradients`.
         """
         return False
 
@@ -162,11 +163,8 @@ class Algorithm:
         `reify` calls it once with the optimizers that it was given. An override may warn of those that train badly.
         """
 
-    def make_impl(self, process_group: BaguaProcessGroup) -> AlgorithmImpl:
-        """Return the object that runs this algorithm over `process_group`. It owns the group, and closes it.
-
-        Called by `reify`. A subclass must override it.
-        """
+    def make_impl(self, runner: Runner) -> AlgorithmImpl:
+        """Return the impl, which `runner` runs. Called by `reify`. A subclass must override it."""
         raise TypeError(f"{type(self).__name__} must override Algorithm.make_impl")
 
     def reify(
@@ -179,7 +177,7 @@ class Algorithm:
         must_agree: Mapping[str, Any] | None = None,
         run_settings: Mapping[str, str] | None = None,
         refusal: str | None = None,
-    ) -> AlgorithmImpl:
+    ) -> Runner:
         """Bind the algorithm to a process group. Collective: the ranks compare it, and open private groups.
 
         `attach` calls it. Call it yourself for `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`.
@@ -188,7 +186,7 @@ class Algorithm:
             process_group: the ranks that train together; a BaguaProcessGroup to say which rank is on which node.
             optimizer: the optimizer or optimizers that step by what is communicated. An algorithm that keeps state by
                 parameter, error feedback for instance, commits it with each step that they take. Without them, call
-                `AlgorithmImpl.step_taken` after each step. QAdamAlgorithm knows its optimizer.
+                `Runner.step_taken` after each step. QAdamAlgorithm knows its optimizer.
             observers: are told of every phase of communication and of each training step.
             timeout: the longest wait for another rank; by default that of `process_group`.
             must_agree: further values that must be the same on all ranks, by the name that an error gives them.
@@ -217,8 +215,7 @@ class Algorithm:
         self.prepare()
         own: dict[str, Any] = {"the algorithm": type(self).__qualname__}
         own |= {f"{type(self).__name__}'s argument {name}": value for name, value in self.arguments().items()}
-        codec = self._codec()
-        own[f"{type(self).__name__}'s codec"] = describe(codec, f"{type(self).__name__}: the codec")
+        own[f"{type(self).__name__}'s codec"] = describe(self._codec(), f"{type(self).__name__}: the codec")
         own.update(must_agree or {})
         if isinstance(process_group, BaguaProcessGroup):
             group = process_group.duplicate(timeout=timeout, observers=observers, must_agree=own, refusal=refusal)
@@ -230,18 +227,13 @@ class Algorithm:
         try:
             group.open()
             group.check_operations(torch.device("cpu"), type(self).__name__)
-            impl = self.make_impl(group)
-            if not isinstance(impl, AlgorithmImpl):
-                raise TypeError(f"{type(self).__name__}.make_impl must return an AlgorithmImpl, got {impl!r}")
-            if not hasattr(impl, "lane"):
-                raise TypeError(f"{type(impl).__name__}.__init__ must call AlgorithmImpl.__init__")
-            close = impl.close
-            self._check_impl(impl, codec)
-            impl.watch_steps(optimizers or self.own_optimizers())
+            runner = Runner(group, self)
+            close = runner.close
+            runner.watch_steps(optimizers or self.own_optimizers())
             group.compare_clocks()
             if group.tracer.is_on:
                 group.tracer.start(self._describe_run(group, run_settings or {}))
-            return impl
+            return runner
         except BaseException:
             close()
             raise
@@ -254,21 +246,6 @@ class Algorithm:
                 f"got {codec!r}"
             )
         return codec
-
-    def _check_impl(self, impl: AlgorithmImpl, codec: Compressor) -> None:
-        """Raise TypeError if the impl does something else than this description says, by which attach goes."""
-        name, impl_name = type(self).__name__, type(impl).__name__
-        if impl.averages_weights != self.averages_weights:
-            kind, how = ("weights", "overrides") if impl.averages_weights else ("gradients", "does not override")
-            raise TypeError(
-                f"{impl_name} averages {kind}, because it {how} init_tensors, but {name}.averages_weights is "
-                f"{self.averages_weights}; set it to {impl.averages_weights}"
-            )
-        if type(impl.compressor) is not type(codec):
-            raise TypeError(
-                f"{impl_name} sends with {impl.compressor}, but {name}.make_codec returns {codec}; have it return the "
-                "codec, which AlgorithmImpl.__init__ then sets as compressor"
-            )
 
     def _describe_run(self, group: BaguaProcessGroup, run_settings: Mapping[str, str]) -> Run:
         name = type(self).__name__

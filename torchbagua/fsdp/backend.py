@@ -40,8 +40,8 @@ class ReplicaGroup(dist.ProcessGroup):
         self._inner = dist.ProcessGroup(store, rank, size)
         for group in (self, self._inner):
             add_backends(group, backends)
-        self._impl = algorithm.reify(self._inner, timeout=timeout)
-        self._runner = FsdpCommRunner(self._impl)
+        runner = algorithm.reify(self._inner, timeout=timeout)
+        self._runner = FsdpCommRunner(runner)
         self._mean_of = cache(partial(mean_of_rows, self._runner.group, codecs))
         self._announced: CommunicatingPart | None = None
         self._has_warned = False
@@ -70,7 +70,7 @@ class ReplicaGroup(dist.ProcessGroup):
                 "parameter's end: if it is FSDP's, call torchbagua.fsdp.align_blocks(module) after fully_shard; if it "
                 "is yours, use another group to have it exact"
             )
-        self._impl.use_device(x_L.device)
+        self._runner.runner.use_device(x_L.device)
         mean = self._mean_of(row, average=options.reduceOp == dist.ReduceOp.AVG)
         self._runner.run(self._runner.group, row.name, x_L, partial(mean, x_L))
         future: torch.futures.Future[Any] = torch.futures.Future(devices=None if x_L.is_cpu else [x_L.device])
@@ -79,8 +79,8 @@ class ReplicaGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """End the private groups; `destroy_process_group` calls it, on all ranks."""
-        self._impl.ends_in_order = True
-        self._impl.close()
+        self._runner.runner.ends_in_order = True
+        self._runner.runner.close()
         super().shutdown()
 
 

@@ -97,7 +97,7 @@ class _RankStates:
     def keep(self, attachment: tb.Attachment) -> None:
         """Save and load for `attachment` until it is detached."""
         self._attachment = attachment
-        attachment.impl.on_close(partial(setattr, self, "_attachment", None))  # which holds the model
+        attachment.runner.on_close(partial(setattr, self, "_attachment", None))  # which holds the model
 
     def _remove(self) -> None:
         for hook in self._hooks:
@@ -117,7 +117,7 @@ class _RankStates:
         if (attachment := self._running) is not None:
             index = self._note_folder(models, folder)
             save_rank_state(attachment, self._files, self._accelerator.process_index)
-            if attachment.impl.averages_weights:
+            if attachment.runner.averages_weights:
                 with attachment.averaged_weights():
                     weights[index] = copy.deepcopy(weights[index])  # they are no copies, and are written later
 

@@ -88,7 +88,7 @@ class _BaguaStrategy(_Base):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         own: dict[str, Any] = super().lightning_module_state_dict()
         attachment = self._saved() if self._averaged_weights else None
-        if attachment is None or not attachment.impl.averages_weights:
+        if attachment is None or not attachment.runner.averages_weights:
             return own
         with attachment.averaged_weights():
             return copy.deepcopy(own)

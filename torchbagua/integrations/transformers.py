@@ -8,10 +8,10 @@ from typing import Any
 
 import torchbagua as tb
 from torchbagua.algorithms import init_for
-from torchbagua.algorithms.optimizer_steps import unwrap
 from torchbagua.integrations.common import check_options, check_uses_ddp, framework, without_compiler
 from torchbagua.integrations.rank_files import load_noted_rank_state, save_rank_state
 from torchbagua.observe.step_cost import StepCost
+from torchbagua.runtime.optimizer_steps import unwrap
 from torchbagua.training.attach_checks import check_algorithm
 
 with framework("transformers", tested="5.23.0", adapter="torchbagua.integrations.transformers") as _tested:

@@ -1,147 +1,61 @@
 """The weights of a module in flat buckets: which they are, and how they are read and changed between two steps."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
-from operator import attrgetter
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from torchbagua.codecs.base import sum_dtype
-from torchbagua.collectives.agreement import fingerprint, require_same_progress
+from torchbagua.collectives.agreement import fingerprint
 from torchbagua.collectives.clamp import clamp_to_mean
-from torchbagua.collectives.low_precision_ring import Replicas
-from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor, check_elements
-from torchbagua.runtime.changed_layout import OF_WEIGHTS, LayoutWatch
-from torchbagua.runtime.lane import Job, Lane
-from torchbagua.runtime.load_record import LoadRecord, require_same_loads
+from torchbagua.runtime.lockstep import Lockstep
 from torchbagua.runtime.memory_order import MemoryOrder, flat_length
 from torchbagua.runtime.shards import local_shard, name_of_shard, reshard, sharded_parts
+from torchbagua.runtime.weight_bucket import FLAT, FlatOf, WeightBucket
+from torchbagua.runtime.weight_means import WeightMeans
+
+if TYPE_CHECKING:
+    from torchbagua.runtime.runner import Runner
 
 T = TypeVar("T")
-FlatOf = Callable[["WeightBucket"], torch.Tensor]
-"""Picks one of a bucket's flat tensors, or returns one like them."""
-
-FLAT: FlatOf = attrgetter("bucket.flat")
-SNAPSHOT: FlatOf = attrgetter("snapshot")
-DIFFERENCE: FlatOf = attrgetter("difference")
-
-
-@dataclass(eq=False)
-class WeightBucket:
-    """One bucket of weights, with the tensors that an algorithm keeps beside the flat one; see `WeightBuckets`.
-
-    Each tensor is made when it is first asked for, on the current stream of that thread.
-
-    Attributes:
-        bucket: the flat tensor of these weights, and its operations.
-        are_buffers: True if they are buffers, False if they are parameters.
-    """
-
-    bucket: BaguaBucket
-    are_buffers: bool
-
-    # What they hold, and which thread's they are: T, the training thread, and L, the lane. Where nothing else is said,
-    # T has them until it submits a job to L, and again when it has waited for that.
-    #
-    # | algorithm      | flat                           | snapshot              | difference               | replicas |
-    # | -------------- | ------------------------------ | --------------------- | ------------------------ | -------- |
-    # | decentralized  | the snapshot                   |                       | mean, then mean - flat   |          |
-    # | async          | L: mean, then mean - snapshot  | T's while L asks for  | last rounds' mean -      |          |
-    # |                |                                | one, and L's after    | snapshot, under a lock   |          |
-    # | async, warm-up | means of gradients             | gradients             |                          |          |
-    # | low precision  | weights, before and after a    |                       |                          | L's, and |
-    # |                | bucket's `start`               |                       |                          | in states |
-    # | DiLoCo, no     | snapshot, then the outer       |                       |                          |          |
-    # | delay          | gradient, then its mean        |                       |                          |          |
-    # | DiLoCo, delay  | outer gradient, its mean, then | the snapshot          | of buffers, mean -       |          |
-    # |                | theta' - snapshot; or mean     |                       | snapshot                 |          |
-
-    @cached_property
-    def snapshot(self) -> torch.Tensor:
-        """Like the flat tensor: the weights as they were between two steps, while that one becomes their mean."""
-        return torch.zeros_like(self.bucket.flat)
-
-    @cached_property
-    def difference(self) -> torch.Tensor:
-        """Like the flat tensor: mean minus snapshot, which is still to be added to the weights."""
-        return torch.zeros_like(self.bucket.flat)
-
-    @cached_property
-    def replicas(self) -> Replicas:
-        """The replicas of the ring of compressed differences, as long as the flat tensor, in its `sum_dtype`."""
-        dtype = sum_dtype(self.bucket.flat.dtype)
-        return Replicas(*(torch.zeros_like(self.bucket.flat, dtype=dtype) for _ in range(3)))
-
-    def subtract(self, mean: torch.Tensor, snapshot: torch.Tensor, out: torch.Tensor) -> None:
-        """Write mean minus snapshot to `out`, which may be one of them.
-
-        A buffer may well hold -inf, a mask of attention say: where that stays, the difference is zero and not NaN.
-        """
-        stays = mean == snapshot if self.are_buffers else None
-        torch.sub(mean, snapshot, out=out)
-        if stays is not None:
-            out.masked_fill_(stays, 0)
-
-    def slices_of(self, names: Container[str]) -> list[slice]:
-        """Return where the weights of these names lie in the flat tensor."""
-        found, start = [], 0
-        for tensor in self.bucket.tensors:
-            stop = start + flat_length(tensor.parameter)
-            if tensor.name in names:
-                found.append(slice(start, stop))
-            start = stop
-        return found
-
-    def clear(self, flat: torch.Tensor, names: Container[str]) -> None:
-        """Write zeros to those parts of `flat` that belong to the weights of these names."""
-        for part in self.slices_of(names):
-            flat[part] = 0
-
-    def named(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the parts of `flat`, in the shapes of the weights, by their names."""
-        return {tensor.name: part for tensor, part in self.bucket.views(flat)}
 
 
 class WeightBuckets:
-    """The weights of a module in buckets, for an algorithm of yours that averages them.
+    """The weights of a module in buckets, for an impl that averages them; see `Runner.average`.
 
-    The impl makes one in its constructor. Its `AlgorithmImpl.init_tensors` returns what `select` returns, its
-    `tensors_to_buckets` what `make_buckets` returns, and its `need_reset` what `need_reset` returns. Iterating over it
-    gives each `WeightBucket`. In a group of one rank there are no buckets, and nothing changes.
+    Iterating over it gives each `WeightBucket`. In a group of one rank there are no buckets, and nothing changes.
 
     Args:
-        process_group: the group of the ranks that average.
-        owner: the name of the algorithm, for errors.
+        runner: that of the impl.
+        progress: returns numbers that say how far this rank has come, by the names that an error gives them. Ranks
+            compare them whenever they meet. Each is below 2^40, and there are always as many.
         average_buffers: average floating-point and complex buffers too, if the module's `state_dict` holds them.
             Integer buffers are left alone.
+        final_average: give all ranks the mean of their weights when the attachment ends in order.
         bucket_cap_mb: size of the buckets, in MiB.
 
     Attributes:
-        fingerprint: a number below 2^40 that is the same on ranks with the same buckets.
-        loads: notes the loads of weights that `AlgorithmImpl.weights_loaded` is told of. Where one is new,
-            `submit_in_lockstep` has ranks compare them.
-        layout_watch: looks in `need_reset` whether a parameter's memory layout has changed. In `submit_in_lockstep` all
-            ranks then raise.
+        lockstep: has ranks compare their progress; see `Lockstep.submit`.
+        loads: that of `lockstep`.
+        means: forms the mean of all ranks' weights, for an evaluation or at the end.
     """
 
     def __init__(
         self,
-        process_group: BaguaProcessGroup,
-        owner: str,
+        runner: "Runner",
+        progress: Callable[[], Mapping[str, int]],
         *,
         average_buffers: bool = True,
+        final_average: bool = True,
         bucket_cap_mb: float = 8.0,
     ) -> None:
-        self.fingerprint = 0
-        self.loads = LoadRecord()
-        self.layout_watch = LayoutWatch(OF_WEIGHTS)
-        self._group = process_group
-        self._owner = owner
+        self._group = runner.process_group
+        self.lockstep = Lockstep(runner.lane, self._group.world, progress)
+        self.loads = self.lockstep.loads
+        self.means = WeightMeans(self, self._group)
+        self._owner = type(runner.algorithm).__name__
         self._average_buffers = average_buffers
+        self._final_average = final_average
         self._cap_bytes = bucket_cap_mb * 2**20
         self._module = torch.nn.Module()
         self._ignored_names: frozenset[str] = frozenset()
@@ -151,7 +65,6 @@ class WeightBuckets:
         # By name: that of the first tensor of this name. Flat tensors of all ranks have it, also after a reset.
         self._orders: dict[str, MemoryOrder] = {}
         self._buckets: dict[BaguaBucket, WeightBucket] = {}
-        self._own: dict[WeightBucket, torch.Tensor] = {}  # this rank's weights, while the module has the mean
 
     def __iter__(self) -> Iterator[WeightBucket]:
         """Iterate over the buckets, in their order, which is the same on all ranks."""
@@ -207,7 +120,7 @@ class WeightBuckets:
         named = [
             BaguaTensor(name_of_shard(one.name, one.parameter), one.parameter, self._kept_order(one)) for one in tensors
         ]
-        self.layout_watch.watch(list(filter(_is_parameter, named)))
+        self.lockstep.layout_watch.watch(list(filter(_is_parameter, named)))
         return named
 
     def _kept_order(self, tensor: BaguaTensor) -> MemoryOrder:
@@ -217,15 +130,19 @@ class WeightBuckets:
             kept = self._orders[tensor.name] = tensor.order
         return kept
 
-    def need_reset(self) -> bool:
+    def need_reset(self, *, meets: bool = True) -> bool:
         """Return whether parameters have been unfrozen, or replaced by others, since `select`.
 
+        Args:
+            meets: whether the other ranks are going to meet this one, and can be told of a changed memory layout.
+
         Raises:
-            RuntimeError: one was replaced by a parameter that is not trained, and would no longer be averaged.
+            RuntimeError: one was replaced by a parameter that is not trained, and would no longer be averaged. Or the
+                memory layout of one has changed, which all ranks then raise.
         """
         if self._group.size == 1:
             return False
-        self.layout_watch.look()
+        has_changed_layout = self.lockstep.layout_watch.look()
         reshard(self._sharded_parts)
         averaged = {id(parameter) for parameter in self._averaged.values()}
         others = {
@@ -240,6 +157,8 @@ class WeightBuckets:
                     f"torchbagua: parameter {name} was averaged, and has been replaced by one that is not trained "
                     "(requires_grad=False) and would not be: freeze it after a step, or detach before it is replaced"
                 )
+        if has_changed_layout and meets:
+            self.lockstep.refuse_changed_layout()
         return any(parameter.requires_grad for parameter in others.values())
 
     def make_buckets(
@@ -264,7 +183,7 @@ class WeightBuckets:
                 self._buckets[bucket] = WeightBucket(bucket, are_buffers=not are_parameters)
         self._shapes = {tensor.name: local_shard(tensor.parameter).shape for tensor in tensors}
         kinds_of = [(one.name, tuple(self._shapes[one.name]), str(one.parameter.dtype), one.order) for one in tensors]
-        self.fingerprint = fingerprint(kinds_of)
+        self.lockstep.fingerprint = fingerprint(kinds_of)
         return list(self._buckets)
 
     @torch.no_grad()
@@ -321,101 +240,17 @@ class WeightBuckets:
             found.append(weight)
         return list(zip(found, one.named(flat).values(), strict=True))
 
-    def submit_in_lockstep(self, lane: Lane, run: Callable[[], T], purpose: str, progress: Mapping[str, int]) -> Job[T]:
-        """Have `lane` run a function once all ranks have called this. If their progress differs, all ranks raise.
+    @property
+    def has_final_mean(self) -> bool:
+        """Whether all ranks get the mean of their weights at the end; not in a group of one, which has it."""
+        return self._final_average and self._group.size > 1
 
-        So they do if a rank has noted a load of weights in `loads` since the last call, and others have not.
-
-        Args:
-            lane: the lane of the algorithm.
-            run: the function.
-            purpose: what it is for, in errors.
-            progress: numbers that say how far this rank has come, by the name that an error gives them. Each is below
-                2^40, and there are always as many.
-        """
-        mark, is_new = self.loads.take()
-        compare = self.comparison(progress, purpose, flag=is_new)
-
-        def job() -> T:
-            if compare():  # there is a new load on any rank
-                require_same_loads(self._group.world, mark, purpose)
-            return run()
-
-        return lane.submit(job)
-
-    def comparison(self, progress: Mapping[str, int], purpose: str, *, flag: bool = False) -> Callable[[], bool]:
-        """Return what the lane is to call once all ranks are here. It returns whether one of them has set `flag`.
-
-        It raises RuntimeError on all ranks if a rank has found another memory layout, and CommunicationError if their
-        progress differs.
-        """
-        progress, world, watch = dict(progress), self._group.world, self.layout_watch
-        message = watch.message(world.rank, world.size, flag=flag)
-
-        def compare() -> bool:
-            check = partial(watch.check, size=world.size)
-            return watch.has_flag(require_same_progress(world, progress, purpose, message, check))
-
-        return compare
-
-    def take_mean(self, lane: Lane, progress: Mapping[str, int]) -> None:
-        """Give all ranks the mean of their weights. Collective. The buckets cannot be used for anything else after it.
-
-        Args:
-            lane: the lane of the algorithm.
-            progress: as in `submit_in_lockstep`.
-        """
-        for one in self:
-            one.bucket.clear_ops().append_centralized_synchronous_op(hierarchical=False)
-        self.read()
-        self.submit_in_lockstep(lane, lambda: [one.bucket.run() for one in self], "the last mean", progress).result()
-        self.write()
-
-    @contextmanager
-    def averaged(self, lane: Lane, progress: Mapping[str, int]) -> Iterator[None]:
-        """Give all ranks the mean of their weights, for as long as the context lasts; then each its own again.
-
-        Collective where it begins. The flat tensors of the buckets stay as they are. It takes the memory of the
-        weights once more, and twice while the mean is formed.
-
-        Args:
-            lane: the lane of the algorithm.
-            progress: as in `submit_in_lockstep`.
-        """
-        own = {one: torch.empty_like(one.bucket.flat) for one in self}
-        self.read(own.__getitem__)
-        means = {one: flat.clone() for one, flat in own.items()}
-
-        def average() -> None:
-            for one, mean in means.items():
-                self._group.all_reduce(mean, average=True, hierarchical=False, name=one.bucket.name)
-
-        self.submit_in_lockstep(lane, average, "the mean of the weights", progress).result()
-        self.write(means.__getitem__)
-        means.clear()
-        self._own = own
-        try:
-            yield
-        finally:
-            self._own = {}
-            self.write(own.__getitem__)
-
-    @contextmanager
-    def own(self) -> Iterator[None]:
-        """Within `averaged`, give this rank its own weights, for as long as the context lasts; elsewhere it has them.
-
-        Not collective. It takes the memory of the weights once more.
-        """
-        if not self._own:
-            yield
-            return
-        means = {one: torch.empty_like(flat) for one, flat in self._own.items()}
-        self.read(means.__getitem__)
-        self.write(self._own.__getitem__)
-        try:
-            yield
-        finally:
-            self.write(means.__getitem__)
+    def take_final_mean(self) -> bool:
+        """Give all ranks the mean of their weights, unless `final_average` is False; return whether. Collective."""
+        if self.has_final_mean:
+            with self._group.tracer.span("detach"):
+                self.means.take()
+        return self.has_final_mean
 
     def by_name(self, flat: FlatOf, buckets: Iterable[WeightBucket] | None = None) -> dict[str, torch.Tensor]:
         """Return copies of what the flat tensors of all buckets, or of some, hold, by the names of the weights."""

@@ -6,7 +6,7 @@ Execution order:
    parameters that the codec does not encode.
 2. `Algorithm.reify` has ranks compare over their group's store what must agree, and opens private groups.
 3. Within that, `Algorithm.make_impl` binds the algorithm to them, and the impl watches the optimizers' steps.
-4. `Attachment` gives ranks the same weights where no DDP has, and `AlgorithmImpl.set_module` makes the buckets of a
+4. `Attachment` gives ranks the same weights where no DDP has, and `Runner.set_module` makes the buckets of a
    weight algorithm; a gradient algorithm's are made when DDP first hands them over (`gradient_bucket`).
 5. It installs the hooks: step hooks (step_hooks.py), then DDP's one hook, which ddp.py has call comm_hook.py, or DDP's
    silence, or what a sharded module communicates (fsdp2/communication.py).
@@ -102,7 +102,7 @@ def install(
     if refusal is not None:
         refusal += f"; the filter of rank {_rank_in_job(group)} makes this an error"
     try:
-        impl = setup.algorithm.reify(
+        runner = setup.algorithm.reify(
             group,
             optimizer=setup.optimizers,
             observers=[*observers, *([] if summary is None else [summary])],  # the same one twice is notified once
@@ -116,7 +116,7 @@ def install(
             with suppress(UncompressedParametersWarning, TimeoutError):
                 BaguaProcessGroup(later_group, timeout=timeout, refusal=str(warning))
         raise
-    return Attachment(setup, impl, summary)
+    return Attachment(setup, runner, summary)
 
 
 def _rank_in_job(group: dist.ProcessGroup | BaguaProcessGroup) -> int:

@@ -15,10 +15,10 @@ from torch.nn.parameter import is_lazy
 from torchbagua._torch import has_delayed_all_reduce, is_joining, is_stepped_in_backward, uses_python_reducer
 from torchbagua._warnings import UncompressedParametersWarning, warn_user
 from torchbagua.algorithms.base import Algorithm, get, init_for
-from torchbagua.algorithms.optimizer_steps import check_optimizer, is_sharded, parameters_of, unwrap
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer, check_observers
 from torchbagua.runtime.bucket import check_elements
+from torchbagua.runtime.optimizer_steps import check_optimizer, is_sharded, parameters_of, unwrap
 from torchbagua.runtime.shards import reshard, sharded_parts
 from torchbagua.training.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, named_tensors
 from torchbagua.training.fsdp2.checks import check_sharding, unquantized_weights
@@ -261,7 +261,7 @@ def check_detached(module: torch.nn.Module) -> None:
 
 
 def mark_attached(module: torch.nn.Module, impl_name: str) -> ExitStack:
-    """Let `check_detached` know, until what is returned is closed, that an impl is attached to `module`."""
+    """Let `check_detached` know, until what is returned is closed, that an algorithm is attached to `module`."""
     setattr(module, _MARK, (id(module), impl_name))
     marked = ExitStack()
     marked.callback(delattr, module, _MARK)

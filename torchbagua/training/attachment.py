@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.optimizer_steps import is_sharded
 from torchbagua.algorithms.saved_state import check_saved, load_state, save_state
 from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
 from torchbagua.observe.summary import Summary
+from torchbagua.runtime.optimizer_steps import is_sharded
+from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.shards import local_shard
 from torchbagua.training.attach_checks import mark_attached
 from torchbagua.training.comm_hook import comm_hook
@@ -40,39 +40,41 @@ class Attachment:
 
     Attributes:
         algorithm: what you handed to `attach`.
-        impl: the running algorithm, with its state.
+        impl: the running part of the algorithm; that of asynchronous averaging has methods of its own.
+        runner: what runs it: its process group, lane, buckets and state.
     """
 
-    def __init__(self, setup: TrainingSetup, impl: AlgorithmImpl, summary: Summary | None) -> None:
+    def __init__(self, setup: TrainingSetup, runner: Runner, summary: Summary | None) -> None:
         self.algorithm = setup.algorithm
-        self.impl = impl
+        self.runner = runner
+        self.impl = runner.impl
         self._summary = summary
         self._setup = setup
         self._is_detached = False
         self._has_mean = False  # within averaged_weights
-        # Undone in reverse, by detach or where one of these steps raises: DDP's hook first, impl.close last.
+        # Undone in reverse, by detach or where one of these steps raises: DDP's hook first, runner.close last.
         with ExitStack() as undo:
-            undo.callback(impl.close)
-            undo.callback(mark_attached(setup.inner, type(impl).__name__).close)
-            within_nodes = impl.averages_gradients_within_nodes
+            undo.callback(runner.close)
+            undo.callback(mark_attached(setup.inner, type(runner.algorithm).__name__).close)
+            within_nodes = runner.open_node_gradients is not None
             if within_nodes:
-                check_within_nodes(impl, setup)
-            of_all_ranks = [ddp for ddp in setup.ddps if ddp.process_group.size() == impl.process_group.size]
-            node_gradients = impl.open_node_gradients() if within_nodes and of_all_ranks else None
+                check_within_nodes(runner, setup)
+            of_all_ranks = [ddp for ddp in setup.ddps if ddp.process_group.size() == runner.process_group.size]
+            node_gradients = runner.open_node_gradients() if runner.open_node_gradients and of_all_ranks else None
             ignored = setup.ignored_names()
             # Gradients of shards say nothing of who holds the same: fully_shard takes the weights as they are.
-            holds_alike = not setup.is_sharded or impl.averages_weights
+            holds_alike = not setup.is_sharded or runner.averages_weights
             if setup.ddp not in of_all_ranks and holds_alike:
                 own = [local_shard(tensor) for name, tensor in named_tensors(setup.inner) if name not in ignored]
-                broadcast_tensors(impl.process_group.world, own, "the module")
+                broadcast_tensors(runner.process_group.world, own, "the module")
             if setup.module not in of_all_ranks and holds_alike:
                 self.broadcast_optimizers()
-            impl.grad_scaler = setup.grad_scaler
-            impl.set_module(setup.inner, ignored)
-            self._loads = WeightLoads(setup, impl)
+            runner.grad_scaler = setup.grad_scaler
+            runner.set_module(setup.inner, ignored)
+            self._loads = WeightLoads(setup, runner)
             undo.callback(self._loads.close)
-            differs = impl.averages_weights and impl.process_group.size > 1
-            self._running_means = RunningMeans(setup.inner, impl) if differs else None
+            differs = runner.averages_weights and runner.process_group.size > 1
+            self._running_means = RunningMeans(setup.inner, runner) if differs else None
             if self._running_means is not None:
                 undo.callback(self._running_means.close)
             silenced = undo.enter_context(ExitStack())
@@ -84,34 +86,34 @@ class Attachment:
                     silenced.enter_context(ddp_within_nodes(ddp, None) if within_nodes else ddp_sync_disabled(ddp))
 
             def silence_caller(ddp: DistributedDataParallel) -> None:
-                check_caller(impl, setup, ddp)
+                check_caller(runner, setup, ddp)
                 silence(ddp)
 
             watch: CallerWatch | None = None
-            if impl.averages_weights:
+            if runner.averages_weights:
                 # Where attach was given a DDP, another one may be around the same module; else none may be made later.
                 watch = CallerWatch(setup.inner, setup.ddps, silence_caller if setup.ddp is setup.module else None)
                 undo.callback(watch.close)
             step_hooks, self._clock = install_step_hooks(
                 setup,
-                impl,
-                after_first_step=partial(check_first_step, impl, setup, watch),
+                runner,
+                after_first_step=partial(check_first_step, runner, setup, watch),
                 running_means=self._running_means,
             )
             undo.enter_context(step_hooks)
-            if impl.averages_weights:
+            if runner.averages_weights:
                 if setup.is_sharded:
-                    bound_waits(undo, impl, setup.module, setup.sharded_parts)
+                    bound_waits(undo, runner, setup.module, setup.sharded_parts)
                 for ddp in setup.ddps:
                     silence(ddp)
             elif setup.is_sharded:
                 parts = setup.sharded_parts
-                install_communication(undo, impl, setup.module, parts, setup.sharding, setup.must_agree())
+                install_communication(undo, runner, setup.module, parts, setup.sharding, setup.must_agree())
             else:
                 assert setup.ddp is not None
-                undo.enter_context(hooked(setup.ddp, partial(comm_hook, impl)))
+                undo.enter_context(hooked(setup.ddp, partial(comm_hook, runner)))
             self._undo = undo.pop_all()
-        self._forgotten = weakref.finalize(self, warn_of_missing_detach, weakref.ref(impl))
+        self._forgotten = weakref.finalize(self, warn_of_missing_detach, weakref.ref(runner))
 
     @property
     def is_detached(self) -> bool:
@@ -121,7 +123,7 @@ class Attachment:
     @property
     def ddp(self) -> DistributedDataParallel | None:
         """The DistributedDataParallel that communicates gradients, if there is one."""
-        return None if self.impl.averages_weights else self._setup.ddp
+        return None if self.runner.averages_weights else self._setup.ddp
 
     def detach(self) -> None:
         """Finish what is in flight and give the module back to plain DDP. Collective.
@@ -147,19 +149,19 @@ class Attachment:
         self._forgotten.detach()
         # Both before the weights are averaged for the last time.
         unused = [] if failed else self._clock.unused_optimizers()
-        differ = failed and self.impl.leaves_ranks_apart and self._clock.has_trained
+        differ = failed and self.runner.replicas_diverge and self._clock.has_trained
         with self._undo:
             if not failed:
                 self._loads.settle()
             if self._running_means is not None and not failed:
                 self._running_means.before_end()
-            if self.impl.finish(failed=failed):
+            if self.runner.finish(failed=failed):
                 self.broadcast_optimizers()
                 if self._running_means is not None:
                     self._running_means.average()
-            if not failed and self.impl.process_group.compares_clocks:
+            if not failed and self.runner.process_group.compares_clocks:
                 with suppress(RuntimeError):  # a rank has left: what was compared when the run began has to do
-                    self.impl.lane.submit(self.impl.process_group.compare_clocks).result()
+                    self.runner.lane.submit(self.runner.process_group.compare_clocks).result()
         if unused:
             warn_of_unused_optimizers(unused)
         if differ:
@@ -170,7 +172,7 @@ class Attachment:
 
         A ZeroRedundancyOptimizer is left as it is.
         """
-        world = self.impl.process_group.world
+        world = self.runner.process_group.world
         for optimizer in self._setup.optimizers:
             if not is_sharded(optimizer):
                 broadcast_optimizer_state(world, optimizer)
@@ -246,9 +248,9 @@ class Attachment:
                 does not offer it.
         """
         state: dict[str, Any] = {"attachment": self.state_dict()}
-        if self.impl.averages_weights:
+        if self.runner.averages_weights:
             scaler = self._setup.grad_scaler
-            with self.impl.own_weights() if self._has_mean else nullcontext():
+            with self.runner.own_weights() if self._has_mean else nullcontext():
                 module = self._setup.inner.state_dict()
                 state["module"] = copy.deepcopy(module) if self._has_mean else module
             state["optimizers"] = [optimizer.state_dict() for optimizer in self._setup.optimizers]
@@ -267,15 +269,15 @@ class Attachment:
             CommunicationError: as `load_state_dict`.
         """
         self._check_no_mean("load_rank_state_dict")
-        keys = ["attachment", *(["grad_scaler", "module", "optimizers"] if self.impl.averages_weights else [])]
+        keys = ["attachment", *(["grad_scaler", "module", "optimizers"] if self.runner.averages_weights else [])]
         if isinstance(state, Mapping) and "attachment" in state:
-            check_saved(self.algorithm, self.impl, state["attachment"])  # before anything is overwritten
+            check_saved(self.runner, state["attachment"])  # before anything is overwritten
         if not isinstance(state, Mapping) or not set(keys) <= state.keys():
             raise ValueError(
                 f"Attachment.load_rank_state_dict: state must be what rank_state_dict returned, with the keys {keys}, "
                 f"got {sorted(state) if isinstance(state, Mapping) else state!r}"
             )
-        if self.impl.averages_weights:
+        if self.runner.averages_weights:
             optimizers = self._setup.optimizers
             if len(state["optimizers"]) != len(optimizers):
                 raise ValueError(
@@ -290,7 +292,7 @@ class Attachment:
         self.load_state_dict(state["attachment"])
 
     def _check_no_mean(self, method: str) -> None:
-        if self._has_mean and self.impl.averages_weights:
+        if self._has_mean and self.runner.averages_weights:
             raise RuntimeError(
                 f"torchbagua: Attachment.{method} is called within averaged_weights, whose end undoes what it does to "
                 "the weights; call it outside of the block"
@@ -317,7 +319,7 @@ class Attachment:
             CommunicationError: raised later, on all ranks, where ranks hold different values, or some did not call it.
         """
         self._check_no_mean("weights_changed")
-        if self.impl.averages_weights and self.impl.process_group.size > 1 and not self._is_detached:
+        if self.runner.averages_weights and self.runner.process_group.size > 1 and not self._is_detached:
             self._loads.take_all()
 
     def summary(self) -> Summary:
@@ -333,7 +335,7 @@ class Attachment:
                 "torchbagua: there is nothing to sum up: without observers nothing is noted; "
                 "attach(..., observers=[torchbagua.observe.Summary()])"
             )
-        self.impl.tracer.deliver()
+        self.runner.tracer.deliver()
         return self._summary
 
     def state_dict(self) -> dict[str, Any]:
@@ -343,7 +345,7 @@ class Attachment:
         the version of its format and those arguments of the algorithm that it depends on.
         """
         self._loads.settle()
-        return save_state(self.algorithm, self.impl)
+        return save_state(self.runner)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank. Load the weights that go with it first.
@@ -356,7 +358,7 @@ class Attachment:
             CommunicationError: ranks have states of different parameters, or communication failed.
         """
         with self._loads.superseded():
-            load_state(self.algorithm, self.impl, state)
+            load_state(self.runner, state)
 
     def __enter__(self) -> "Attachment":
         return self

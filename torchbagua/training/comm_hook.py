@@ -1,19 +1,20 @@
 """The DDP communication hook that runs a gradient algorithm.
 
 `attach` has DDP call it. *The standalone hook* is this one as a user registers it with `ddp.register_comm_hook`,
-without `attach`: the impl then knows no module, no names of parameters and no optimizer, unless `reify` was given one.
+without `attach`: the runner then knows no module, no names of parameters and no optimizer, unless `reify` was given
+one.
 """
 
 import torch
 import torch.distributed as dist
 
 from torchbagua._torch import is_in_backward
-from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.runtime.bucket import check_elements
+from torchbagua.runtime.runner import Runner
 from torchbagua.training.wait_timer import WaitTimer
 
 
-def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def comm_hook(state: Runner, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the gradients of one DDP bucket: a DDP communication hook, for a loop without `attach`.
 
     Register it with `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`. DDP then calls it.
@@ -42,11 +43,11 @@ def comm_hook(state: AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Fu
             module was made with `torch._dynamo.config.optimize_ddp = "python_reducer"`.
         RuntimeError: `state` is closed, or a CUDA graph is being captured. Or the algorithm needs to know which steps
             were taken, and was not told of any by the second backward: give `reify` the optimizer, or call
-            `AlgorithmImpl.step_taken`.
+            `Runner.step_taken`.
         ValueError: gradients are sparse, neither on the CPU nor on a GPU, or of a dtype other than float64, float32,
             bfloat16, float16, complex128 and complex64.
     """
-    if not isinstance(state, AlgorithmImpl) or state.averages_weights:
+    if not isinstance(state, Runner) or state.averages_weights:
         raise TypeError(
             f"comm_hook: state must be what a gradient algorithm's reify returned, got {type(state).__name__}"
         )

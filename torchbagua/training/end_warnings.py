@@ -5,16 +5,16 @@ from collections.abc import Sequence
 
 from torchbagua._warnings import warn_user, warn_user_beside_error
 from torchbagua.algorithms.base import Algorithm
-from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.runtime.runner import Runner
 
 
-def warn_of_missing_detach(reference: weakref.ref[AlgorithmImpl]) -> None:
-    """Warn, as the program ends or nobody has the attachment. It must not keep the impl, which keeps the module."""
-    impl = reference()
-    if impl is not None and impl.leaves_ranks_apart:
+def warn_of_missing_detach(reference: weakref.ref[Runner]) -> None:
+    """Warn, as the program ends or nobody has the attachment. It must not keep the runner, which keeps the module."""
+    runner = reference()
+    if runner is not None and runner.replicas_diverge:
         warn_user(
-            f"torchbagua: {type(impl.algorithm).__name__} was not detached, and nobody can do it any more: ranks are "
-            f"left with different weights. Call {impl.ended_by} on all ranks when training is done"
+            f"torchbagua: {type(runner.algorithm).__name__} was not detached, and nobody can do it any more: ranks are "
+            f"left with different weights. Call {runner.ended_by} on all ranks when training is done"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchbagua._torch import FindInf, FoundInf, replace_find_inf, scaled_step_code
-from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.runtime.runner import Runner
 from torchbagua.training.step_clock import StepClock
 
 # On a GradScaler that attachments have been given.
@@ -28,7 +28,7 @@ def is_stepped_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def install_overflow_agreement(
-    scaler: torch.amp.GradScaler, optimizers: Sequence[torch.optim.Optimizer], impl: AlgorithmImpl, clock: StepClock
+    scaler: torch.amp.GradScaler, optimizers: Sequence[torch.optim.Optimizer], runner: Runner, clock: StepClock
 ) -> ExitStack:
     """Let `impl` decide what `scaler` takes for an overflow of `optimizers`, until what is returned is closed.
 
@@ -40,7 +40,7 @@ def install_overflow_agreement(
         shared = _Shared()
         shared.undo = replace_find_inf(scaler, shared.agreeing)
         scaler.__dict__[_SHARED] = shared
-    own = {id(optimizer): (impl, clock) for optimizer in optimizers}
+    own = {id(optimizer): (runner, clock) for optimizer in optimizers}
     shared.attached.update(own)
 
     def remove() -> None:
@@ -59,22 +59,22 @@ class _Shared:
     """What the attachments that share a GradScaler have put into it.
 
     Attributes:
-        attached: the impl, and the clock, of each optimizer that is attached, by its id.
+        attached: the runner, and the clock, of each optimizer that is attached, by its id.
         undo: gives the scaler back what it was.
     """
 
     def __init__(self) -> None:
-        self.attached: dict[int, tuple[AlgorithmImpl, StepClock]] = {}
+        self.attached: dict[int, tuple[Runner, StepClock]] = {}
         self.undo: Callable[[], None] = lambda: None
 
     def agreeing(self, find_inf: FindInf) -> FindInf:
-        """Return what looks for Inf with `find_inf`, and has the impl of an attached optimizer decide."""
+        """Return what looks for Inf with `find_inf`, and has the runner of an attached optimizer decide."""
 
         def find_inf_on_all_ranks(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> FoundInf:
             found = find_inf(optimizer, *args, **kwargs)
             if id(optimizer) in self.attached:
-                impl, clock = self.attached[id(optimizer)]
-                overflow = impl.agree_on_overflow(any(bool(one) for one in found.values()))
+                runner, clock = self.attached[id(optimizer)]
+                overflow = runner.agree_on_overflow(any(bool(one) for one in found.values()))
                 for one in found.values():
                     one.fill_(float(overflow))
                 clock.after_search_for_inf(optimizer, overflow=overflow)

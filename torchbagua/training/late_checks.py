@@ -5,7 +5,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchbagua._torch import is_joining
 from torchbagua._warnings import warn_user
-from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.runtime.runner import Runner
 from torchbagua.training.attach_checks import require_same_ranks
 from torchbagua.training.ddp import JOIN_REFUSAL, check_around
 from torchbagua.training.grad_scaler import is_stepped_by_scaler
@@ -13,21 +13,21 @@ from torchbagua.training.outer_ddps import CallerWatch, search_ddps_around
 from torchbagua.training.setup import TrainingSetup
 
 
-def check_within_nodes(impl: AlgorithmImpl, setup: TrainingSetup) -> None:
+def check_within_nodes(runner: Runner, setup: TrainingSetup) -> None:
     """Raise ValueError unless DDP can go on averaging gradients within the nodes of the impl's group."""
     if setup.is_sharded:
         raise ValueError(
-            f"attach: {type(impl.algorithm).__name__}: hierarchical must be False for a sharded module whose "
-            f"replicate_group has several ranks on a node, here {impl.process_group.node_ranks}: gradients are "
+            f"attach: {type(runner.algorithm).__name__}: hierarchical must be False for a sharded module whose "
+            f"replicate_group has several ranks on a node, here {runner.process_group.node_ranks}: gradients are "
             "averaged among the ranks of a mesh, and not of a node"
         )
-    subject = f"attach: {type(impl.algorithm).__name__} with hierarchical=True has DDP average gradients within nodes"
+    subject = f"attach: {type(runner.algorithm).__name__} with hierarchical=True has DDP average gradients within nodes"
     if not setup.ddps:
         raise ValueError(
             f"{subject}, so module must be a DistributedDataParallel, got {type(setup.module).__name__}; with "
             "hierarchical=False every rank trains alone between rounds"
         )
-    group = impl.process_group
+    group = runner.process_group
     for ddp in setup.ddps:
         if ddp.process_group.size() != group.size:
             node = group.node_ranks[group.nodes[group.rank]]
@@ -41,21 +41,22 @@ def check_within_nodes(impl: AlgorithmImpl, setup: TrainingSetup) -> None:
             )
 
 
-def check_first_step(impl: AlgorithmImpl, setup: TrainingSetup, watch: CallerWatch | None) -> None:
+def check_first_step(runner: Runner, setup: TrainingSetup, watch: CallerWatch | None) -> None:
     """Say, within the loop's first step, what of it an attached algorithm should have been told.
 
     Raises:
         RuntimeError: a DDP that nobody knew of has averaged gradients meanwhile.
     """
-    if setup.grad_scaler is None and impl.needs_grad_scaler and any(map(is_stepped_by_scaler, setup.optimizers)):
+    if setup.grad_scaler is None and runner.needs_grad_scaler and any(map(is_stepped_by_scaler, setup.optimizers)):
         what = (
             "ranks would skip different steps"
-            if impl.averages_weights
+            if runner.averages_weights
             else "what it keeps from step to step would not be in the unit of gradients"
         )
+        stepped, algorithm = type(setup.optimizers[0]).__name__, type(runner.algorithm).__name__
         warn_user(
-            f"torchbagua: a GradScaler steps {type(setup.optimizers[0]).__name__}, and {type(impl).__name__} does not "
-            f"know it: {what}; pass it: attach(..., grad_scaler=scaler)",
+            f"torchbagua: a GradScaler steps {stepped}, and {algorithm} does not know it: {what}; pass it: "
+            "attach(..., grad_scaler=scaler)",
         )
     if watch is None or setup.ddp is setup.module:
         return
@@ -72,7 +73,7 @@ def _refuse_later_ddp(module: torch.nn.Module) -> None:
     )
 
 
-def check_caller(impl: AlgorithmImpl, setup: TrainingSetup, ddp: DistributedDataParallel) -> None:
+def check_caller(runner: Runner, setup: TrainingSetup, ddp: DistributedDataParallel) -> None:
     """Raise ValueError where an algorithm that averages weights cannot silence `ddp`, in whose forward this is called.
 
     `ddp` is another one than that which attach was given, around the same module.
@@ -80,9 +81,9 @@ def check_caller(impl: AlgorithmImpl, setup: TrainingSetup, ddp: DistributedData
     check_around(setup.inner, ddp)
     if is_joining(ddp):
         raise ValueError(f"torchbagua: {JOIN_REFUSAL}")
-    if impl.averages_gradients_within_nodes:
+    if runner.open_node_gradients is not None:
         raise ValueError(
-            f"torchbagua: {type(impl.algorithm).__name__} with hierarchical=True has one DistributedDataParallel "
+            f"torchbagua: {type(runner.algorithm).__name__} with hierarchical=True has one DistributedDataParallel "
             f"average gradients within nodes, and {type(setup.inner).__name__} was called by another one; call the one "
             "that attach was given"
         )

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from torchbagua.algorithms.optimizer_steps import parameters_of
 from torchbagua.collectives.broadcast import broadcast_state
+from torchbagua.runtime.optimizer_steps import parameters_of
 from torchbagua.runtime.shards import is_shard, local_shard
 from torchbagua.transport.communicator import Communicator
 

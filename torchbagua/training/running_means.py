@@ -10,8 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from torchbagua._torch import num_writes
 from torchbagua._warnings import warn_user
-from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.weights.averaging import AveragingImpl
+from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.shards import local_shard
 
 # On a module that is averaged over the ranks, by whatever attachment of this process; of a copy it is another id.
@@ -27,12 +26,12 @@ class RunningMeans:
 
     Args:
         module: the attached module, without its DDP.
-        impl: averages its weights.
+        runner: averages its weights.
     """
 
-    def __init__(self, module: torch.nn.Module, impl: AlgorithmImpl) -> None:
+    def __init__(self, module: torch.nn.Module, runner: Runner) -> None:
         self._module = module
-        self._impl = impl
+        self._runner = runner
         self._added: dict[int, torch.nn.Module] = {}  # by id
         self._num_writes: dict[weakref.ref[AveragedModel], int] | None = None  # None before the first step
         self._has_warned = False
@@ -94,17 +93,18 @@ class RunningMeans:
         self._has_warned = True
         warn_user(
             f"torchbagua: {type(mean).__name__} keeps a running mean of this rank's own weights, which differ between "
-            f"ranks under {type(self._impl.algorithm).__name__}. Call average_also(model) of what attach returned, "
+            f"ranks under {type(self._runner.algorithm).__name__}. Call average_also(model) of what attach returned, "
             "which averages it over the ranks in averaged_weights() and in detach(); or update it within "
             "averaged_weights()"
         )
 
     def _average(self, module: torch.nn.Module) -> None:
-        if not isinstance(self._impl, AveragingImpl):
-            raise NotImplementedError(f"average_also: {type(self._impl).__name__} is not one of this package's impls")
+        weights = self._runner.weights
+        if weights is None:
+            raise NotImplementedError(f"average_also: {type(self._runner.impl).__name__} must call runner.average")
         tensors = [local_shard(tensor) for tensor in chain(module.parameters(), module.buffers())]
         inexact = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-        self._impl.average_tensors(inexact, f"a {type(module).__name__}'s weights")
+        weights.means.average_tensors(inexact, f"a {type(module).__name__}'s weights")
 
 
 def _with_subclasses(cls: type) -> list[type]:

@@ -6,7 +6,7 @@ import torch
 
 from torchbagua._torch import num_writes
 from torchbagua._warnings import warn_user
-from torchbagua.algorithms.optimizer_steps import StepWatch, parameters_of
+from torchbagua.runtime.optimizer_steps import StepWatch, parameters_of
 from torchbagua.runtime.shards import local_shard
 
 # So many backward passes in a row may have their gradients cleared before the optimizer steps, while weights change: a

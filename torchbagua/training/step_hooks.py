@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from torchbagua._torch import leaves, queue_callback
-from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.observe.clocks import Timestamp
 from torchbagua.observe.tracer import Tracer
+from torchbagua.runtime.runner import Runner
 from torchbagua.training.grad_scaler import install_overflow_agreement
 from torchbagua.training.running_means import RunningMeans
 from torchbagua.training.setup import TrainingSetup
@@ -21,21 +21,21 @@ from torchbagua.training.unaveraged_gradients import UnaveragedGradients
 
 def install_step_hooks(
     setup: TrainingSetup,
-    impl: AlgorithmImpl,
+    runner: Runner,
     *,
     after_first_step: Callable[[], None],
     running_means: RunningMeans | None = None,
 ) -> tuple[ExitStack, StepClock]:
-    """Install the hooks that `impl` asks for; return what removes them when it is closed, and the clock.
+    """Install the hooks that the impl asks for; return what removes them when it is closed, and the clock.
 
     Args:
         setup: whose forward, gradients and optimizers are heard of; their steps are the clock.
-        impl: asked for its hooks. Where it averages weights, it is also asked which steps the GradScaler skips: with
+        runner: asked for its hooks. Where it averages weights, it is also asked which steps the GradScaler skips: with
             the decentralized algorithms all ranks skip together, with asynchronous averaging each rank alone.
         after_first_step: called within the optimizer's call of `step`: it looks in the call stack for a GradScaler.
         running_means: of weights that differ between ranks; notified of each training step.
     """
-    wrapper, module = setup.module, setup.inner
+    wrapper, module, impl = setup.module, setup.inner, runner.impl
     on_forward = impl.init_forward_pre_hook(module)
     on_gradient = impl.init_backward_hook(module)
     on_backward_end = impl.init_post_backward_hook(module)
@@ -54,33 +54,33 @@ def install_step_hooks(
             is_first = False
             after_first_step()
         try:
-            if impl.averages_weights and impl.need_reset():
+            if runner.averages_weights and impl.need_reset():
                 impl.reset()
             if on_step is not None:
                 on_step(optimizer)
         finally:
             # Not before: what the algorithm waits for now was communicated in this step.
-            impl.tracer.end_step()
+            runner.tracer.end_step()
         if running_means is not None:
             running_means.after_step()
 
-    must_step = impl.averages_weights and on_step is not None  # it averages when a step ends, or never
-    hears_steps = on_step is not None or impl.averages_weights or impl.needs_grad_scaler or impl.tracer.is_on
+    must_step = runner.averages_weights and on_step is not None  # it averages when a step ends, or never
+    hears_steps = on_step is not None or runner.averages_weights or runner.needs_grad_scaler or runner.tracer.is_on
     clock = StepClock(
-        impl.step_watches if hears_steps else [],
+        runner.step_watches if hears_steps else [],
         end_step,
         raises_if_never_stepped=must_step,
         check_gradients=setup.check_gradients,
     )
-    impl.tracer.has_optimizer = True
+    runner.tracer.has_optimizer = True
     with ExitStack() as handles:  # closed here only where an installation raises
         handles.callback(clock.close)
-        if setup.ddp is not None and not impl.averages_weights and impl.process_group.size > 1:
-            handles.callback(UnaveragedGradients(setup, impl).close)
+        if setup.ddp is not None and not runner.averages_weights and runner.process_group.size > 1:
+            handles.callback(UnaveragedGradients(setup, runner).close)
         if on_forward is not None:
             handles.callback(wrapper.register_forward_pre_hook(before_forward).remove)
-        if on_backward_end is not None or must_step or impl.tracer.is_on:
-            backward = _Backward(impl.tracer, on_backward_end, clock if must_step else None)
+        if on_backward_end is not None or must_step or runner.tracer.is_on:
+            backward = _Backward(runner.tracer, on_backward_end, clock if must_step else None)
             handles.callback(backward.close)
 
             def after_forward(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
@@ -91,8 +91,8 @@ def install_step_hooks(
         if on_gradient is not None:
             for name, parameter in setup.trained().items():
                 handles.callback(parameter.register_post_accumulate_grad_hook(partial(on_gradient, name)).remove)
-        if setup.grad_scaler is not None and impl.averages_weights:
-            handles.enter_context(install_overflow_agreement(setup.grad_scaler, setup.optimizers, impl, clock))
+        if setup.grad_scaler is not None and runner.averages_weights:
+            handles.enter_context(install_overflow_agreement(setup.grad_scaler, setup.optimizers, runner, clock))
         return handles.pop_all(), clock
 
 

@@ -10,8 +10,8 @@ from torch.utils.hooks import RemovableHandle
 
 from torchbagua._torch import is_in_backward, num_writes
 from torchbagua._warnings import warn_user
-from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.optimizer_steps import parameters_of
+from torchbagua.runtime.optimizer_steps import parameters_of
+from torchbagua.runtime.runner import Runner
 from torchbagua.training.setup import TrainingSetup
 
 _requires_grad = attrgetter("requires_grad")
@@ -33,19 +33,19 @@ class UnaveragedGradients:
 
     Args:
         setup: the attached module, its DDP and its optimizers.
-        impl: counts synchronised backward passes, and watches the optimizers' steps.
+        runner: counts synchronised backward passes, and watches the optimizers' steps.
     """
 
-    def __init__(self, setup: TrainingSetup, impl: AlgorithmImpl) -> None:
+    def __init__(self, setup: TrainingSetup, runner: Runner) -> None:
         self._setup = setup
-        self._impl = impl
+        self._runner = runner
         self._ignored_names = setup.ignored_names()
         self._num_synchronised: dict[int, int] = {}  # at the last step of each optimizer, by its id
         self._num_parameters: dict[int, int] = {}  # of each optimizer when `_untrained` was computed
         self._untrained: list[torch.Tensor] = []
         self._position = 0  # in `_untrained`: where the next look begins
         self._bare_steps: _BareSteps | None = None
-        self._watches = list(impl.step_watches)
+        self._watches = list(runner.step_watches)
         for watch in self._watches:
             watch.add(self._after_step, reads_overflow=False)
 
@@ -64,7 +64,7 @@ class UnaveragedGradients:
                 "gradients. Step after backward, or attach an algorithm that averages weights"
             )
             return
-        now = self._num_synchronised[id(optimizer)] = self._impl.num_synchronised
+        now = self._num_synchronised[id(optimizer)] = self._runner.num_synchronised
         is_bare = now == (before or 0)
         if is_bare and self._bare_steps is None:
             self._bare_steps = _BareSteps(self._setup)
@@ -106,7 +106,7 @@ class UnaveragedGradients:
                 )
 
     def _without_bucket(self) -> dict[str, torch.Tensor]:
-        in_buckets = {id(tensor.parameter) for bucket in self._impl.gradient_buckets for tensor in bucket.tensors}
+        in_buckets = {id(tensor.parameter) for bucket in self._runner.gradient_buckets for tensor in bucket.tensors}
         return {
             name: parameter
             for name, parameter in self._setup.inner.named_parameters()

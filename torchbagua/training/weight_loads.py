@@ -1,4 +1,4 @@
-"""Notices the weights that a user loads into an attached module, and notifies the impl when training goes on."""
+"""Notices the weights that a user loads into an attached module, and notifies the runner when training goes on."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchbagua._warnings import warn_user
-from torchbagua.algorithms.impl import AlgorithmImpl
+from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.shards import local_shard, name_of_shard, reshard
 from torchbagua.training.setup import TrainingSetup
 
@@ -25,23 +25,23 @@ class WeightLoads:
 
     Args:
         setup: the module, and the optimizers whose steps are heard of.
-        impl: notified by `AlgorithmImpl.weights_loaded`.
+        runner: notified by `AlgorithmImpl.weights_loaded`.
 
     Attributes:
         has_mean: set it to True while the module holds the mean of all ranks' weights, and loads are refused.
     """
 
-    def __init__(self, setup: TrainingSetup, impl: AlgorithmImpl) -> None:
+    def __init__(self, setup: TrainingSetup, runner: Runner) -> None:
         self.has_mean = False
         self._module = setup.inner
         self._sharded_parts = list(setup.sharded_parts.values())
-        self._impl = impl
+        self._runner = runner
         self._loads: dict[str, _Load] = {}  # since the last step, by the names of the buckets
         self._names: dict[int, str] = {}  # by the id of the tensor, of these buckets
         self._named_buckets: list[Any] | None = None
         self._hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._undo = ExitStack()
-        if not impl.averages_weights or impl.process_group.size == 1:
+        if not runner.averages_weights or runner.process_group.size == 1:
             return
         for optimizer in dict.fromkeys(setup.optimizers):
             self._undo.callback(optimizer.register_step_pre_hook(lambda *_: self.settle()).remove)
@@ -55,7 +55,7 @@ class WeightLoads:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Notify the impl of what was loaded since the last step, unless the weights are again what they were."""
+        """Notify the runner of what was loaded since the last step, unless the weights are again what they were."""
         if not self._loads:
             return
         loads = self._take_loads()
@@ -65,18 +65,18 @@ class WeightLoads:
                 load.note()
         if _are_undone(list(loads.values())):
             return
-        impl = self._impl
-        if impl.process_group.rank == 0:
+        runner = self._runner
+        if runner.process_group.rank == 0:
             warn_user(
-                f"torchbagua: {len(loads)} weights were loaded after attach: {type(impl.algorithm).__name__} goes on "
-                f"from them, {impl.load_effect}. To resume a run, load the attachment's state after the weights",
+                f"torchbagua: {len(loads)} weights were loaded after attach: {type(runner.algorithm).__name__} goes on "
+                f"from them, {runner.load_effect}. To resume a run, load the attachment's state after the weights",
                 UserWarning,
             )
-        impl.weights_loaded({name: load.after for name, load in loads.items() if load.after is not None})
+        runner.impl.weights_loaded({name: load.after for name, load in loads.items() if load.after is not None})
 
     @torch.no_grad()
     def take_all(self) -> None:
-        """Notify the impl that all parameters have changed."""
+        """Notify the runner that all parameters have changed."""
         self._take_loads()
         reshard(self._sharded_parts)
         tracked = self._tracked_names()
@@ -84,9 +84,9 @@ class WeightLoads:
         for path, parameter in self._module.named_parameters():
             if (name := self._name_of(path, parameter, tracked)) is not None:
                 values[name] = local_shard(parameter).clone()
-        self._impl.weights_loaded(values)
-        if self._impl.need_reset():  # some were replaced
-            self._impl.reset()
+        self._runner.impl.weights_loaded(values)
+        if self._runner.impl.need_reset():  # some were replaced
+            self._runner.impl.reset()
 
     @contextmanager
     def superseded(self) -> Iterator[None]:
@@ -106,7 +106,7 @@ class WeightLoads:
 
     def _set_loads(self, loads: dict[str, "_Load"]) -> None:
         self._loads = loads
-        self._impl.loading = frozenset(loads)
+        self._runner.loading = frozenset(loads)
 
     def _install(self, module: torch.nn.Module, path: str) -> None:
         """Have loads into `module`, which the attached module has at `path`, seen."""
@@ -139,7 +139,7 @@ class WeightLoads:
             known = self._name_of(f"{path}.{own_name}" if path else own_name, tensor, tracked)
             if known is not None and prefix + own_name in state and known not in self._loads:
                 self._loads[known] = _Load(module, own_name, local_shard(tensor).clone())
-        self._impl.loading = frozenset(self._loads)
+        self._runner.loading = frozenset(self._loads)
 
     @torch.no_grad()
     def _after_load(self, module: torch.nn.Module, path: str) -> None:
@@ -149,9 +149,9 @@ class WeightLoads:
 
     def _tracked_names(self) -> set[str]:
         """Return the names of the weights that are averaged; ask for those of tensors after this."""
-        if self._named_buckets is not self._impl.buckets:
-            self._named_buckets = self._impl.buckets
-            self._names = {id(one.parameter): one.name for bucket in self._impl.buckets for one in bucket.tensors}
+        if self._named_buckets is not self._runner.buckets:
+            self._named_buckets = self._runner.buckets
+            self._names = {id(one.parameter): one.name for bucket in self._runner.buckets for one in bucket.tensors}
         return set(self._names.values())
 
     def _name_of(self, path: str, tensor: torch.Tensor, tracked: set[str]) -> str | None:

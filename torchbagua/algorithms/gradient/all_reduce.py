@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from torchbagua.algorithms.base import Algorithm, check_flags, register
-from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
+from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.runner import Runner
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class GradientAllReduceAlgorithm(Algorithm):
     def prepare(self) -> None:
         """Nothing: full precision needs no native kernel."""
 
-    def make_impl(self, process_group: BaguaProcessGroup) -> "GradientAllReduceAlgorithmImpl":
-        return GradientAllReduceAlgorithmImpl(process_group, self)
+    def make_impl(self, runner: Runner) -> "GradientAllReduceAlgorithmImpl":
+        return GradientAllReduceAlgorithmImpl(runner)
 
 
 class GradientAllReduceAlgorithmImpl(AlgorithmImpl):

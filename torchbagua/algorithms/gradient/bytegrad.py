@@ -3,16 +3,12 @@
 from dataclasses import KW_ONLY, dataclass
 
 from torchbagua.algorithms.base import check_flags, register
-from torchbagua.algorithms.gradient.compressed_all_reduce import (
-    CompressedAllReduceAlgorithmImpl,
-    CompressedMeanAlgorithm,
-)
+from torchbagua.algorithms.gradient.compressed_all_reduce import CompressedMeanAlgorithm
 from torchbagua.codecs.base import DEFAULT_BLOCK
 from torchbagua.codecs.block_codec import check_block
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.mean_codecs import MeanCodecs
 from torchbagua.codecs.minmax_uint8 import MinMaxUInt8
-from torchbagua.collectives.process_group import BaguaProcessGroup
 
 
 @dataclass(frozen=True)
@@ -45,13 +41,6 @@ class ByteGradAlgorithm(CompressedMeanAlgorithm):
 
     def make_codecs(self) -> MeanCodecs:
         return MeanCodecs(MinMaxUInt8(self.block), Identity() if self.hierarchical else None)
-
-    def make_impl(self, process_group: BaguaProcessGroup) -> "ByteGradAlgorithmImpl":
-        return ByteGradAlgorithmImpl(process_group, self)
-
-
-class ByteGradAlgorithmImpl(CompressedAllReduceAlgorithmImpl):
-    """See `ByteGradAlgorithm`."""
 
 
 register("bytegrad", ByteGradAlgorithm, "mean of gradients in 8 bits")

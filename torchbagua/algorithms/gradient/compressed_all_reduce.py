@@ -8,16 +8,18 @@ from typing import Any
 import torch
 
 from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
-from torchbagua.algorithms.gradient.feedback import FeedbackImpl
+from torchbagua.algorithms.gradient.compressed_mean import CompressedMean
+from torchbagua.algorithms.gradient.feedback import ErrorFeedback
 from torchbagua.algorithms.gradient.optimizer_advice import warn_of_sparse_means
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.lookup import by_name, needs_feedback
 from torchbagua.codecs.mean_codecs import MeanCodecs
 from torchbagua.codecs.sparse import SparseCodec
-from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
+from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.parameter_state import residual_state
+from torchbagua.runtime.runner import Runner
 
 
 class CompressedMeanAlgorithm(Algorithm):
@@ -63,8 +65,8 @@ class CompressedMeanAlgorithm(Algorithm):
         if isinstance(codec, SparseCodec) and codec.ratio < 1:
             warn_of_sparse_means(type(self).__name__, optimizers)
 
-    def make_impl(self, process_group: BaguaProcessGroup) -> "CompressedAllReduceAlgorithmImpl":
-        return CompressedAllReduceAlgorithmImpl(process_group, self)
+    def make_impl(self, runner: Runner) -> AlgorithmImpl:
+        return CompressedAllReduceAlgorithmImpl(runner)
 
 
 @dataclass(frozen=True)
@@ -138,33 +140,19 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
         return MeanCodecs(by_name(self.compression), intra_codec)
 
 
-class CompressedAllReduceAlgorithmImpl(FeedbackImpl):
+class CompressedAllReduceAlgorithmImpl(AlgorithmImpl):
     """See `CompressedAllReduceAlgorithm`."""
 
     algorithm: CompressedMeanAlgorithm
 
-    def __init__(self, process_group: BaguaProcessGroup, algorithm: CompressedMeanAlgorithm) -> None:
-        super().__init__(process_group, algorithm)
-        self._codecs = algorithm.make_codecs()
-        self.parameter_state = residual_state(type(algorithm).__name__) if algorithm.error_feedback else None
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(runner)
+        has_feedback, owner = self.algorithm.error_feedback, type(self.algorithm).__name__
+        feedback = ErrorFeedback(runner, residual_state(owner)) if has_feedback else None
+        self._mean = CompressedMean(self.algorithm.make_codecs(), self.algorithm.average, feedback)
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        # One rank leaves nothing out, and neither does full precision.
-        codec = self.codec_for(bucket)
-        if self.parameter_state is None or codec is not self.compressor or self.process_group.size == 1:
-            self._append_mean(bucket, codec)
-        else:
-            state = self.parameter_state
-            self.append_with_state(bucket, lambda part: self._append_mean(part, codec, state.of_bucket(part)))
-
-    def _append_mean(self, bucket: BaguaBucket, codec: Compressor, feedback: TwoPhaseResiduals | None = None) -> None:
-        bucket.append_centralized_synchronous_op(
-            hierarchical=self._codecs.hierarchical,
-            average=self.algorithm.average,
-            compression=codec,
-            error_feedback=feedback,
-            intra_compression=self._codecs.for_dtype(bucket.flat.dtype).intra_codec,
-        )
+        self._mean.append(bucket)
 
 
 register("compressed_allreduce", CompressedAllReduceAlgorithm, "mean of gradients by any codec, by default in 4 bits")

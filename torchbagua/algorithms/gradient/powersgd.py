@@ -1,7 +1,7 @@
 """PowerSGD: the gradient of a matrix averaged as the product of two factors of low rank."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -9,8 +9,9 @@ import torch
 
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags, register
+from torchbagua.algorithms.gradient.feedback import ErrorFeedback
 from torchbagua.algorithms.gradient.optimizer_advice import adam_among
-from torchbagua.algorithms.gradient.phases import PhasedFeedbackImpl
+from torchbagua.algorithms.gradient.phases import Phases
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name
 from torchbagua.collectives.low_rank_mean import LowRankMean
@@ -18,8 +19,10 @@ from torchbagua.collectives.low_rank_state import LowRankState, MatrixShape, mat
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.runtime.bucket import BaguaBucket
+from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.memory_order import MemoryOrder, flat_length
 from torchbagua.runtime.parameter_state import ParameterState
+from torchbagua.runtime.runner import Runner
 
 _COMPRESSIONS = (None, "bfloat16")
 _LARGEST_RANK = 2**15
@@ -103,8 +106,8 @@ class PowerSGDAlgorithm(Algorithm):
     def make_codec(self) -> "LowRank":
         return LowRank(rank=self.rank)
 
-    def make_impl(self, process_group: BaguaProcessGroup) -> "PowerSGDAlgorithmImpl":
-        return PowerSGDAlgorithmImpl(process_group, self)
+    def make_impl(self, runner: Runner) -> "PowerSGDAlgorithmImpl":
+        return PowerSGDAlgorithmImpl(runner)
 
 
 @dataclass(frozen=True)
@@ -118,48 +121,51 @@ class LowRank(Identity):
         return dtype in ELEMENT_TYPES
 
 
-class PowerSGDAlgorithmImpl(PhasedFeedbackImpl):
+class PowerSGDAlgorithmImpl(AlgorithmImpl):
     """See `PowerSGDAlgorithm`."""
 
     algorithm: PowerSGDAlgorithm
 
-    def __init__(self, process_group: BaguaProcessGroup, algorithm: PowerSGDAlgorithm) -> None:
-        super().__init__(process_group, algorithm)
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(runner)
         shapes = {"error": None, "factor": self._factor_shape}
-        self._state = ParameterState("PowerSGDAlgorithm", self._make_state, shapes)
-        self.parameter_state = self._state
-        self._has_factors = False
+        self._feedback = ErrorFeedback(runner, ParameterState("PowerSGDAlgorithm", self._make_state, shapes))
+        self._warm_up = Phases(runner, lambda num_steps: int(num_steps >= self.algorithm.start_step))
 
-    def phase_after(self, num_steps: int) -> int:
-        """Return 1 where there are factors."""
-        return int(num_steps >= self.algorithm.start_step)
-
-    def begin_phase(self, phase: int) -> None:
-        self._has_factors = bool(phase)
+    def need_reset(self) -> bool:
+        return self._warm_up.begin_backward()
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        if not self._has_factors or self.process_group.size == 1 or not self.compressor.encodes(bucket.flat.dtype):
+        has_factors = self._warm_up.current == 1 and self.runner.process_group.size > 1
+        if not has_factors or not self.runner.codec.encodes(bucket.flat.dtype):
             bucket.append_centralized_synchronous_op(hierarchical=self.algorithm.hierarchical)
         elif not any(self._shape_of(tensor.parameter) for tensor in bucket.tensors):
             bucket.append_centralized_synchronous_op(
                 hierarchical=self.algorithm.hierarchical, compression=self.algorithm.compression
             )
         else:
-            self.append_with_state(bucket, self._append_low_rank_mean)
+            self._feedback.append(bucket, self._append_low_rank_mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the backward passes and steps so far; the runner saves errors and factors."""
+        return self._warm_up.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._warm_up.load_state_dict(state)
 
     def _append_low_rank_mean(self, bucket: BaguaBucket) -> None:
         mean = LowRankMean(
-            self.process_group,
+            bucket.group,
             by_name(self.algorithm.compression),
             bucket.spec,
-            self._state.of_bucket(bucket),
+            self._feedback.state.of_bucket(bucket),
             [tensor.name for tensor in bucket.tensors],
             self.algorithm.seed,
             hierarchical=self.algorithm.hierarchical,
         )
 
         def low_rank_mean(bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-            mean(bucket.flat, self.num_backward_passes)
+            mean(bucket.flat, self._warm_up.num_backward_passes)
 
         bucket.append_python_op(low_rank_mean)
 
@@ -169,7 +175,7 @@ class PowerSGDAlgorithmImpl(PhasedFeedbackImpl):
         return LowRankState(bucket.spec.segment_lengths, shapes, bucket.flat.device, held, keeps_right=keeps_right)
 
     def _shape_of(self, parameter: torch.Tensor) -> MatrixShape | None:
-        if not self.compressor.encodes(parameter.dtype.to_real()):
+        if not self.runner.codec.encodes(parameter.dtype.to_real()):
             return None
         return matrix_shape(
             MemoryOrder(parameter).sizes, flat_length(parameter), self.algorithm.rank, self.algorithm.min_rate

@@ -3,16 +3,17 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from torchbagua.algorithms.base import Algorithm, check_at_least, check_flags, register
-from torchbagua.algorithms.gradient.compressed_all_reduce import (
-    CompressedAllReduceAlgorithmImpl,
-    CompressedMeanAlgorithm,
-)
-from torchbagua.algorithms.gradient.phases import PhasedFeedbackImpl
+from torchbagua.algorithms.gradient.compressed_all_reduce import CompressedMeanAlgorithm
+from torchbagua.algorithms.gradient.compressed_mean import CompressedMean
+from torchbagua.algorithms.gradient.feedback import ErrorFeedback
+from torchbagua.algorithms.gradient.local_momentum import append_local_momentum, check_sgd_without_momentum
+from torchbagua.algorithms.gradient.phases import Phases
 from torchbagua.codecs.base import DEFAULT_BLOCK, Compressor
 from torchbagua.codecs.blockk import BlockK
 from torchbagua.codecs.cast import Identity
@@ -22,7 +23,9 @@ from torchbagua.codecs.topk import TopK
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.residuals import Momentum
 from torchbagua.runtime.bucket import BaguaBucket
+from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.parameter_state import residual_state
+from torchbagua.runtime.runner import Runner
 
 # Of the warm-up, as in section 3.3 of the paper: from 25 % to 0.1 % each stage sends a quarter of the one before.
 _FIRST_RATIO = 0.25
@@ -112,19 +115,8 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
         """Raise ValueError if there is a `momentum`, and the optimizer is not SGD or has one too; warn without one."""
         if self.momentum is None:
             super().check_optimizers(optimizers)
-            return
-        for optimizer in optimizers:
-            if not isinstance(optimizer, torch.optim.SGD):
-                raise ValueError(
-                    f"TopKAlgorithm: with momentum={self.momentum} the optimizer must be torch.optim.SGD, got "
-                    f"{type(optimizer).__name__}"
-                )
-            own = [group["momentum"] for group in optimizer.param_groups if group["momentum"]]
-            if own:
-                raise ValueError(
-                    f"TopKAlgorithm: with momentum={self.momentum} that of SGD must be 0, since the algorithm has it "
-                    f"already, got {own[0]}"
-                )
+        else:
+            check_sgd_without_momentum("TopKAlgorithm", self.momentum, optimizers)
 
     def check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Warn as others do; but ValueError with a momentum, which uncompressed parameters would not have."""
@@ -136,8 +128,8 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
             )
         super().check_parameters(parameters)
 
-    def make_impl(self, process_group: BaguaProcessGroup) -> "TopKAlgorithmImpl":
-        return TopKAlgorithmImpl(process_group, self)
+    def make_impl(self, runner: Runner) -> "TopKAlgorithmImpl":
+        return TopKAlgorithmImpl(runner)
 
 
 def _codec(algorithm: TopKAlgorithm, stage: int) -> Compressor:
@@ -150,53 +142,46 @@ def _codec(algorithm: TopKAlgorithm, stage: int) -> Compressor:
     return _SELECTIONS[algorithm.selection](algorithm.block, ratio)
 
 
-class TopKAlgorithmImpl(PhasedFeedbackImpl, CompressedAllReduceAlgorithmImpl):
+class TopKAlgorithmImpl(AlgorithmImpl):
     """See `TopKAlgorithm`."""
 
     algorithm: TopKAlgorithm
 
-    def __init__(self, process_group: BaguaProcessGroup, algorithm: TopKAlgorithm) -> None:
-        super().__init__(process_group, algorithm)
-        if algorithm.momentum is not None:
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(runner)
+        momentum = None
+        if self.algorithm.momentum is not None:
             # One rank sends everything and nothing, and has no need to forget it.
-            momentum = Momentum(algorithm.momentum, algorithm.momentum_masking and process_group.size > 1)
-            self.parameter_state = residual_state("TopKAlgorithm", momentum)
+            is_masked = self.algorithm.momentum_masking and runner.process_group.size > 1
+            momentum = Momentum(self.algorithm.momentum, is_masked)
+        self._feedback = ErrorFeedback(runner, residual_state("TopKAlgorithm", momentum))
+        self._warm_up = Phases(runner, self._stage_after)
 
-    def phase_after(self, num_steps: int) -> int:
+    def _stage_after(self, num_steps: int) -> int:
         """Return the stage of the warm-up; the last one is what comes after it."""
         num_warm = self.algorithm.warmup_steps
         return min(num_steps * _NUM_STAGES // num_warm, _NUM_STAGES) if num_warm else _NUM_STAGES
 
-    def begin_phase(self, phase: int) -> None:
-        self.compressor = _codec(self.algorithm, phase)
-
-    def on_backward_begin(self) -> None:
+    def need_reset(self) -> bool:
         """Count the backward; a scheduler may have given the optimizer a momentum since the last."""
         if self.algorithm.momentum is not None:
-            self.algorithm.check_optimizers(self.optimizers)
-        super().on_backward_begin()
+            self.algorithm.check_optimizers(self.runner.optimizers)
+        return self._warm_up.begin_backward()
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        if self.algorithm.momentum is None or self.process_group.size > 1:
-            super().init_operations(module, bucket)
-        else:
-            self.append_with_state(bucket, self._append_momentum)
+        if self.algorithm.momentum is not None and self.runner.process_group.size == 1:
+            self._feedback.append(bucket, partial(append_local_momentum, self._feedback.state))
+            return
+        codec = _codec(self.algorithm, _NUM_STAGES if self._warm_up.current is None else self._warm_up.current)
+        codecs = MeanCodecs(codec, self.algorithm.make_codecs().intra_codec)
+        CompressedMean(codecs, self.algorithm.average, self._feedback).append(bucket)
 
-    def _append_momentum(self, bucket: BaguaBucket) -> None:
-        """Append what a group of one does: the sum of velocities, of which all is used, and nothing is sent."""
-        assert self.parameter_state is not None
-        residuals = self.parameter_state.of_bucket(bucket)
-        everything = slice(0, len(bucket.flat))
-        residuals.assign_slices(sent=everything, mean=slice(0, 0))
-        codec = Identity()
-        layout = codec.layout(bucket.spec, (0, len(bucket.flat)))
+    def state_dict(self) -> dict[str, Any]:
+        """Return the backward passes and steps so far; the runner saves residuals and velocities."""
+        return self._warm_up.state_dict()
 
-        def add_momentum(bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-            if residuals.initial is not None:
-                residuals.load_whole(residuals.initial)
-            residuals.sent.encode(bucket.flat, codec, layout, bucket.flat.view(torch.uint8), everything)
-
-        bucket.append_python_op(add_momentum)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._warm_up.load_state_dict(state)
 
 
 register("topk", TopKAlgorithm, "mean of the largest elements of gradients, for SGD")

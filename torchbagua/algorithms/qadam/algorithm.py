@@ -1,6 +1,6 @@
 """QAdam: after a warm-up, Adam's momentum travels in 8 bits or in one, and nothing else does."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
@@ -9,8 +9,7 @@ import torch
 
 from torchbagua._description import describe
 from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
-from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.optimizer_steps import parameters_of, unwrap
+from torchbagua.algorithms.qadam.momentum_mean import MomentumMean
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
 from torchbagua.codecs.base import REGISTRY, Compressor
 from torchbagua.codecs.cast import Identity
@@ -20,7 +19,10 @@ from torchbagua.collectives.agreement import require_same_progress
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.runtime.bucket import BaguaBucket
+from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.optimizer_steps import parameters_of, unwrap
 from torchbagua.runtime.parameter_state import residual_state
+from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.sub_buckets import append_sub_buckets, sub_bucket_of
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]
@@ -139,13 +141,8 @@ class QAdamAlgorithm(Algorithm):
         own, codec = {id(parameter) for parameter in self.q_adam_optimizer.parameters}, self.make_codec()
         return {name: one for name, one in parameters.items() if id(one) in own and not encodes_momentum(codec, one)}
 
-    def make_impl(self, process_group: BaguaProcessGroup) -> "QAdamAlgorithmImpl":
-        return QAdamAlgorithmImpl(process_group, self)
-
-
-def encodes_momentum(codec: Compressor, parameter: torch.Tensor) -> bool:
-    """Return whether `codec` sends the momentum of `parameter`: not float64's, since momenta are sent in float32."""
-    return parameter.dtype in ELEMENT_TYPES and codec.encodes(parameter.dtype)
+    def make_impl(self, runner: Runner) -> "QAdamAlgorithmImpl":
+        return QAdamAlgorithmImpl(runner)
 
 
 class QAdamAlgorithmImpl(AlgorithmImpl):
@@ -153,55 +150,56 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
 
     algorithm: QAdamAlgorithm
 
-    def __init__(self, process_group: BaguaProcessGroup, algorithm: QAdamAlgorithm) -> None:
-        super().__init__(process_group, algorithm)
-        self.q_adam = algorithm.q_adam_optimizer
-        self.parameter_state = residual_state("QAdamAlgorithm") if algorithm.error_feedback else None
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(runner)
+        self._q_adam = optimizer = self.algorithm.q_adam_optimizer
         self._past_warmup: list[int] = []
-        self._has_changed_kinds = False  # which travel as momenta, since the last backward
-        self.q_adam.attach_averager(self)
-
-    @property
-    def needs_grad_scaler(self) -> bool:
-        """True: gradients carry the loss scale, and momenta do not."""
-        return True
+        runner.needs_grad_scaler = True  # gradients carry the loss scale, and momenta do not
+        residuals = None
+        if self.algorithm.error_feedback:
+            residuals = runner.keep(residual_state("QAdamAlgorithm"), lambda: optimizer.parameters)
+        self._momenta = MomentumMean(runner, optimizer, residuals, hierarchical=self.algorithm.hierarchical)
+        optimizer.attach_averager(self)
+        runner.on_close(lambda: optimizer.detach_averager(self))
 
     def need_reset(self) -> bool:
-        """Return True where other parameters are past their warm-up than in the last backward."""
-        return self._has_changed_kinds
+        """Return whether other parameters are past their warm-up than in the last backward.
 
-    def on_backward_begin(self) -> None:
-        """Look which parameters are past their warm-up, and compare over the ranks how far these have come."""
-        num_updates = self.q_adam.num_updates_past_warmup
+        Ranks compare how far these have come.
+        """
+        num_updates = self._q_adam.num_updates_past_warmup
         before, self._past_warmup = self._past_warmup, list(num_updates)
-        self._has_changed_kinds = before != self._past_warmup
-        if self.process_group.size > 1:
-            # Each time: what is sent may change its form after the warm-up too, by a state that is loaded, and a rank
-            # that has not loaded it does not know.
-            must_agree = {
-                "parameters past their warm-up": len(num_updates),
-                "updates of parameters past their warm-up": sum(num_updates.values()),
-            }
-            world, watch = self.process_group.world, self.gradient_buckets.layout_watch
-            message = watch.message(world.rank, world.size)
+        if self.runner.process_group.size > 1:
+            self._compare(num_updates.values())
+        return before != self._past_warmup
 
-            def compare() -> None:
-                check = partial(watch.check, size=world.size)
-                require_same_progress(world, must_agree, "the gradients", message, check)
+    def _compare(self, num_updates: Collection[int]) -> None:
+        # In each backward: what is sent may change its form after the warm-up too, by a state that is loaded, and a
+        # rank that has not loaded it does not know.
+        must_agree = {
+            "parameters past their warm-up": len(num_updates),
+            "updates of parameters past their warm-up": sum(num_updates),
+        }
+        world, watch = self.runner.process_group.world, self.runner.gradient_buckets.layout_watch
+        message = watch.message(world.rank, world.size)
 
-            # Where it fails the lane ends, and this backward's buckets raise it.
-            in_step = self.lane.submit(compare)
-            device = parameters_of(self.q_adam)[0].device
-            if world.in_stream_order(device):  # what is launched there does not wait for its turn in the lane
-                in_step.result()
+        def compare() -> None:
+            check = partial(watch.check, size=world.size)
+            require_same_progress(world, must_agree, "the gradients", message, check)
+
+        # Where it fails the lane ends, and this backward's buckets raise it.
+        in_step = self.runner.lane.submit(compare)
+        device = parameters_of(self._q_adam)[0].device
+        if world.in_stream_order(device):  # what is launched there does not wait for its turn in the lane
+            in_step.result()
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         """Append the mean of gradients, or of momenta; where it is of both kinds, of each apart."""
         past = [tensor for tensor in bucket.tensors if self._sends_momentum(tensor.parameter)]
-        if not past or self.process_group.size == 1:  # the mean of one gradient is itself, to the last bit
+        if not past or self.runner.process_group.size == 1:  # the mean of one gradient is itself, to the last bit
             bucket.append_centralized_synchronous_op(hierarchical=self.algorithm.hierarchical)
         elif len(past) == len(bucket.tensors) and bucket.flat.dtype == torch.float32:
-            self._append_mean_of_momenta(bucket)
+            self._momenta.append(bucket)
         else:
             rest = [tensor for tensor in bucket.tensors if tensor not in past]
             # Momenta in float32 always: (mean - b1 m) / (1 - b1) would magnify the rounding of a shorter format.
@@ -212,76 +210,14 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
                 self.init_operations(None, part)
             append_sub_buckets(bucket, parts)
 
-    def close(self) -> None:
-        super().close()
-        self.q_adam.detach_averager(self)
-
-    def state_parameters(self) -> list[torch.Tensor]:
-        """Return those of the optimizer, whose momenta are sent."""
-        return self.q_adam.parameters
-
-    def _append_mean_of_momenta(self, bucket: BaguaBucket) -> None:
-        feedback = None
-        if self.parameter_state is not None:
-            feedback = self.parameter_state.of_bucket(bucket)
-            bucket.append_python_op(self.parameter_state.resolve_last_backward)
-        bucket.append_python_op(self._form_momenta)
-        bucket.append_centralized_synchronous_op(
-            hierarchical=self.algorithm.hierarchical,
-            compression=self.compressor,
-            error_feedback=feedback,
-        )
-        bucket.append_python_op(self._form_gradients_or_adopt_momenta)
-
     def _sends_momentum(self, parameter: torch.Tensor) -> bool:
-        """Return whether the momentum travels; in full precision the gradient does, whose mean comes to the same."""
-        return self.q_adam.is_past_warmup(parameter) and encodes_momentum(self.compressor, parameter)
+        """Return whether the momentum is sent; in full precision the gradient is, whose mean comes to the same."""
+        return self._q_adam.is_past_warmup(parameter) and encodes_momentum(self.runner.codec, parameter)
 
-    @torch.no_grad()
-    def _form_momenta(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-        for gradients, momenta, beta1, share in self._with_momenta(bucket):
-            torch.ops.torchbagua.qadam_form_momenta(gradients, momenta, beta1=beta1, share=share)
 
-    @torch.no_grad()
-    def _form_gradients(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-        for averages, momenta, beta1, share in self._with_momenta(bucket):
-            torch.ops.torchbagua.qadam_form_gradients(averages, momenta, beta1=beta1, share=share)
-
-    def _form_gradients_or_adopt_momenta(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-        if self.has_joined:
-            self._adopt_momenta(bucket, group)
-        else:
-            self._form_gradients(bucket, group)
-
-    @torch.no_grad()
-    def _adopt_momenta(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
-        """Do what the other ranks' steps do with the mean: this rank takes none, and what it sends must not be old."""
-        if self.parameter_state is not None:
-            self.parameter_state.commit_without_step(bucket)
-        if not bool(bucket.flat.isfinite().all()):  # then they skip it
-            return
-        self._form_gradients(bucket, group)
-        bucket.flat.div_(self.loss_scale)
-        for gradients, momenta, beta1, _ in self._with_momenta(bucket):
-            torch.ops.torchbagua.qadam_form_momenta(gradients, momenta, beta1=beta1, share=1.0 - beta1)
-        for tensor, momentum in bucket.views(bucket.flat):
-            self.q_adam.adopt_momentum(tensor.parameter, momentum)
-
-    def _with_momenta(
-        self, bucket: BaguaBucket
-    ) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor], float, float]]:
-        """Yield, for each beta1 that parameters have, their parts of the flat tensor, their momenta, beta1 and share.
-
-        The share is (1 - beta1) / loss scale: gradients carry the scale, momenta do not.
-        """
-        alike: dict[float, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for tensor, part in bucket.parts(bucket.flat):
-            momentum = self.q_adam.state[tensor.parameter]["exp_avg"]
-            beta1 = self.q_adam.beta1_of(tensor.parameter)
-            alike.setdefault(beta1, []).append((part, tensor.order.flatten(momentum)))
-        for beta1, pairs in alike.items():
-            parts, momenta = map(list, zip(*pairs, strict=True))
-            yield parts, momenta, beta1, (1.0 - beta1) / self.loss_scale
+def encodes_momentum(codec: Compressor, parameter: torch.Tensor) -> bool:
+    """Return whether `codec` sends the momentum of `parameter`: not float64's, since momenta are sent in float32."""
+    return parameter.dtype in ELEMENT_TYPES and codec.encodes(parameter.dtype)
 
 
 register("qadam", QAdamAlgorithm, "Adam whose momentum is averaged in 8 bits, or in one, after a warm-up")

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from torchbagua import native
 from torchbagua._torch import leave_scaling_to_scaler, mark_as_stepped, unhooked_step
-from torchbagua.algorithms.optimizer_steps import parameters_of, unwrap
 from torchbagua.algorithms.qadam.options import check_group, check_numbers
 from torchbagua.algorithms.qadam.updates import AdamUpdates
 from torchbagua.native.qadam import qadam_update
 from torchbagua.runtime.memory_order import MemoryOrder, flatten_like
+from torchbagua.runtime.optimizer_steps import parameters_of, unwrap
 
 # In the state of a parameter: updates since its warm-up. Adam's own "step" stands still with the second moment whose
 # bias it corrects, so that Adam can go on from this state.

@@ -10,10 +10,11 @@ import torch
 
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import check_at_least, check_codecs, register
-from torchbagua.algorithms.weights.averaging import AveragingImpl, ModelAveragingAlgorithm
+from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm
 from torchbagua.algorithms.weights.background_rounds import BackgroundRounds, MonotonicWaitClock, WaitClock
 from torchbagua.algorithms.weights.compressed_rounds import CompressedDifferences
-from torchbagua.algorithms.weights.gradient_warm_up import average_gradients
+from torchbagua.algorithms.weights.gradient_warm_up import GradientWarmUp
+from torchbagua.algorithms.weights.pending_state import load_pending_state, pending_state
 from torchbagua.algorithms.weights.votes import Outcome, Reason
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
@@ -21,7 +22,9 @@ from torchbagua.codecs.lookup import by_name, needs_feedback
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.runtime.bucket import BaguaBucket
-from torchbagua.runtime.weight_buckets import WeightBucket
+from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.weight_bucket import WeightBucket
 
 Mode = Literal["warm-up", "running", "stopped", "ended"]
 
@@ -109,42 +112,45 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
     def make_codec(self) -> Compressor:
         return by_name(self.compression)
 
-    def make_impl(self, process_group: BaguaProcessGroup) -> "AsyncModelAverageAlgorithmImpl":
-        """Return the impl over `process_group`.
+    def make_impl(self, runner: Runner) -> "AsyncModelAverageAlgorithmImpl":
+        """Return the impl.
 
         Raises:
             ValueError: ranks would wait for each other's next round longer than half the group's timeout.
         """
-        timeout_s = process_group.timeout.total_seconds()
+        timeout_s = runner.process_group.timeout.total_seconds()
         if self.sync_interval_ms > 500 * timeout_s:
             raise ValueError(
                 f"AsyncModelAverageAlgorithm: sync_interval_ms must be at most half the timeout of attach or of the "
                 f"group, {timeout_s:g} s, got {self.sync_interval_ms}"
             )
-        return AsyncModelAverageAlgorithmImpl(process_group, self)
+        return AsyncModelAverageAlgorithmImpl(runner)
 
 
-class AsyncModelAverageAlgorithmImpl(AveragingImpl):
+class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
     """What `Attachment.impl` is while `AsyncModelAverageAlgorithm` is attached; it stops and resumes averaging.
 
     Attributes:
+        step: training steps so far.
         clock: measures the interval.
     """
 
     algorithm: AsyncModelAverageAlgorithm
 
-    def __init__(
-        self, process_group: BaguaProcessGroup, algorithm: AsyncModelAverageAlgorithm, *, clock: WaitClock | None = None
-    ) -> None:
-        super().__init__(process_group, algorithm)
+    def __init__(self, runner: Runner, *, clock: WaitClock | None = None) -> None:
+        super().__init__(runner)
+        self.step = 0
         self.clock = clock or MonotonicWaitClock()
+        self._weights = self.algorithm.average(runner, self._progress)
+        self._warm_up = GradientWarmUp(self._weights, runner.process_group)
         self._differences: dict[WeightBucket, CompressedDifferences] = {}
+        self._is_single_rank = runner.process_group.size == 1
         self._is_enabled = True
         self._leaving_rank: int | None = None
         self._rounds: BackgroundRounds | None = None
         self._num_rounds_before = 0
         self._num_calls = 0
-        self._has_averaged_gradients = False
+        runner.replicas_diverge = False  # before the first round
 
     @property
     def mode(self) -> Mode:
@@ -158,10 +164,6 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
         if self.step < self.algorithm.warmup_steps:
             return "warm-up"
         return "running" if self._is_enabled else "stopped"
-
-    @property
-    def leaves_ranks_apart(self) -> bool:
-        return self.mode == "running" and super().leaves_ranks_apart
 
     @property
     def num_rounds(self) -> int:
@@ -190,7 +192,7 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
             self._stop("abort", self.algorithm.final_average if final_average is None else final_average)
         else:
             self._meet("abort")
-        self.tracer.deliver()
+        self.runner.tracer.deliver()
 
     def resume(self, module: torch.nn.Module) -> None:
         """Start averaging again after `abort`. Collective. Does nothing if averaging is not stopped.
@@ -211,6 +213,113 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
         self._meet("resume")
         self._is_enabled = True
         self._start()
+
+    def _check_attached(self, method: str, module: torch.nn.Module) -> None:
+        if not self.runner.is_attached_to(module):
+            raise ValueError(
+                f"AsyncModelAverageAlgorithmImpl.{method}: module must be the one that the algorithm is attached to, "
+                f"got {type(module).__name__}, to which it is not"
+            )
+
+    def _meet(self, purpose: str) -> None:
+        """Wait until all ranks are here; while no rounds are running."""
+        if not self._is_single_rank:
+            self._weights.lockstep.submit(lambda: None, purpose).result()
+
+    def need_reset(self) -> bool:
+        # In warm-up ranks meet at each step. Rounds refuse a changed layout with the next vote, and without rounds
+        # ranks do not meet.
+        return self._weights.need_reset(meets=self.mode == "warm-up")
+
+    def reset(self) -> None:
+        """Make buckets again; rounds that are running stop for it, on all ranks."""
+        was_running = self._rounds is not None
+        if was_running:
+            self._stop("new buckets", with_mean=False)
+        self._differences.clear()
+        super().reset()
+        if was_running:
+            self._start()
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
+        one = self._weights[bucket]
+        bucket.append_asynchronous_model_average_op(self.algorithm.peer_selection_mode, snapshot=one.snapshot)
+        codec = self.runner.codec_for(bucket)
+        # Not buffers: a small variance beside a large one would not survive 8 bits.
+        if not isinstance(codec, Identity) and bucket.flat.dtype in ELEMENT_TYPES and not one.are_buffers:
+            self._differences[one] = CompressedDifferences(one, codec)
+
+    def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
+        return self._after_backward
+
+    def _after_backward(self) -> None:
+        """Average gradients during warm-up."""
+        if self._is_single_rank or self.mode != "warm-up":
+            return
+        if self.need_reset():  # a layer was unfrozen or replaced since the last step
+            self.reset()
+        self._warm_up.average_gradients()
+
+    def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
+        """Start averaging if there is no warm-up, and return what meets the background rounds between two steps."""
+        self._start()
+        return self._after_step
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.mode == "warm-up" and not self._is_single_rank:
+            self._warm_up.after_step()
+        self.step += 1
+        if self._rounds is None:
+            self._start()
+            return
+        self._rounds.after_step()
+        if (outcome := self._rounds.outcome) is not None:
+            self._note_outcome(outcome)
+
+    def _start(self) -> None:
+        self._note_mode()
+        if self.mode == "running" and self._rounds is None and not self._is_single_rank:
+            interval_s = self.algorithm.sync_interval_ms / 1000
+            average = partial(_average, self._differences)
+            self._rounds = BackgroundRounds(self.runner, self._weights, average, interval_s, self.clock)
+
+    def _note_mode(self) -> None:
+        self.runner.replicas_diverge = self.mode == "running" and self._weights.has_final_mean
+
+    def _stop(self, reason: Reason, with_mean: bool) -> Outcome:
+        assert self._rounds is not None
+        outcome = self._rounds.stop(reason, with_mean=with_mean, loading=self.runner.loading)
+        self._note_outcome(outcome)
+        return outcome
+
+    def _note_outcome(self, outcome: Outcome) -> None:
+        assert self._rounds is not None
+        self._num_rounds_before += self._rounds.num_rounds
+        self._rounds = None
+        self._leaving_rank = outcome.leaving_rank
+        self._note_mode()
+        if self._leaving_rank is not None:
+            self.runner.has_lost_ranks = True
+            warn_user(
+                f"torchbagua: rank {self._leaving_rank} has left the training: asynchronous averaging has ended, and "
+                "this rank trains alone from here on"
+            )
+
+    def _progress(self) -> dict[str, int]:
+        return {
+            "optimizer steps of the warm-up": min(self.step, self.algorithm.warmup_steps),
+            "calls of abort and resume": self._num_calls,
+            "running series of rounds": int(self.mode == "running"),
+        }
+
+    def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Keep the means of snapshots from before the load out of the loaded weights.
+
+        Nothing is averaged until all ranks have loaded. They all raise if that takes longer than the timeout.
+        """
+        super().weights_loaded(values)
+        if self._rounds is not None:
+            self._rounds.weights_loaded(values.keys(), self._weights.loads.mark)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -234,50 +343,14 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
         if was_running:
             self._start()
 
-    def set_module(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> None:
-        """Make buckets, and start averaging where there is no warm-up."""
-        super().set_module(module, ignored_names)
-        self._start()
-
-    def reset(self) -> None:
-        """Make buckets again; rounds that are running stop for it, on all ranks."""
-        was_running = self._rounds is not None
-        if was_running:
-            self._stop("new buckets", with_mean=False)
-        self._differences.clear()
-        super().reset()
-        if was_running:
-            self._start()
-
-    def refuse_changed_layout(self) -> None:
-        """In warm-up, as others do. Rounds refuse with the next vote, and without rounds ranks do not meet."""
-        if self.mode == "warm-up":
-            super().refuse_changed_layout()
-
-    def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        one = self.weights[bucket]
-        bucket.append_asynchronous_model_average_op(self.algorithm.peer_selection_mode, snapshot=one.snapshot)
-        codec = self.codec_for(bucket)
-        # Not buffers: a small variance beside a large one would not survive 8 bits.
-        if not isinstance(codec, Identity) and bucket.flat.dtype in ELEMENT_TYPES and not one.are_buffers:
-            self._differences[one] = CompressedDifferences(one, codec)
-
-    def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
-        """Average gradients during warm-up."""
-        return self._average_gradients
-
-    def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
-        """Meet the background rounds between two steps."""
-        return lambda optimizer: self._after_step()
-
-    def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Keep the means of snapshots from before the load out of the loaded weights.
-
-        Nothing is averaged until all ranks have loaded. They all raise if that takes longer than the timeout.
-        """
-        super().weights_loaded(values)
-        if self._rounds is not None:
-            self._rounds.weights_loaded(values.keys(), self.weights.loads.mark)
+    def finish(self) -> bool:
+        """Stop averaging, with all ranks, as `abort` does."""
+        if self._leaving_rank is not None:
+            return False
+        if self._rounds is None:
+            return super().finish()
+        with self.runner.tracer.span("detach"):
+            return self._stop("detach", self.algorithm.final_average).has_mean
 
     def state_dict(self) -> dict[str, Any]:
         """Return steps so far, whether averaging goes on, and what is still to be added to the weights.
@@ -288,122 +361,35 @@ class AsyncModelAverageAlgorithmImpl(AveragingImpl):
         pending = None if self._rounds is None else self._rounds.pending()
         if pending is None:
             differences, snapshots = (
-                self.weights.by_name(_zeros, of) for of in (self.weights, self.weights.of_buffers)
+                self._weights.by_name(_zeros, of) for of in (self._weights, self._weights.of_buffers)
             )
         else:
             differences, snapshots = pending
-        return {
-            **self.pending_state(pending is not None, differences, snapshots),
-            "is_enabled": self._is_enabled,
-        }
+        state = pending_state(self.runner, self.step, pending is not None, differences, snapshots)
+        return {**state, "is_enabled": self._is_enabled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned, when the weights it goes with have been loaded.
 
         Collective: rounds that are running stop, without a trace in the weights, and start again.
         """
-        differences = {one: _zeros(one) for one in self.weights}
-        snapshots = {one: _zeros(one) for one in self.weights.of_buffers}
-        self.load_pending(state, differences.__getitem__, snapshots.__getitem__, "is_enabled")
+        weights = self._weights
+        differences = {one: _zeros(one) for one in weights}
+        snapshots = {one: _zeros(one) for one in weights.of_buffers}
+        load_pending_state(self.runner, weights, state, differences.__getitem__, snapshots.__getitem__, "is_enabled")
         if self._rounds is not None:
-            loaded = {one: _zeros(one) for one in self.weights}
-            self.weights.read(loaded.__getitem__)
+            loaded = {one: _zeros(one) for one in weights}
+            weights.read(loaded.__getitem__)
             self._stop("load_state_dict", with_mean=False)
-            self.weights.write(loaded.__getitem__)
+            weights.write(loaded.__getitem__)
         for one, compressed in self._differences.items():
             compressed.forget([tensor.name for tensor in one.bucket.tensors])
-        self.weights.loads.forget()
+        weights.loads.forget()
         self.step = state["step"]
         self._is_enabled = state["is_enabled"]
         if state["has_differences"]:
-            self.weights.add(differences.__getitem__, snapshots.__getitem__)
+            weights.add(differences.__getitem__, snapshots.__getitem__)
         self._start()
-
-    def finish(self, *, failed: bool) -> bool:
-        """Stop averaging, with all ranks, as `abort` does."""
-        if failed or self._leaving_rank is not None or self.is_single_rank:
-            return False
-        if self._rounds is not None:
-            with self.tracer.span("detach"):
-                has_mean = self._stop("detach", self.algorithm.final_average).has_mean
-        else:
-            has_mean = self.take_final_mean()
-        self.ends_in_order = self._leaving_rank is None
-        return has_mean
-
-    def close(self) -> None:
-        """End the lane, and by its `interrupt` the rounds of all ranks, where they are still running."""
-        super().close()
-        self._module = None
-
-    def _after_step(self) -> None:
-        if self.mode == "warm-up" and not self.is_single_rank and not self._has_averaged_gradients:
-            raise RuntimeError(
-                "torchbagua: a step of the warm-up without averaged gradients: no backward pass came from what the "
-                "attached module returned; set warmup_steps=0 where backward runs within that module's forward, as "
-                "with Lightning's manual optimization"
-            )
-        self._has_averaged_gradients = False
-        self.step += 1
-        if self._rounds is None:
-            self._start()
-            return
-        self._rounds.after_step()
-        if (outcome := self._rounds.outcome) is not None:
-            self._note_outcome(outcome)
-
-    def _start(self) -> None:
-        if self.mode == "running" and self._rounds is None and not self.is_single_rank:
-            interval_s = self.algorithm.sync_interval_ms / 1000
-            average = partial(_average, self._differences)
-            self._rounds = BackgroundRounds(self, self.weights, average, self.progress(), interval_s, self.clock)
-
-    def _stop(self, reason: Reason, with_mean: bool) -> Outcome:
-        assert self._rounds is not None
-        outcome = self._rounds.stop(reason, with_mean=with_mean, loading=self.loading)
-        self._note_outcome(outcome)
-        return outcome
-
-    def _note_outcome(self, outcome: Outcome) -> None:
-        assert self._rounds is not None
-        self._num_rounds_before += self._rounds.num_rounds
-        self._rounds = None
-        self._leaving_rank = outcome.leaving_rank
-        if self._leaving_rank is not None:
-            warn_user(
-                f"torchbagua: rank {self._leaving_rank} has left the training: asynchronous averaging has ended, and "
-                "this rank trains alone from here on"
-            )
-
-    def progress(self, *, is_last: bool = False) -> dict[str, int]:
-        return {
-            "ended attachments": int(is_last),
-            "optimizer steps of the warm-up": min(self.step, self.algorithm.warmup_steps),
-            "calls of abort and resume": self._num_calls,
-            "running series of rounds": int(self.mode == "running"),
-            "as fingerprint of the tensors to average": self.weights.fingerprint,
-        }
-
-    def _meet(self, purpose: str) -> None:
-        """Wait until all ranks are here; while no rounds are running."""
-        if not self.is_single_rank:
-            self.submit_in_lockstep(lambda: None, purpose).result()
-
-    def _average_gradients(self) -> None:
-        if self.is_single_rank or self.mode != "warm-up":
-            return
-        if self.need_reset():  # a layer was unfrozen or replaced since the last step
-            self.reset()
-        parameters = [one for one in self.weights if not one.are_buffers]
-        average_gradients(parameters, self.process_group.world, self.submit_in_lockstep)
-        self._has_averaged_gradients = True
-
-    def _check_attached(self, method: str, module: torch.nn.Module) -> None:
-        if self._module is None or self._module not in (module, getattr(module, "module", None)):
-            raise ValueError(
-                f"AsyncModelAverageAlgorithmImpl.{method}: module must be the one that the algorithm is attached to, "
-                f"got {type(module).__name__}, to which it is not"
-            )
 
 
 def _average(

@@ -11,11 +11,12 @@ from typing import Literal, Protocol
 import torch
 
 from torchbagua._warnings import warn_user
-from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.algorithms.weights.votes import Outcome, Reason, Vote, count_votes
 from torchbagua.observe.events import Details
 from torchbagua.runtime.load_record import LoadMark, require_same_loads
-from torchbagua.runtime.weight_buckets import DIFFERENCE, FLAT, SNAPSHOT, FlatOf, WeightBucket, WeightBuckets
+from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.weight_bucket import DIFFERENCE, FLAT, SNAPSHOT, FlatOf, WeightBucket
+from torchbagua.runtime.weight_buckets import WeightBuckets
 from torchbagua.transport.streams import StreamHandoff
 
 RoundPhase = Literal["pause", "asked", "ready", "averaging", "over"]
@@ -96,12 +97,11 @@ class BackgroundRounds:
     for longer than the timeout all raise.
 
     Args:
-        impl: on whose lane they run.
+        runner: that of the impl; on its lane they run.
         weights: what is averaged.
         average: writes the mean of a bucket's snapshots to its flat tensor, or what a rank is to take for it. It is
             told whether that must be the mean, the same on all ranks: in the first round and the last, and in the first
             after a load of weights, whose names it is told too. Nothing leads from it to the module.
-        progress: what ranks must have in common when they begin.
         interval_s: pause between two rounds.
         clock: measures it.
 
@@ -111,25 +111,24 @@ class BackgroundRounds:
 
     def __init__(
         self,
-        impl: AlgorithmImpl,
+        runner: Runner,
         weights: WeightBuckets,
         average: Callable[[WeightBucket, bool, Collection[str]], None],
-        progress: Mapping[str, int],
         interval_s: float,
         clock: WaitClock,
     ) -> None:
         self.num_rounds = 0
-        self._group = impl.process_group
-        self._tracer = impl.tracer
+        self._group = runner.process_group
+        self._tracer = runner.tracer
         # The lane holds the rounds, and nothing that leads to the module: once nobody has that, the lane ends them.
         self._weights_in_use = weakref.ref(weights)
         self._buckets = list(weights)
         self._average = average
-        self._compare_progress = weights.comparison(progress, "the first of the averaging rounds")
-        self._layout_watch = weights.layout_watch
+        self._compare_progress = weights.lockstep.comparison("the first of the averaging rounds")
+        self._layout_watch = weights.lockstep.layout_watch
         self._interval_s = interval_s
         # The others wait for this rank meanwhile, on the network.
-        self._timeout_s = impl.process_group.timeout.total_seconds()
+        self._timeout_s = runner.process_group.timeout.total_seconds()
         self._longest_patience_s = self._timeout_s / 4
         self._clock = clock
         self._device = next((one.bucket.flat.device for one in self._buckets), torch.device("cpu"))
@@ -155,7 +154,7 @@ class BackgroundRounds:
         for one in self._buckets:
             one.difference.zero_()  # made here, and so on this thread's stream
         self._handoff.record()
-        self._job = impl.lane.submit(self._run, interrupt=self.leave)
+        self._job = runner.lane.submit(self._run, interrupt=self.leave)
 
     @property
     def outcome(self) -> Outcome | None:

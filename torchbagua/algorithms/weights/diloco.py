@@ -1,6 +1,6 @@
 """DiLoCo: every rank takes many steps of its own, and then an outer optimizer steps by what all have come to."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,23 +11,25 @@ from torchbagua._description import describe
 from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import Algorithm, check_at_least, check_codecs, check_flags, register
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm
-from torchbagua.algorithms.impl import AlgorithmImpl
-from torchbagua.algorithms.rank_state import check_keys, check_rank_state, owner_of
-from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm, SynchronousAveragingImpl
-from torchbagua.algorithms.weights.shadow_weights import OuterOptimizer, ShadowWeights, fragments_of
+from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm
+from torchbagua.algorithms.weights.fragments import Fragments
+from torchbagua.algorithms.weights.outer_residuals import OuterResiduals, check_residuals
+from torchbagua.algorithms.weights.shadow_weights import OuterOptimizer, ShadowWeights
+from torchbagua.algorithms.weights.synchronous_rounds import SynchronousRounds
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name, needs_feedback
 from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.broadcast import broadcast_tensors
 from torchbagua.collectives.centralized_mean import mean_of_nodes
-from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Details
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
+from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.lane import Job
-from torchbagua.runtime.parameter_state import ParameterState, residual_state
-from torchbagua.runtime.weight_buckets import FLAT, SNAPSHOT, WeightBucket
+from torchbagua.runtime.rank_state import check_keys
+from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.weight_bucket import FLAT, SNAPSHOT, WeightBucket
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,16 +135,13 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
         super().check_state(saved, state, process_group)
         owner = type(self).__name__
         check_keys(owner, state, ["step", "num_rounds", "theta", "outer", "residuals", *_IN_FLIGHT])
-        check_keys(owner, state["residuals"], sorted(_RESIDUALS_OF))
-        if state["residuals"]["num_ranks"] == process_group.size:
-            check_rank_state(owner, state["residuals"], (), process_group)
+        check_residuals(owner, state["residuals"], process_group)
 
     def make_codec(self) -> Compressor:
         return by_name(self.compression)
 
-    def make_impl(self, process_group: BaguaProcessGroup) -> "DiLoCoAlgorithmImpl":
-        """Return the impl over `process_group`."""
-        return DiLoCoAlgorithmImpl(process_group, self)
+    def make_impl(self, runner: Runner) -> "DiLoCoAlgorithmImpl":
+        return DiLoCoAlgorithmImpl(runner)
 
 
 @dataclass(frozen=True, repr=False)
@@ -158,239 +157,127 @@ class LocalSGDAlgorithm(DiLoCoAlgorithm):
     nesterov: bool = False
 
 
-class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
+class DiLoCoAlgorithmImpl(AlgorithmImpl):
     """What `Attachment.impl` is while `DiLoCoAlgorithm` is attached.
 
     Attributes:
+        rounds: counts steps and rounds.
         shadow: the shadow weights; `shadow.optimizer` is the outer optimizer.
-        num_dropped: rounds that were dropped, of `num_rounds`.
+        num_dropped: rounds that were dropped, of all rounds.
     """
 
-    load_effect = "they become the shadow weights, and their outer momentum and residuals start anew"
     algorithm: DiLoCoAlgorithm
 
-    def __init__(self, process_group: BaguaProcessGroup, algorithm: DiLoCoAlgorithm) -> None:
-        super().__init__(process_group, algorithm)
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(runner)
+        runner.load_effect = "they become the shadow weights, and their outer momentum and residuals start anew"
+        algorithm, group = self.algorithm, runner.process_group
+        self._is_of_nodes = algorithm.hierarchical and group.intra_node is not None
+        if self._is_of_nodes:
+            runner.open_node_gradients = self._open_node_gradients
+        self.rounds = SynchronousRounds(runner, algorithm)
+        self._weights = self.rounds.weights
         self.shadow = self._new_shadow()
         self.num_dropped = 0
-        self._residuals = self._new_residuals()
-        self._feedback: dict[WeightBucket, TwoPhaseResiduals] = {}
-        self._fragments: dict[str, int] = {}  # by the names of parameters
+        nodes = group.nodes if self._is_of_nodes else None
+        has_feedback = algorithm.error_feedback and not isinstance(runner.codec, Identity)
+        self._residuals = OuterResiduals(runner, nodes, has_feedback=has_feedback)
+        self._fragments = Fragments(algorithm.fragments, algorithm.inner_steps)
         self._round: Job[None] | None = None
         # Of the round that is under way, or received and still to be added.
         self._in_round: list[WeightBucket] = []
         self._snapshot_step = 0
         self._has_differences = False
-        self._node_gradients: AlgorithmImpl | None = None
 
-    @property
-    def averages_gradients_within_nodes(self) -> bool:
-        return self._is_of_nodes
+    def _new_shadow(self) -> ShadowWeights:
+        return ShadowWeights(type(self.algorithm).__name__, partial(_outer_optimizer, self.algorithm))
 
-    def open_node_gradients(self) -> AlgorithmImpl:
-        """Have a lane of their own: behind a round that is under way gradients would wait."""
-        group = self.process_group.open_gradient_group()
-        self._node_gradients = GradientAllReduceAlgorithm(hierarchical=False).reify(group)
-        group.close()  # the impl has groups of its own
-        return self._node_gradients
-
-    def close(self) -> None:
-        """Close what averages gradients, too."""
-        try:
-            if self._node_gradients is not None:
-                self._node_gradients.close()
-        finally:
-            super().close()
-
-    def reset(self) -> None:
-        """Make buckets again, once the round in flight has been applied, and have all ranks start from one theta."""
-        self._drop_in_flight(self.loading)
-        self.receive_round()
-        self._feedback.clear()
-        super().reset()
-        if not self.shadow.tensors:
-            return
-        digest = self.shadow.digest()
-
-        def share() -> None:
-            world, purpose = self.process_group.world, "the shadow weights"
-            # They seldom differ: where weights were changed on a rank before attach, or set free and stepped since.
-            if sum(all_reduce_max(world, [digest, -digest], purpose)):
-                broadcast_tensors(world, self.shadow.tensors, purpose)
-
-        self.submit_in_lockstep(share, "sharing the shadow weights").result()
+    def _open_node_gradients(self) -> Runner:
+        """Return what averages gradients within nodes: on a lane of its own, not behind a round that is under way."""
+        group = self.runner.process_group.open_gradient_group()
+        node_gradients = GradientAllReduceAlgorithm(hierarchical=False).reify(group)
+        group.close()  # that runner has groups of its own
+        self.runner.on_close(node_gradients.close)
+        return node_gradients
 
     def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
-        parameters = [one for one in tensors if isinstance(one.parameter, torch.nn.Parameter)]
+        parameters = [tensor for tensor in tensors if isinstance(tensor.parameter, torch.nn.Parameter)]
         num_fragments = self.algorithm.fragments
-        if num_fragments > len(parameters) and not self.is_single_rank:
+        if num_fragments > len(parameters) and not self.rounds.is_single_rank:
             raise ValueError(
                 f"{type(self.algorithm).__name__}: fragments must be at most the number of trained parameters, "
                 f"{len(parameters)}, got {num_fragments}"
             )
-        self._fragments = fragments_of(parameters, num_fragments)
-        buckets = self.weights.make_buckets(tensors, lambda one: f"fragment {self._fragment_of(one)} ")
-        self.shadow.rebuild(self.weights)
+        self._fragments.assign(parameters)
+        buckets = self._weights.make_buckets(tensors, lambda tensor: f"fragment {self._fragments.of_tensor(tensor)} ")
+        self.shadow.rebuild(self._weights)
         return buckets
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        one = self.weights[bucket]
+        one = self._weights[bucket]
         if one.are_buffers:
             bucket.append_centralized_synchronous_op(self.algorithm.hierarchical)
             return
         gradient = self.shadow[one].gradient
-        codec = self.codec_for(gradient)
-        if self._residuals is not None and codec is self.compressor:
-            self._feedback[one] = self._residuals.of_bucket(gradient)
-        residuals = self._feedback.get(one)
+        codec, residuals = self.runner.codec_for(gradient), self._residuals.of_bucket(one, gradient)
         if not self._is_of_nodes:
             gradient.append_centralized_synchronous_op(hierarchical=False, compression=codec, error_feedback=residuals)
             return
-        mean = mean_of_nodes(self.process_group, codec, gradient.spec, residuals=residuals)
+        mean = mean_of_nodes(self.runner.process_group, codec, gradient.spec, residuals=residuals)
 
         def average_over_nodes(bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
             mean(bucket.flat)
 
         gradient.append_python_op(average_over_nodes)
 
-    def after_step(self) -> None:
+    def reset(self) -> None:
+        """Make buckets again, once the round in flight has been applied, and have all ranks start from one theta."""
+        self._drop_in_flight(self.runner.loading)
+        self._receive_and_add()
+        self._residuals.forget_buckets()
+        super().reset()
+        if not self.shadow.tensors:
+            return
+        digest, shadow, world = self.shadow.digest(), self.shadow.tensors, self.runner.process_group.world
+
+        def share() -> None:
+            purpose = "the shadow weights"
+            # They seldom differ: where weights were changed on a rank before attach, or set free and stepped since.
+            if sum(all_reduce_max(world, [digest, -digest], purpose)):
+                broadcast_tensors(world, shadow, purpose)
+
+        self.rounds.submit(share, "sharing the shadow weights").result()
+
+    def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
+        return self.rounds.count_backward
+
+    def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
+        return self._after_step
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Apply the round that was in flight when it is time, and start that of the fragment that is due."""
-        self.step += 1
-        if self.is_single_rank:
+        self.rounds.step += 1
+        if self.rounds.is_single_rank:
             return
+        step, delay = self.rounds.step, self.algorithm.delay
         is_in_flight = self._round is not None or self._has_differences
-        due = [one for one in self.weights if self._is_due(one)]
-        is_time = self.step >= self._snapshot_step + self.algorithm.delay
+        due = [one for one in self._weights if self._fragments.is_due(one, step)]
+        is_time = step >= self._snapshot_step + delay
         # What has failed is heard of at once. A loaded round may come from another schedule, and last until the next.
-        if is_in_flight and (is_time or due or self.lane.has_failed):
-            self.receive_round()
+        if is_in_flight and (is_time or due or self.runner.lane.has_failed):
+            self._receive_and_add()
         if due:
-            if self.algorithm.delay:
-                self.begin_next_step()
+            if delay:
+                self.rounds.overlap_next_step()
             self._start_round(due)
-            if not self.algorithm.delay:
+            if not delay:
                 self._receive()
-
-    def receive_round(self) -> None:
-        """Wait for the round in flight, and add what it changes to the weights."""
-        self._receive()
-        if self._has_differences:
-            self.weights.add(self._difference, SNAPSHOT, self._in_round)
-            self._has_differences = False
-            self._tell_applied()
-
-    @torch.no_grad()
-    def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Make what was loaded the shadow weights; their outer momentum and residuals start anew.
-
-        Waits for the round in flight, which goes on for the other weights.
-        """
-        self._drop_in_flight(values)
-        self.shadow.restart(values)
-        for one, residuals in self._feedback.items():
-            residuals.clear(one.slices_of(values))
-        super().weights_loaded(values)
-
-    def _drop_in_flight(self, names: Collection[str]) -> None:
-        """Receive the round in flight, if any of these weights has been loaded, and change none of them by it."""
-        if names:
-            self._receive()
-        if self._has_differences:
-            for one in self._in_round:
-                one.clear(self._difference(one), names)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what all ranks share, and of this rank the residuals and what is still to be added to its weights."""
-        self._receive()
-        residuals: dict[str, Any] = {**owner_of(self.process_group), "nodes": repr(self._nodes)}
-        if self._residuals is not None:
-            residuals |= self._residuals.state_dict(self._with_residuals())
-        return {
-            "step": self.step,
-            "num_rounds": self.num_rounds,
-            "snapshot_step": self._snapshot_step,
-            "fragment": self._fragment_of(self._in_round[0].bucket.tensors[0]) if self._in_round else 0,
-            "has_differences": self._has_differences,
-            "differences": self.weights.by_name(self._difference),
-            "buffer_snapshots": self.weights.by_name(SNAPSHOT, self.weights.of_buffers),
-            "residuals": residuals,
-            **self.shadow.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned; the round in flight is dropped. Collective.
-
-        Of another number of ranks, of other nodes, or where attached is full precision, residuals are dropped, with a
-        RuntimeWarning. Where a single rank has saved it, which keeps no shadow weights, they are what was attached to.
-        """
-        self._receive()
-        self._has_differences = False
-        self.weights.loads.forget()
-        if self.is_single_rank:
-            self.step = state["step"]
-            return
-        self._load_residuals(state["residuals"])
-        if state["theta"]:
-            self.reset()  # buckets ask for their residuals
-            self.shadow.load_state_dict(state)
-            self.weights.load_by_name(self._difference, state["differences"])
-            self.weights.load_by_name(SNAPSHOT, state["buffer_snapshots"], self.weights.of_buffers)
-        else:  # a single rank has trained alone, and its weights are where all start from
-            self.shadow = self._new_shadow()
-            self.reset()
-        self.step, self.num_rounds = state["step"], state["num_rounds"]
-        self._snapshot_step, self._has_differences = state["snapshot_step"], bool(state["has_differences"])
-        every = [one for one in self.weights if self._fragment_of(one.bucket.tensors[0]) == state["fragment"]]
-        self._in_round = every if self._has_differences else []
-        progress = {**self.progress(), "as a digest of the shadow weights": self.shadow.digest()}
-        self.weights.submit_in_lockstep(self.lane, lambda: None, "loading the state", progress).result()
-
-    def _new_shadow(self) -> ShadowWeights:
-        return ShadowWeights(type(self.algorithm).__name__, partial(_outer_optimizer, self.algorithm))
-
-    def _load_residuals(self, state: Mapping[str, Any]) -> None:
-        """Take over residuals of as many ranks, on these nodes; drop others, with a RuntimeWarning."""
-        owner, group = type(self).__name__, self.process_group
-        self._residuals = self._new_residuals()
-        if not any(state[kind] for kind in state.keys() - _RESIDUALS_OF):  # full precision leaves nothing out
-            return
-        is_alike = (state["num_ranks"], state["nodes"]) == (group.size, repr(self._nodes))
-        if self._residuals is not None and is_alike:
-            self._residuals.load_state_dict(owner, state, self._with_residuals())
-            return
-        warn_user(
-            f"torchbagua: {owner}.load_state_dict: residuals of error feedback are dropped: the state is of "
-            f"{state['num_ranks']} ranks on the nodes {state['nodes']}, and attached are {group.size} on "
-            f"{self._nodes}, with compression={self.algorithm.compression!r}"
-        )
-
-    def _new_residuals(self) -> ParameterState[TwoPhaseResiduals] | None:
-        if isinstance(self.compressor, Identity) or not self.algorithm.error_feedback:
-            return None
-        return residual_state(type(self.algorithm).__name__)
-
-    def _with_residuals(self) -> dict[str, torch.Tensor]:
-        return {tensor.name: tensor.parameter for one in self._feedback for tensor in one.bucket.tensors}
-
-    @property
-    def _nodes(self) -> list[int] | None:
-        """Among which shards of what is sent are divided; None where each rank sends all of it."""
-        return self.process_group.nodes if self._is_of_nodes else None
-
-    def _fragment_of(self, tensor: BaguaTensor) -> int:
-        """Buffers go with the last."""
-        return self._fragments.get(tensor.name, self.algorithm.fragments - 1)
-
-    def _is_due(self, one: WeightBucket) -> bool:
-        interval = self.algorithm.inner_steps
-        offset = (self._fragment_of(one.bucket.tensors[0]) + 1) * interval // self.algorithm.fragments
-        return (self.step - offset) % interval == 0
 
     def _start_round(self, due: list[WeightBucket]) -> None:
         """Have the lane form the means of outer gradients, and of buffers."""
         snapshot = SNAPSHOT if self.algorithm.delay else FLAT
         for one in due:  # one by one, while each is in the caches
-            self.weights.read(snapshot, [one])
+            self._weights.read(snapshot, [one])
             if not one.are_buffers:
                 shadow = self.shadow[one]
                 torch.sub(shadow.theta, snapshot(one), out=shadow.gradient.flat)
@@ -402,9 +289,8 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
             for bucket in averaged:
                 bucket.run()
 
-        self._round = self.submit_in_lockstep(average)
-        self._in_round, self._snapshot_step = due, self.step
-        self.num_rounds += 1
+        self._round = self.rounds.start(average)
+        self._in_round, self._snapshot_step = due, self.rounds.step
 
     def _receive(self) -> None:
         """Wait for the means and have the outer optimizer step by them; then write the weights, or what to add."""
@@ -416,18 +302,23 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
         if not all(map(self._is_sound, self._in_round)):
             self._drop_round()
             return
-        parameters = [one for one in self._in_round if not one.are_buffers]
-        for one in parameters:
-            if one in self._feedback:
-                self._feedback[one].commit()
-        self.shadow.step(parameters)
+        self._residuals.commit(self._in_round)
+        self.shadow.step([one for one in self._in_round if not one.are_buffers])
         if not self.algorithm.delay:
-            self.weights.write(self._new_values, self._in_round)
+            self._weights.write(self._new_values, self._in_round)
             self._tell_applied()
             return
         for one in self._in_round:
             one.subtract(self._new_values(one), one.snapshot, out=self._difference(one))
         self._has_differences = True
+
+    def _receive_and_add(self) -> None:
+        """Wait for the round in flight, and add what it changes to the weights."""
+        self._receive()
+        if self._has_differences:
+            self._weights.add(self._difference, SNAPSHOT, self._in_round)
+            self._has_differences = False
+            self._tell_applied()
 
     def _new_values(self, one: WeightBucket) -> torch.Tensor:
         return one.bucket.flat if one.are_buffers else self.shadow[one].theta
@@ -452,18 +343,88 @@ class DiLoCoAlgorithmImpl(SynchronousAveragingImpl):
             )
 
     def _tell_applied(self) -> None:
-        tracer, fragment = self.process_group.tracer, self._fragment_of(self._in_round[0].bucket.tensors[0])
+        tracer = self.runner.tracer
         values = {
-            "rounds": self.num_rounds,
-            "fragment": fragment,
-            "staleness in steps": self.step - self._snapshot_step,
+            "rounds": self.rounds.num_rounds,
+            "fragment": self._fragments.of_bucket(self._in_round[0]),
+            "staleness in steps": self.rounds.step - self._snapshot_step,
         }
         now = tracer.now()
         tracer.tell("apply", now, now, Details(values=values))
 
+    @torch.no_grad()
+    def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Make what was loaded the shadow weights; their outer momentum and residuals start anew.
+
+        Waits for the round in flight, which goes on for the other weights.
+        """
+        self._drop_in_flight(values)
+        self.shadow.restart(values)
+        self._residuals.clear(values)
+        super().weights_loaded(values)
+
+    def _drop_in_flight(self, names: Collection[str]) -> None:
+        """Receive the round in flight, if any of these weights has been loaded, and change none of them by it."""
+        if names:
+            self._receive()
+        if self._has_differences:
+            for one in self._in_round:
+                one.clear(self._difference(one), names)
+
+    def finish_round(self) -> None:
+        """Wait for the round in flight, bring it into the weights, and have observers notified of it."""
+        self._receive_and_add()
+        self.runner.tracer.deliver()
+
+    def finish(self) -> bool:
+        self.finish_round()
+        return super().finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what all ranks share, and of this rank the residuals and what is still to be added to its weights."""
+        self._receive()
+        return {
+            "step": self.rounds.step,
+            "num_rounds": self.rounds.num_rounds,
+            "snapshot_step": self._snapshot_step,
+            "fragment": self._fragments.of_bucket(self._in_round[0]) if self._in_round else 0,
+            "has_differences": self._has_differences,
+            "differences": self._weights.by_name(self._difference),
+            "buffer_snapshots": self._weights.by_name(SNAPSHOT, self._weights.of_buffers),
+            "residuals": self._residuals.state_dict(),
+            **self.shadow.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned; the round in flight is dropped. Collective.
+
+        Of another number of ranks, of other nodes, or where attached is full precision, residuals are dropped, with a
+        RuntimeWarning. Where a single rank has saved it, which keeps no shadow weights, they are what was attached to.
+        """
+        self._receive()
+        self._has_differences = False
+        self._weights.loads.forget()
+        if self.rounds.is_single_rank:
+            self.rounds.step = state["step"]
+            return
+        self._residuals.load_state_dict(state["residuals"])
+        if state["theta"]:
+            self.reset()  # buckets ask for their residuals
+            self.shadow.load_state_dict(state)
+            self._weights.load_by_name(self._difference, state["differences"])
+            self._weights.load_by_name(SNAPSHOT, state["buffer_snapshots"], self._weights.of_buffers)
+        else:  # a single rank has trained alone, and its weights are where all start from
+            self.shadow = self._new_shadow()
+            self.reset()
+        self.rounds.step, self.rounds.num_rounds = state["step"], state["num_rounds"]
+        self._snapshot_step, self._has_differences = state["snapshot_step"], bool(state["has_differences"])
+        every = [one for one in self._weights if self._fragments.of_bucket(one) == state["fragment"]]
+        self._in_round = every if self._has_differences else []
+        also = {"as a digest of the shadow weights": self.shadow.digest()}
+        self._weights.lockstep.submit(lambda: None, "loading the state", also=also).result()
+
 
 _IN_FLIGHT = ("snapshot_step", "fragment", "has_differences", "differences", "buffer_snapshots")
-_RESIDUALS_OF = {"rank", "num_ranks", "nodes"}  # whose they are
 
 
 def _outer_optimizer(algorithm: DiLoCoAlgorithm, shadows: list[torch.Tensor]) -> torch.optim.Optimizer:

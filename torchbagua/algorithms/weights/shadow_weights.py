@@ -1,6 +1,6 @@
 """The shadow weights of DiLoCo: what all ranks share, in float32, and the outer optimizer that steps them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,22 +10,10 @@ from torchbagua.codecs.base import sum_dtype
 from torchbagua.collectives.agreement import fingerprint_of_values
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from torchbagua.runtime.sub_buckets import sub_bucket_of
-from torchbagua.runtime.weight_buckets import WeightBucket, WeightBuckets
+from torchbagua.runtime.weight_bucket import WeightBucket
+from torchbagua.runtime.weight_buckets import WeightBuckets
 
 OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-
-
-def fragments_of(tensors: Sequence[BaguaTensor], num_fragments: int) -> dict[str, int]:
-    """Return the fragment of each parameter, by name: the largest first, each to the fragment that has least so far.
-
-    So fragments differ in bytes by no more than the largest parameter has.
-    """
-    fragment_bytes = [0] * num_fragments
-    found: dict[str, int] = {}
-    for tensor in sorted(tensors, key=lambda one: one.parameter.nbytes, reverse=True):
-        found[tensor.name] = smallest = fragment_bytes.index(min(fragment_bytes))
-        fragment_bytes[smallest] += tensor.parameter.nbytes
-    return found
 
 
 @dataclass(eq=False)

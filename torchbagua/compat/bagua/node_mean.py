@@ -1,6 +1,6 @@
 """Bagua's hierarchical low-precision ring on a single node: the mean of the weights, in full precision."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -35,40 +35,40 @@ class LowPrecisionDecentralizedAlgorithm(tb.LowPrecisionDecentralizedAlgorithm):
     name of that class, which is in states and errors.
     """
 
-    def make_impl(self, process_group: tb.BaguaProcessGroup) -> Any:
-        """Return the impl over `process_group`."""
-        return NodeMeanImpl(process_group, self) if is_single_node(process_group) else super().make_impl(process_group)
+    def make_impl(self, runner: tb.Runner) -> tb.AlgorithmImpl:
+        return NodeMeanImpl(runner) if is_single_node(runner.process_group) else super().make_impl(runner)
 
 
-class NodeMeanImpl(algorithms.DecentralizedAlgorithmImpl):
+class NodeMeanImpl(tb.AlgorithmImpl):
     """Replaces the weights by their mean after each step that is due. Nothing is in flight between two steps."""
 
-    algorithm: LowPrecisionDecentralizedAlgorithm  # type: ignore[assignment]
+    algorithm: LowPrecisionDecentralizedAlgorithm
 
-    def __init__(self, process_group: tb.BaguaProcessGroup, algorithm: LowPrecisionDecentralizedAlgorithm) -> None:
-        super().__init__(process_group, algorithm)  # type: ignore[arg-type]
-
-    @property
-    def is_due(self) -> bool:
-        """False: no round is formed beside a step."""
-        return False
+    def __init__(self, runner: tb.Runner) -> None:
+        super().__init__(runner)
+        self._rounds = algorithms.SynchronousRounds(runner, self.algorithm)
 
     def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
         bucket.append_centralized_synchronous_op()
 
-    def after_step(self) -> None:
+    def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
+        return self._rounds.count_backward
+
+    def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
+        return self._after_step
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Form the mean, after steps 1, k + 1, 2k + 1 and so on, as the ring does."""
-        is_due = not self.is_single_rank and self.step % self.algorithm.communication_interval == 0
-        self.step += 1
+        is_due = self._rounds.is_due(self.algorithm.communication_interval)
+        self._rounds.step += 1
         if is_due:
-            self.weights.read()
-            self.submit_in_lockstep(lambda: [bucket.run() for bucket in self.buckets]).result()
-            self.weights.write()
-            self.num_rounds += 1
+            self._rounds.weights.read()
+            self._rounds.start(lambda: [bucket.run() for bucket in self.runner.buckets]).result()
+            self._rounds.weights.write()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps so far."""
-        return {**self._owner, "step": self.step}
+        return {**self._owner, "step": self._rounds.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned. The replicas in a state of the ring are not needed."""
@@ -83,8 +83,8 @@ class NodeMeanImpl(algorithms.DecentralizedAlgorithmImpl):
                 "rank saves and loads its own. Where the number of ranks has changed, load the weights before "
                 "with_bagua, and no state"
             )
-        self.step = state["step"]
+        self._rounds.step = state["step"]
 
     @property
     def _owner(self) -> dict[str, int]:
-        return {"rank": self.process_group.rank, "num_ranks": self.process_group.size}
+        return {"rank": self.runner.process_group.rank, "num_ranks": self.runner.process_group.size}

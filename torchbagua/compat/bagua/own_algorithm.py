@@ -5,9 +5,10 @@ averages weights: DDP sends nothing, and what the buckets send runs on a lane.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -45,7 +46,7 @@ class OwnAlgorithm(tb.Algorithm):
         own = {name: repr(value) for name, value in vars(self.algorithm).items() if isinstance(value, _PLAIN_TYPES)}
         return {"algorithm": type(self.algorithm).__qualname__, **own}
 
-    def make_impl(self, process_group: tb.BaguaProcessGroup) -> "OwnImpl":
+    def make_impl(self, runner: tb.Runner) -> "OwnImpl":
         """Return what runs what the user's `reify` returns."""
         impl: Any = self.algorithm.reify(self.bagua_ddp.process_group)  # type: ignore[arg-type]
         if not isinstance(impl, ImplFacade):
@@ -53,7 +54,7 @@ class OwnAlgorithm(tb.Algorithm):
                 f"{type(self.algorithm).__name__}.reify must return an AlgorithmImpl of torchbagua.compat.bagua, got "
                 f"{impl!r}; an algorithm with an impl of torchbagua's own overrides make_impl"
             )
-        return OwnImpl(process_group, self, impl)
+        return OwnImpl(runner, impl)
 
 
 class OwnImpl(tb.AlgorithmImpl):
@@ -64,15 +65,18 @@ class OwnImpl(tb.AlgorithmImpl):
 
     algorithm: OwnAlgorithm
 
-    def __init__(self, process_group: tb.BaguaProcessGroup, algorithm: OwnAlgorithm, impl: ImplFacade) -> None:
-        super().__init__(process_group, algorithm)
+    def __init__(self, runner: tb.Runner, impl: ImplFacade) -> None:
+        super().__init__(runner)
         self.own = impl
         self.own_buckets: list[BucketFacade] = []
-        self.ddp = algorithm.bagua_ddp
-        self.ddp.runner = self
+        self.ddp = self.algorithm.bagua_ddp
+        self.ddp.own_impl = self
         self._are_weights = False
-        self._weights = tb.WeightBuckets(process_group, type(impl).__name__)
         self._num_steps = 0
+        self._weights = runner.average(tb.WeightBuckets(runner, lambda: {"optimizer steps": self._num_steps}))
+        runner.replicas_diverge = False  # unless it says that its tensors are weights
+        runner.agree_on_overflow = self._agree_on_overflow
+        runner.on_close(self._forget_tensors)
         self._of_core: dict[tb.BaguaBucket, BucketFacade] = {}
         self._order: deque[BucketFacade] = deque()
         self._running: list[tuple[BucketFacade, Any]] = []
@@ -81,16 +85,17 @@ class OwnImpl(tb.AlgorithmImpl):
         self._on_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
 
     def init_tensors(self, module: torch.nn.Module) -> list[tb.BaguaTensor]:
-        self.ddp.parameters_to_ignore = sorted({*self.ddp.parameters_to_ignore, *self.ignored_names})
+        self.ddp.parameters_to_ignore = sorted({*self.ddp.parameters_to_ignore, *self.runner.ignored_names})
         tensors = self.own.init_tensors(self.ddp)
         parameters = {id(parameter) for parameter in module.parameters()}
         self._are_weights = any(id(effective(tensor)) in parameters for tensor in tensors)
+        self.runner.replicas_diverge = self._are_weights and self.runner.process_group.size > 1
         return [tb.BaguaTensor(proxy_of(tensor).name, tensor) for tensor in tensors]
 
     def tensors_to_buckets(self, tensors: list[tb.BaguaTensor], do_flatten: bool) -> list[tb.BaguaBucket]:
         suggested = _suggested([tensor.parameter for tensor in tensors])
         self.own_buckets = self.own.tensors_to_buckets(suggested, self.ddp.gradient_as_bucket_view)
-        self._of_core = {one.bind(self, self.process_group): one for one in self.own_buckets}
+        self._of_core = {one.bind(self, self.runner.process_group): one for one in self.own_buckets}
         self._order = deque(self.own_buckets)
         return list(self._of_core)
 
@@ -102,6 +107,10 @@ class OwnImpl(tb.AlgorithmImpl):
         super().reset()
         self._on_step = self.own.init_post_optimizer_step_hook(self.ddp)
 
+    def need_reset(self) -> bool:
+        """False: before each forward the user's `need_reset` is asked."""
+        return False
+
     def init_forward_pre_hook(self, module: torch.nn.Module) -> Callable[[Any], None]:
         return self._before_forward
 
@@ -111,33 +120,27 @@ class OwnImpl(tb.AlgorithmImpl):
     def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
         return self._after_backward
 
-    def watch_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        super().watch_steps(optimizers)
-        for watch in self.step_watches:
+    def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> None:
+        """Nothing at the end of a training step; the user's hook is called after each step of each optimizer."""
+        for watch in self.runner.step_watches:
             watch.add(self._after_step)
+            self.runner.on_close(partial(watch.remove, self._after_step))
 
-    @property
-    def leaves_ranks_apart(self) -> bool:
-        return self._are_weights and self.process_group.size > 1
-
-    def agree_on_overflow(self, found_inf: bool) -> bool:
-        if not self.leaves_ranks_apart:
+    def _agree_on_overflow(self, found_inf: bool) -> bool:
+        if not self.runner.replicas_diverge:
             return found_inf
-        agree = self._weights.comparison(self._progress, "the search for Inf", flag=found_inf)
-        return self.lane.submit(agree).result()
+        agree = self._weights.lockstep.comparison("the search for Inf", flag=found_inf)
+        return self.runner.lane.submit(agree).result()
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         self.wait_pending()
-        if not self.leaves_ranks_apart:
+        if not self.runner.replicas_diverge:
             yield
             return
         self._select_weights()
-        with self._weights.averaged(self.lane, self._progress):
+        with self._weights.means.averaged():
             yield
-
-    def own_weights(self) -> AbstractContextManager[None]:
-        return self._weights.own()
 
     def run_ready(self) -> None:
         """Run the buckets whose turn it is."""
@@ -145,7 +148,7 @@ class OwnImpl(tb.AlgorithmImpl):
             first = self._order[0]
             self._order.rotate(-1)
             first.begin()
-            self._running.append((first, self.lane.submit(first.core.run)))
+            self._running.append((first, self.runner.lane.submit(first.core.run)))
 
     def wait_pending(self) -> None:
         """Wait for the buckets that run, and have their tensors stand for the results."""
@@ -156,7 +159,7 @@ class OwnImpl(tb.AlgorithmImpl):
 
     def open_group(self, group: ProcessGroupFacade | None, device: torch.device) -> tb.BaguaProcessGroup | None:
         """Return the private groups for another group than that of the algorithm. Collective."""
-        if group is None or group.torch_group is self.process_group.process_group:
+        if group is None or group.torch_group is self.runner.process_group.process_group:
             return None
         for known, opened in self._groups:
             if known.torch_group is group.torch_group:
@@ -168,33 +171,23 @@ class OwnImpl(tb.AlgorithmImpl):
         opened.use_device(device)
         return opened
 
-    def finish(self, *, failed: bool) -> bool:
+    def finish(self) -> bool:
         """Take the last mean where weights were communicated."""
-        if failed:
-            return False
         self.wait_pending()
-        if self.leaves_ranks_apart:
+        if self.runner.replicas_diverge:
             self._select_weights()
-            self._weights.take_mean(self.lane, self._progress)
-        self.ends_in_order = True
+            self._weights.means.take()
         return self._are_weights
 
-    def close(self) -> None:
-        super().close()
-        for watch in self.step_watches:
-            watch.remove(self._after_step)
+    def _forget_tensors(self) -> None:
         for _, opened in self._groups:
             opened.close()
         for one in self.own_buckets:
             for tensor in one.tensors:
                 tensor._bagua_proxy = None  # type: ignore[attr-defined]
 
-    @property
-    def _progress(self) -> dict[str, int]:
-        return {"optimizer steps": self._num_steps}
-
     def _select_weights(self) -> None:
-        self._weights.make_buckets(self._weights.select(self.ddp.module, self.ignored_names))
+        self._weights.make_buckets(self._weights.select(self.ddp.module, self.runner.ignored_names))
 
     def _before_forward(self, inputs: Any) -> None:
         self._reached.clear()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchbagua import Algorithm, AlgorithmImpl, BaguaProcessGroup, Observer, PowerSGDAlgorithm, TopKAlgorithm
+from torchbagua import Algorithm, BaguaProcessGroup, Observer, PowerSGDAlgorithm, Runner, TopKAlgorithm
 from torchbagua.compat.mlbench.base import Aggregation, AggregationFunction, Denominator, Member
 from torchbagua.compat.mlbench.centralized import AVG_WORLD, check_op, check_world_size, check_world_size_argument
 from torchbagua.compat.mlbench.random_elements import RandomElementsAlgorithm
@@ -33,7 +33,7 @@ class AlgorithmAggregation(Aggregation):
             raise TypeError(f"{self._owner}: model must be a torch.nn.Module, got {model!r}")
         self._model = model
         self._algorithm = algorithm
-        self._impl: AlgorithmImpl | None = None
+        self._runner: Runner | None = None
         self._known = {id(parameter) for parameter in model.parameters()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class AlgorithmAggregation(Aggregation):
 
         It opens the connections if there was no call yet, which is collective.
         """
-        return self._opened_impl().state_dict()
+        return self._opened_runner().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank. Collective.
@@ -49,28 +49,28 @@ class AlgorithmAggregation(Aggregation):
         Raises:
             ValueError: it is of another rank, or of other parameters.
         """
-        self._opened_impl().load_state_dict(state)
+        self._opened_runner().load_state_dict(state)
 
     def close(self) -> None:
         """Close the connections, and end the traces. A second call does nothing."""
-        if self._impl is not None:
-            self._impl.close()
+        if self._runner is not None:
+            self._runner.close()
         super().close()
 
-    def _opened_impl(self) -> AlgorithmImpl:
+    def _opened_runner(self) -> Runner:
         _ = self.group
-        assert self._impl is not None
-        return self._impl
+        assert self._runner is not None
+        return self._runner
 
     def _arguments(self) -> dict[str, Any]:
         return {"algorithm": repr(self._algorithm)}
 
     def _check_group(self, group: BaguaProcessGroup) -> None:
         self._algorithm.prepare()
-        self._impl = self._algorithm.make_impl(group)
+        self._runner = Runner(group, self._algorithm)
         trained = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
         self._algorithm.check_parameters(trained)
-        self._impl.set_module(self._model)
+        self._runner.set_module(self._model)
 
     def _aggregate(self, what: str, model: torch.nn.Module, op: str, denom: Denominator, *, by_layer: bool) -> None:
         if isinstance(model, torch.nn.Module) and not {id(one) for one in model.parameters()} <= self._known:
@@ -80,12 +80,12 @@ class AlgorithmAggregation(Aggregation):
     def _aggregate_pack(
         self, index: int, members: Sequence[Member], op: str, denom: Denominator, *, by_layer: bool
     ) -> None:
-        impl, parameters = self._opened_impl(), [one.parameter for one in members]
+        runner, parameters = self._opened_runner(), [one.parameter for one in members]
         if index == 0:
             # As on a rank that takes no steps: what is staged is committed together with the mean.
-            impl.begin_backward(has_joined=True)
+            runner.begin_backward(has_joined=True)
         flat = members[0].values.new_empty(sum(member.values.numel() for member in members))
-        bucket = impl.gradient_bucket(parameters, flat, index=index)
+        bucket = runner.gradient_bucket(parameters, flat, index=index)
         gradients = [one.parameter.grad for one in members if one.parameter.grad is not None]  # all of them
         places = list(zip(gradients, (part for _, part in bucket.views(flat)), strict=True))
         for gradient, part in places:

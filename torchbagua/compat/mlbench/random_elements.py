@@ -31,8 +31,8 @@ class RandomElementsAlgorithm(tb.Algorithm):
         if not 0 < self.ratio <= 1:
             raise ValueError(f"{type(self).__name__}: ratio must be above 0 and at most 1, got {self.ratio!r}")
 
-    def make_impl(self, process_group: tb.BaguaProcessGroup) -> "RandomElementsAlgorithmImpl":
-        return RandomElementsAlgorithmImpl(process_group, self)
+    def make_impl(self, runner: tb.Runner) -> "RandomElementsAlgorithmImpl":
+        return RandomElementsAlgorithmImpl(runner)
 
 
 class RandomElementsAlgorithmImpl(tb.AlgorithmImpl):
@@ -40,14 +40,15 @@ class RandomElementsAlgorithmImpl(tb.AlgorithmImpl):
 
     algorithm: RandomElementsAlgorithm
 
-    def __init__(self, process_group: tb.BaguaProcessGroup, algorithm: RandomElementsAlgorithm) -> None:
-        super().__init__(process_group, algorithm)
+    def __init__(self, runner: tb.Runner) -> None:
+        super().__init__(runner)
         self.num_backward_passes = 0
         self._residuals: dict[str, torch.Tensor] = {}
 
-    def on_backward_begin(self) -> None:
-        """Count the backward."""
+    def need_reset(self) -> bool:
+        """Count the backward, which begins."""
         self.num_backward_passes += 1
+        return False
 
     def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
         bucket.append_python_op(self._average_drawn)

@@ -14,23 +14,23 @@ import torch.distributed as dist
 
 from torchbagua._torch import fsdp_all_gather, fsdp_reduce_scatter, fsdp_shard_group
 from torchbagua._warnings import warn_user
-from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.collectives.exact_gather import ExactGather
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.torch_reduce_scatter import torch_reduce_scatter
 from torchbagua.runtime.lane import Job, Lane
+from torchbagua.runtime.runner import Runner
 from torchbagua.training.fsdp2.comm_runner import FirstFailure
 from torchbagua.training.fsdp2.rows import CommunicatingPart
 
 
 @contextmanager
-def open_shards(impl: AlgorithmImpl, parts: Sequence[CommunicatingPart]) -> Iterator[BaguaProcessGroup]:
+def open_shards(runner: Runner, parts: Sequence[CommunicatingPart]) -> Iterator[BaguaProcessGroup]:
     """Make private groups of the ranks that share a copy of the module, for as long as the context lasts. Collective.
 
     They are open if collectives run between CPUs.
 
     Args:
-        impl: of an algorithm that averages weights, over the ranks that hold the same shards.
+        runner: of an algorithm that averages weights, over the ranks that hold the same shards.
         parts: which are sharded over these ranks.
 
     Raises:
@@ -39,12 +39,12 @@ def open_shards(impl: AlgorithmImpl, parts: Sequence[CommunicatingPart]) -> Iter
     """
     group = fsdp_shard_group(parts[0].param_group)
     assert group is not None
-    shards = BaguaProcessGroup(group, timeout=impl.process_group.timeout, transport=impl.process_group.transport)
+    shards = BaguaProcessGroup(group, timeout=runner.process_group.timeout, transport=runner.process_group.transport)
     try:
-        shards.tell_through(impl.tracer, "shards")
+        shards.tell_through(runner.tracer, "shards")
         if on_cpus(parts):
             shards.open()
-            shards.check_operations(torch.device("cpu"), type(impl.algorithm).__name__)
+            shards.check_operations(torch.device("cpu"), type(runner.algorithm).__name__)
         yield shards
     finally:
         shards.close()

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import torch
 
 from torchbagua._torch import queue_callback
-from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.lane import Job
+from torchbagua.runtime.runner import Runner
 
 
 class FirstFailure:
@@ -47,18 +47,18 @@ class FsdpCommRunner:
     """Runs what the algorithm communicates for a sharded module, in forward and backward.
 
     Args:
-        impl: whose lane, group and traces are used; its ranks are those among which the module is sharded.
+        runner: whose lane, group and traces are used; its ranks are those among which the module is sharded.
         replicas: the ranks that hold the same shards, if there are several.
 
     Attributes:
-        impl, replicas: the same.
-        group: that of the impl.
+        runner, replicas: the same.
+        group: that of the runner.
         failure: is notified of errors.
     """
 
-    def __init__(self, impl: AlgorithmImpl, replicas: BaguaProcessGroup | None = None) -> None:
-        self.impl = impl
-        self.group = impl.process_group
+    def __init__(self, runner: Runner, replicas: BaguaProcessGroup | None = None) -> None:
+        self.runner = runner
+        self.group = runner.process_group
         self.replicas = replicas
         self.failure = FirstFailure([self.group] if replicas is None else [self.group, replicas])
         self._under_way: Job[None] | None = None
@@ -95,7 +95,7 @@ class FsdpCommRunner:
                 communicate_traced()
             return
         self._wait()
-        self._under_way = self.impl.lane.submit(communicate_traced)
+        self._under_way = self.runner.lane.submit(communicate_traced)
         if not (until_end and self._will_wait()):
             self._wait()
 

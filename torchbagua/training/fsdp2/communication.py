@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from torchbagua._description import describe
-from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.codecs.lookup import by_name
+from torchbagua.runtime.runner import Runner
 from torchbagua.training.fsdp2.bounded import bound_gathers, bound_reduce_scatters, on_cpus, open_shards
 from torchbagua.training.fsdp2.checks import check_even_nodes, shard_codecs
 from torchbagua.training.fsdp2.comm_runner import FirstFailure, FsdpCommRunner
@@ -21,19 +21,19 @@ from torchbagua.training.fsdp2.rows import communicating_parts
 
 def install_communication(
     undo: ExitStack,
-    impl: AlgorithmImpl,
+    runner: Runner,
     module: torch.nn.Module,
     parts: Mapping[str, Any],
     sharding: Sharding,
     must_agree: Mapping[str, Any],
 ) -> None:
-    """Have `impl` communicate for a module until `undo` is closed. Collective.
+    """Have `runner` communicate for a module until `undo` is closed. Collective.
 
     Replicas first get the parameters and buffers of the first.
 
     Args:
         undo: takes what gives the parts back to torch, step by step.
-        impl: over the ranks among which the module is sharded.
+        runner: over the ranks among which the module is sharded.
         module: all of it.
         parts: those on which fully_shard was called, by name.
         sharding: the ranks that hold the same shards, and how weights are gathered.
@@ -42,36 +42,36 @@ def install_communication(
     Raises:
         ValueError, TimeoutError, CommunicationError: see `check_even_nodes`, `open_replicas`.
     """
-    codecs = shard_codecs("attach", impl.algorithm)
+    codecs = shard_codecs("attach", runner.algorithm)
     communicating = communicating_parts(module, parts)
     for part in communicating:
-        impl.use_device(part.param_group.device)
-    runner = FsdpCommRunner(impl)
+        runner.use_device(part.param_group.device)
+    fsdp_runner = FsdpCommRunner(runner)
     if sharding.replicate_group is not None:
-        algorithm = describe(impl.algorithm, type(impl.algorithm).__name__)
+        algorithm = describe(runner.algorithm, type(runner.algorithm).__name__)
         must_agree = {"the algorithm": algorithm, **must_agree}
-        replicas = undo.enter_context(open_replicas(impl, sharding.replicate_group, must_agree))
+        replicas = undo.enter_context(open_replicas(runner, sharding.replicate_group, must_agree))
         share_shards(replicas, module)
-        runner = FsdpCommRunner(impl, replicas)
-        install_replica_means(undo, runner, communicating, codecs)
+        fsdp_runner = FsdpCommRunner(runner, replicas)
+        install_replica_means(undo, fsdp_runner, communicating, codecs)
     between_cpus = on_cpus(communicating)
-    bound_gathers(undo, runner.group, runner.failure, between_cpus)
-    check_even_nodes(impl.algorithm, codecs, runner.group.node_ranks)
-    install_reduce_scatters(undo, runner, communicating, codecs)
-    bound_reduce_scatters(undo, runner.group, runner.failure, between_cpus)
+    bound_gathers(undo, fsdp_runner.group, fsdp_runner.failure, between_cpus)
+    check_even_nodes(runner.algorithm, codecs, fsdp_runner.group.node_ranks)
+    install_reduce_scatters(undo, fsdp_runner, communicating, codecs)
+    bound_reduce_scatters(undo, fsdp_runner.group, fsdp_runner.failure, between_cpus)
     if sharding.quantize_weights is not None:
         codec = by_name(sharding.quantize_weights)
-        install_weight_gathers(undo, runner, communicating, codec, hierarchical=codecs.hierarchical)
+        install_weight_gathers(undo, fsdp_runner, communicating, codec, hierarchical=codecs.hierarchical)
 
 
-def bound_waits(undo: ExitStack, impl: AlgorithmImpl, module: torch.nn.Module, parts: Mapping[str, Any]) -> None:
-    """Bound what FSDP waits for by the timeout of `impl`, which averages weights, until `undo` is closed.
+def bound_waits(undo: ExitStack, runner: Runner, module: torch.nn.Module, parts: Mapping[str, Any]) -> None:
+    """Bound what FSDP waits for by the timeout of `runner`, which averages weights, until `undo` is closed.
 
     Collective among the ranks that share a copy of the module.
 
     Args:
         undo: takes what gives the parts back to torch, step by step.
-        impl: over the ranks that hold the same shards.
+        runner: over the ranks that hold the same shards.
         module: all of it.
         parts: those on which fully_shard was called, by name.
 
@@ -79,8 +79,8 @@ def bound_waits(undo: ExitStack, impl: AlgorithmImpl, module: torch.nn.Module, p
         ValueError, TimeoutError, CommunicationError: see `open_shards`.
     """
     communicating = communicating_parts(module, parts)
-    shards = undo.enter_context(open_shards(impl, communicating))  # on GPUs too: a rank may have refused to attach
-    failure = FirstFailure([shards, impl.process_group])
+    shards = undo.enter_context(open_shards(runner, communicating))  # on GPUs too: a rank may have refused to attach
+    failure = FirstFailure([shards, runner.process_group])
     between_cpus = on_cpus(communicating)
     bound_gathers(undo, shards, failure, between_cpus)
     bound_reduce_scatters(undo, shards, failure, between_cpus)

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from torchbagua._torch import fsdp_all_reduces, fsdp_divide_factor, fsdp_shards
 from torchbagua._warnings import warn_user
-from torchbagua.algorithms.impl import AlgorithmImpl
 from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.codecs.mean_codecs import MeanCodecs
 from torchbagua.collectives.broadcast import broadcast_tensors
 from torchbagua.collectives.centralized_mean import Mean, centralized_mean
 from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.shards import local_shard
 from torchbagua.training.fsdp2.comm_runner import FsdpCommRunner
 from torchbagua.training.fsdp2.rows import CommunicatingPart, Row
@@ -24,12 +24,12 @@ from torchbagua.transport.streams import keep_for_current_stream
 
 @contextmanager
 def open_replicas(
-    impl: AlgorithmImpl, group: dist.ProcessGroup, must_agree: Mapping[str, Any]
+    runner: Runner, group: dist.ProcessGroup, must_agree: Mapping[str, Any]
 ) -> Iterator[BaguaProcessGroup]:
     """Open private groups of the ranks that hold the same shards, for as long as the context lasts. Collective.
 
     Args:
-        impl: over the ranks among which the module is sharded; its observers hear of these groups too.
+        runner: over the ranks among which the module is sharded; its observers hear of these groups too.
         group: the replicas.
         must_agree: what must be the same on all of them, by the name that an error gives it.
 
@@ -38,7 +38,7 @@ def open_replicas(
             operation; see `BaguaProcessGroup.check_operations`.
         TimeoutError, CommunicationError: see `BaguaProcessGroup`.
     """
-    own = impl.process_group
+    own = runner.process_group
     places = {"the rank that holds a shard, of those of its module": f"{own.rank} of {own.size}"}
     replicas = BaguaProcessGroup(
         group, timeout=own.timeout, transport=own.transport, must_agree={**must_agree, **places}
@@ -46,10 +46,12 @@ def open_replicas(
     try:
         replicas.open()
         replicas.tell_through(own.tracer, "replicas")
-        replicas.check_operations(torch.device("cpu"), type(impl.algorithm).__name__)  # also of GPUs: shards are shared
+        replicas.check_operations(
+            torch.device("cpu"), type(runner.algorithm).__name__
+        )  # also of GPUs: shards are shared
         yield replicas
     finally:
-        if impl.ends_in_order and not impl.lane.has_failed:
+        if runner.ends_in_order and not runner.lane.has_failed:
             replicas.end_in_order()
         replicas.close()
 
@@ -71,7 +73,7 @@ def install_replica_means(
     for device in dict.fromkeys(part.param_group.device for part in parts):
         if device.type != "cpu":
             runner.replicas.use_device(device)
-            runner.replicas.check_operations(device, type(runner.impl.algorithm).__name__)
+            runner.replicas.check_operations(device, type(runner.runner.algorithm).__name__)
     for part in parts:
         mean = ReplicaMean(runner, part, codecs)
         undo.callback(part.part.set_all_reduce_hook, None)

@@ -1,5 +1,6 @@
 """Bagua's `algorithms.bytegrad`."""
 
-from torchbagua.algorithms import ByteGradAlgorithm, ByteGradAlgorithmImpl
+from torchbagua.algorithms import ByteGradAlgorithm
+from torchbagua.algorithms import CompressedAllReduceAlgorithmImpl as ByteGradAlgorithmImpl
 
 __all__ = ["ByteGradAlgorithm", "ByteGradAlgorithmImpl"]

@@ -68,7 +68,7 @@ class BaguaDistributedDataParallel:
         self.require_backward_grad_sync = True
         self.bagua_train_step_counter = 0
         self.parameters_to_ignore = ignore_names(module, getattr(module, "_bagua_params_and_buffers_to_ignore", ()))
-        self.runner: OwnImpl | None = None
+        self.own_impl: OwnImpl | None = None
         ended_by = f"{'model.bagua_ddp' if ddp is None else 'ddp.inner'}.attachment.detach()"
         torch_group = process_group.require_torch_group()
         algorithm = self._adapt(algorithm)
@@ -88,10 +88,10 @@ class BaguaDistributedDataParallel:
                     grad_scaler=grad_scaler,
                 )
             )
-            self.attachment.impl.ended_by = ended_by
+            self.attachment.runner.ended_by = ended_by
             if driven is not None:
                 driven.install()
-                self.attachment.impl.on_close(driven.remove)
+                self.attachment.runner.on_close(driven.remove)
             if ddp is not None:
                 self.attachment.broadcast_optimizers()  # which attach does where it is given no DDP
             undo.pop_all()
@@ -106,15 +106,15 @@ class BaguaDistributedDataParallel:
     @property
     def bagua_algorithm(self) -> Any:
         """What runs the algorithm."""
-        return self.attachment.impl if self.runner is None else self.runner.own
+        return self.attachment.impl if self.own_impl is None else self.own_impl.own
 
     @property
     def bagua_buckets(self) -> list[Any]:
         """The buckets."""
-        if self.runner is not None:
-            return self.runner.own_buckets
-        impl = self.attachment.impl
-        return list(impl.buckets or impl.gradient_buckets)
+        if self.own_impl is not None:
+            return self.own_impl.own_buckets
+        runner = self.attachment.runner
+        return list(runner.buckets or runner.gradient_buckets)
 
     def bagua_build_params(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters that are trained and not ignored, with their names in the module."""
@@ -126,8 +126,8 @@ class BaguaDistributedDataParallel:
 
     def wait_pending_comm_ops(self) -> None:
         """Wait for the buckets that run; for own algorithms."""
-        if self.runner is not None:
-            self.runner.wait_pending()
+        if self.own_impl is not None:
+            self.own_impl.wait_pending()
 
     @property
     def _bagua_backend(self) -> "BaguaDistributedDataParallel":
@@ -136,7 +136,7 @@ class BaguaDistributedDataParallel:
 
     def broadcast_from_first_rank(self) -> None:
         """Give all ranks rank 0's parameters, and the state of its optimizers. Collective."""
-        world = self.attachment.impl.process_group.world
+        world = self.attachment.runner.process_group.world
         parameters = [parameter for _, parameter in self.bagua_build_params()]
         broadcast_tensors(world, parameters, "the parameters")
         self.attachment.broadcast_optimizers()

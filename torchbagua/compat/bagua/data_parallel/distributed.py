@@ -76,10 +76,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             gradient_as_bucket_view=gradient_as_bucket_view,
         )
         self.inner: BaguaDistributedDataParallel | None = None
-        self._impl: Any = None
+        self._runner: Any = None
         if not optimizers:
-            self._impl = algorithm.reify(self.process_group)
-            self.register_comm_hook(self._impl, tb.comm_hook)
+            self._runner = algorithm.reify(self.process_group)
+            self.register_comm_hook(self._runner, tb.comm_hook)
             return
         self.inner = BaguaDistributedDataParallel(
             module,
@@ -108,7 +108,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     @property
     def bagua_algorithm(self) -> Any:
         """What runs the algorithm."""
-        return self._impl if self.inner is None else self.inner.bagua_algorithm
+        return self._runner if self.inner is None else self.inner.bagua_algorithm
 
     @property
     def bagua_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -118,4 +118,4 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     @property
     def bagua_buckets(self) -> list[Any]:
         """The buckets. Those of gradients are there after the first backward."""
-        return list(self._impl.gradient_buckets) if self.inner is None else self.inner.bagua_buckets
+        return list(self._runner.gradient_buckets) if self.inner is None else self.inner.bagua_buckets

@@ -138,8 +138,8 @@ def _is_running(call: FrameType | None) -> bool:
 class StepListener(Protocol):
     """What hears of the steps that are taken."""
 
-    def on_step_taken(self, parameters: list[torch.Tensor]) -> None:
-        """Hear, after a step, of the parameters that have a gradient."""
+    def commit_step(self, parameters: list[torch.Tensor]) -> None:
+        """Commit what belongs to a step of these parameters, which have a gradient."""
         ...
 
 
@@ -147,11 +147,15 @@ class StepsTaken:
     """Tells an object of each step that is taken, by optimizers or, where none is known, by a loop that says so.
 
     It does not keep the object alive.
+
+    Args:
+        listener: the object.
+        owner: the name of the algorithm, for errors.
     """
 
-    def __init__(self, listener: StepListener) -> None:
+    def __init__(self, listener: StepListener, owner: str) -> None:
         self._listener = weakref.ref(listener)
-        self._owner = type(listener).__name__
+        self._owner = owner
         self._watches: list[StepWatch] = []
         self._is_told = False
         self._num_backwards = 0  # since the last step
@@ -211,7 +215,7 @@ class StepsTaken:
     def _tell(self, parameters: Iterable[torch.Tensor]) -> None:
         self._num_backwards = 0
         if (listener := self._listener()) is not None:
-            listener.on_step_taken([parameter for parameter in parameters if parameter.grad is not None])
+            listener.commit_step([parameter for parameter in parameters if parameter.grad is not None])
 
 
 def _close(reference: weakref.ref[StepsTaken]) -> None:

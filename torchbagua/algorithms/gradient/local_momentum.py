@@ -1,0 +1,43 @@
+"""Momentum that each rank has of its own gradients, in place of the optimizer's."""
+
+from collections.abc import Sequence
+
+import torch
+
+from torchbagua.codecs.cast import Identity
+from torchbagua.collectives.error_feedback import TwoPhaseResiduals
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.runtime.bucket import BaguaBucket
+from torchbagua.runtime.parameter_state import ParameterState
+
+
+def check_sgd_without_momentum(owner: str, momentum: float, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ValueError, which begins with `owner`, unless all are SGD and leave the momentum to the algorithm."""
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.SGD):
+            raise ValueError(
+                f"{owner}: with momentum={momentum} the optimizer must be torch.optim.SGD, got "
+                f"{type(optimizer).__name__}"
+            )
+        own = [group["momentum"] for group in optimizer.param_groups if group["momentum"]]
+        if own:
+            raise ValueError(
+                f"{owner}: with momentum={momentum} that of SGD must be 0, since the algorithm has it already, got "
+                f"{own[0]}"
+            )
+
+
+def append_local_momentum(state: ParameterState[TwoPhaseResiduals], bucket: BaguaBucket) -> None:
+    """Append what a group of one does: the sum of velocities, of which all is used, and nothing is sent."""
+    residuals = state.of_bucket(bucket)
+    everything = slice(0, len(bucket.flat))
+    residuals.assign_slices(sent=everything, mean=slice(0, 0))
+    codec = Identity()
+    layout = codec.layout(bucket.spec, (0, len(bucket.flat)))
+
+    def add_momentum(bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
+        if residuals.initial is not None:
+            residuals.load_whole(residuals.initial)
+        residuals.sent.encode(bucket.flat, codec, layout, bucket.flat.view(torch.uint8), everything)
+
+    bucket.append_python_op(add_momentum)

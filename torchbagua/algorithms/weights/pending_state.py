@@ -1,0 +1,55 @@
+"""The state of weights to which something is still to be added, which both kinds of overlapping rounds save."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchbagua.runtime.rank_state import check_rank_state, owner_of
+from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.weight_bucket import FlatOf
+from torchbagua.runtime.weight_buckets import WeightBuckets
+
+
+def pending_state(
+    runner: Runner,
+    step: int,
+    has_differences: bool,
+    differences: Mapping[str, torch.Tensor],
+    snapshots: Mapping[str, torch.Tensor],
+) -> dict[str, Any]:
+    """Return whose state it is, its step, and what is averaged and still to be added to the weights, by names.
+
+    Args:
+        runner: that of the impl.
+        step: training steps so far.
+        has_differences: whether there is something to be added; else the tensors hold anything.
+        differences: of all weights, mean minus snapshot.
+        snapshots: of buffers, which decay, see `WeightBuckets.add`.
+    """
+    return {
+        **owner_of(runner.process_group),
+        "step": step,
+        "has_differences": has_differences,
+        "differences": differences,
+        "buffer_snapshots": snapshots,
+    }
+
+
+def load_pending_state(
+    runner: Runner,
+    weights: WeightBuckets,
+    state: Mapping[str, Any],
+    difference: FlatOf,
+    snapshot: FlatOf,
+    *other_keys: str,
+) -> None:
+    """Copy what `pending_state` has saved of the tensors into these flat ones.
+
+    Raises:
+        ValueError: `state` lacks a key, its own or one of the others, or is another rank's or module's.
+    """
+    keys = ("step", "has_differences", "differences", "buffer_snapshots", *other_keys)
+    check_rank_state(type(runner.algorithm).__name__, state, keys, runner.process_group)
+    weights.load_by_name(difference, state["differences"])
+    weights.load_by_name(snapshot, state["buffer_snapshots"], weights.of_buffers)

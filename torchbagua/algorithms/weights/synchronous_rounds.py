@@ -1,0 +1,89 @@
+"""Rounds of weights that all ranks make at the same step."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm
+from torchbagua.runtime.lane import Job
+from torchbagua.runtime.runner import Runner
+
+T = TypeVar("T")
+
+
+class SynchronousRounds:
+    """Counts the steps and rounds of a weight algorithm, which are the same on all ranks; every round compares them.
+
+    With a GradScaler all ranks skip a step together, or none.
+
+    Args:
+        runner: that of the impl.
+        algorithm: whose options say which weights are averaged.
+
+    Attributes:
+        weights: the weights that are averaged.
+        step: training steps so far.
+        num_rounds: rounds so far.
+        num_backwards: backward passes so far. A step that a GradScaler skips on one rank alone shows here: that rank
+            makes its next step after one more of them. So they are compared, unless attach was given the scaler.
+    """
+
+    def __init__(self, runner: Runner, algorithm: ModelAveragingAlgorithm) -> None:
+        self.step = 0
+        self.num_rounds = 0
+        self.num_backwards = 0
+        self._num_overflow_checks = 0
+        self._runner = runner
+        self.weights = algorithm.average(runner, self._progress)
+        if not self.is_single_rank:
+            runner.needs_grad_scaler = True
+            runner.agree_on_overflow = self._agree_on_overflow
+
+    @property
+    def is_single_rank(self) -> bool:
+        """Whether this is a group of one, which communicates nothing and changes nothing."""
+        return self._runner.process_group.size == 1
+
+    def is_due(self, interval: int) -> bool:
+        """Return whether the step after `step` steps communicates, if one in `interval` does."""
+        return not self.is_single_rank and self.step % interval == 0
+
+    def count_backward(self) -> None:
+        """Count a backward pass. For `AlgorithmImpl.init_post_backward_hook`."""
+        self.num_backwards += 1
+
+    def start(self, run: Callable[[], T]) -> Job[T]:
+        """Have the lane run a round when all ranks have come here, and count it."""
+        job = self.submit(run)
+        self.num_rounds += 1
+        return job
+
+    def submit(self, run: Callable[[], T], purpose: str | None = None) -> Job[T]:
+        """Have the lane run `run` when all ranks have come here; where their progress differs, all ranks raise.
+
+        `purpose` is what for, in errors: by default the round after so many steps.
+        """
+        return self.weights.lockstep.submit(run, purpose or f"the round after {self.step} steps")
+
+    def overlap_next_step(self) -> None:
+        """Have observers notified of submissions to the lane from now on as part of the next step.
+
+        For a round that runs beside that step. The lane may be at it before the hook of this step has come to its end.
+        """
+        tracer = self._runner.tracer
+        if tracer.is_on:
+            self._runner.lane.submit(partial(tracer.end_step_of_lane, tracer.step))
+
+    def _agree_on_overflow(self, found_inf: bool) -> bool:
+        """Return whether any rank has found an Inf or NaN in its gradients. Collective."""
+        self._num_overflow_checks += 1
+        purpose = f"the search for Inf after {self.step} steps"
+        return self._runner.lane.submit(self.weights.lockstep.comparison(purpose, flag=found_inf)).result()
+
+    def _progress(self) -> dict[str, int]:
+        return {
+            "optimizer steps": self.step,
+            "searches for Inf": self._num_overflow_checks,
+            "backward passes": 0 if self._num_overflow_checks else self.num_backwards,
+            "rounds": self.num_rounds,
+        }

@@ -1,0 +1,116 @@
+"""WeightMeans: the mean of all ranks' weights, for an evaluation or at the end of an attachment."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchbagua.collectives.agreement import fingerprint
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.runtime.weight_bucket import WeightBucket
+
+if TYPE_CHECKING:
+    from torchbagua.runtime.weight_buckets import WeightBuckets
+
+_PART_ELEMENTS = 2**21  # of what is no bucket: the group keeps buffers for each length that it has averaged
+
+
+class WeightMeans:
+    """Forms the mean of all ranks' weights beside an algorithm's rounds. Its methods are for between two steps.
+
+    Args:
+        weights: the weights.
+        group: the ranks.
+    """
+
+    def __init__(self, weights: "WeightBuckets", group: BaguaProcessGroup) -> None:
+        self._weights = weights
+        self._group = group
+        self._own: dict[WeightBucket, torch.Tensor] = {}  # this rank's weights, while the module has the mean
+
+    def take(self) -> None:
+        """Give all ranks the mean of their weights. Collective. The buckets cannot be used for anything else then."""
+        weights = self._weights
+        for one in weights:
+            one.bucket.clear_ops().append_centralized_synchronous_op(hierarchical=False)
+        weights.read()
+        weights.lockstep.submit(lambda: [one.bucket.run() for one in weights], "the last mean", is_last=True).result()
+        weights.write()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Give all ranks the mean of their weights, for as long as the context lasts; then each its own again.
+
+        Collective where it begins. The flat tensors of the buckets stay as they are. It takes the memory of the
+        weights once more, and twice while the mean is formed.
+        """
+        if self._group.size == 1:
+            yield
+            return
+        weights, group = self._weights, self._group
+        own = {one: torch.empty_like(one.bucket.flat) for one in weights}
+        weights.read(own.__getitem__)
+        means = {one: flat.clone() for one, flat in own.items()}
+
+        def average() -> None:
+            for one, mean in means.items():
+                group.all_reduce(mean, average=True, hierarchical=False, name=one.bucket.name)
+
+        weights.lockstep.submit(average, "the mean of the weights").result()
+        weights.write(means.__getitem__)
+        means.clear()
+        self._own = own
+        try:
+            yield
+        finally:
+            self._own = {}
+            weights.write(own.__getitem__)
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Within `averaged`, give this rank its own weights, for as long as the context lasts; elsewhere it has them.
+
+        Not collective. It takes the memory of the weights once more.
+        """
+        if not self._own:
+            yield
+            return
+        means = {one: torch.empty_like(flat) for one, flat in self._own.items()}
+        self._weights.read(means.__getitem__)
+        self._weights.write(self._own.__getitem__)
+        try:
+            yield
+        finally:
+            self._weights.write(means.__getitem__)
+
+    @torch.no_grad()
+    def average_tensors(self, tensors: Sequence[torch.Tensor], purpose: str) -> None:
+        """Replace these tensors, which are not the module's, by their mean over the ranks. Collective.
+
+        Call it within `averaged`, or after the last mean, when no round is under way.
+
+        Args:
+            tensors: floating-point or complex, contiguous or not, of the same shapes and dtypes on all ranks.
+            purpose: what they are, in errors.
+        """
+        if self._group.size == 1:
+            return
+        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        flats = {key: torch.cat([tensor.reshape(-1) for tensor in members]) for key, members in alike.items()}
+        layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+        also = {"as fingerprint of the tensors to average": fingerprint(layout)}
+        group = self._group
+
+        def average() -> None:
+            for flat in flats.values():
+                for part in flat.split(_PART_ELEMENTS):
+                    group.all_reduce(part, average=True, hierarchical=False, name=purpose)
+
+        self._weights.lockstep.submit(average, f"the mean of {purpose}", also=also).result()
+        for key, members in alike.items():
+            parts = flats[key].split([tensor.numel() for tensor in members])
+            for tensor, part in zip(members, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
