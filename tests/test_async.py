@@ -264,10 +264,10 @@ def test_abort_of_a_module_that_was_never_attached() -> None:
     run_async(2, body, tb.AsyncModelAverageAlgorithm())
 
     def unattached(group: dist.ProcessGroup) -> None:
-        impl = tb.AsyncModelAverageAlgorithm().reify(group)
+        runner = tb.AsyncModelAverageAlgorithm().reify(group)
         with pytest.raises(ValueError, match="abort: module must be the one that the algorithm is attached to"):
-            impl.abort(nn.Linear(1, 1))
-        impl.close()
+            runner.impl.abort(nn.Linear(1, 1))
+        runner.close()
 
     run_ranks(1, unattached)
 

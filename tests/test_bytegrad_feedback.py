@@ -83,7 +83,7 @@ def mixed() -> nn.Module:
 
 
 @pytest.mark.parametrize("make_model", [Branches, OneElement, mixed, Wide])
-@pytest.mark.filterwarnings("ignore:torchbagua. ByteGradAlgorithmImpl sends")
+@pytest.mark.filterwarnings("ignore:torchbagua. ByteGradAlgorithm sends")
 def test_the_oracle_for_other_models(device: torch.device, make_model: Callable[[], nn.Module]) -> None:
     """Of which parts are used on some ranks only or nowhere, of one element, of other dtypes, complex ones too."""
     model = build(make_model).to(device)

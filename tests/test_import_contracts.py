@@ -27,13 +27,17 @@ CONTRACTS = {
     "only training and fsdp know GradScaler": (
         BELOW_TRAINING,
         ("torch.amp", "GradScaler"),
-        {"runtime/impl.py": "has the attribute that attach sets, whose scale error feedback reads"},
+        {"runtime/runner.py": "has the attribute that attach sets, whose scale error feedback reads"},
     ),
     # An algorithm's interface names the optimizers that it is attached with, and QAdam is one.
-    "below algorithms nothing knows optimizers": (
+    "below algorithms only the runner knows optimizers": (
         BELOW_TRAINING[1:],
         ("torch.optim", "Optimizer"),
-        {},
+        {
+            "runtime/runner.py": "is notified of their steps",
+            "runtime/impl.py": "returns what is called at their end",
+            "runtime/optimizer_steps.py": "notifies the runner",
+        },
     ),
 }
 

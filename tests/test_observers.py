@@ -74,7 +74,7 @@ def test_observers_change_no_bit() -> None:
     def weights(name: str, observed: bool) -> list[torch.Tensor]:
         model = build(Tower)
         attachments = train_traced(2, name, lambda group: [Sampler()] if observed else [], model=model)
-        return [parameter for one in attachments for parameter in one.runner._module.parameters()]
+        return [parameter for one in attachments for parameter in one._setup.inner.parameters()]
 
     for name in ("bytegrad", "qadam_1bit", "low_precision_decentralized", "diloco", "gradient_allreduce"):
         assert all(map(torch.equal, weights(name, True), weights(name, False))), name

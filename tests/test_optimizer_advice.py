@@ -40,15 +40,15 @@ def messages_of(algorithm: tb.Algorithm, make_optimizer: MakeOptimizer, *, is_at
         optimizer = make_optimizer(ddp.parameters())
         own_group = tb.BaguaProcessGroup(group)
         if is_attached:
-            impl = tb.attach(ddp, optimizer, algorithm, process_group=own_group).impl
+            runner = tb.attach(ddp, optimizer, algorithm, process_group=own_group).runner
         else:
-            impl = algorithm.reify(own_group, optimizer=optimizer)
-            ddp.register_comm_hook(impl, tb.comm_hook)
+            runner = algorithm.reify(own_group, optimizer=optimizer)
+            ddp.register_comm_hook(runner, tb.comm_hook)
         for _ in range(2):
             optimizer.zero_grad()
             ddp(torch.ones(2, 4)).sum().backward()
             optimizer.step()
-        impl.close()
+        runner.close()
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -40,7 +40,7 @@ class LowRankImpl(tb.AlgorithmImpl):
     def __init__(self, runner: tb.Runner) -> None:
         super().__init__(runner)
         shapes = {"residual": None, "factor": self.factor_shape}
-        self.parameter_state = ParameterState("LowRankAlgorithm", self.make_state, shapes)
+        self.parameter_state = runner.keep(ParameterState("LowRankAlgorithm", self.make_state, shapes))
 
     def factor_shape(self, parameter: torch.Tensor) -> tuple[int, int]:
         """Vectors, and matrices that are smaller, are sent as they are."""

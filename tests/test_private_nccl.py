@@ -106,8 +106,8 @@ def launch(communicator: Communicator, purpose: str) -> None:
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     """NCCL is there, and every tensor is taken to lie on the first GPU where its place is made known."""
     played = Nccl()
-    use_device = tb.AlgorithmImpl.use_device
-    monkeypatch.setattr(tb.AlgorithmImpl, "use_device", lambda impl, device: use_device(impl, GPU))
+    use_device = tb.Runner.use_device
+    monkeypatch.setattr(tb.Runner, "use_device", lambda runner, device: use_device(runner, GPU))
     monkeypatch.setattr(Lane, "use_gpu", lambda lane, device: None)
     monkeypatch.setattr(Tracer, "use_gpu", lambda tracer, device: None)
     monkeypatch.setattr(choice, "has_nccl", lambda group: True)

@@ -293,7 +293,7 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="got that of rank 7 of 2; every rank saves and loads its own"):
             impl.load_state_dict({**state, "rank": 7})
         zeros = {"parameter 0": torch.zeros(301, 10)}
-        one, wrong = torch.zeros(1), "QAdamAlgorithmImpl.load_state_dict: sent and mean must hold .* got others"
+        one, wrong = torch.zeros(1), "QAdamAlgorithm.load_state_dict: sent and mean must hold .* got others"
         for sent, mean, got in (
             ({"nobody": one}, {"nobody": one}, r", \['nobody'\]"),
             ({"parameter 0": one}, {"parameter 0": one}, r", \['parameter 0'\]"),

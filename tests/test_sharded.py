@@ -403,7 +403,7 @@ def test_attach_after_an_evaluation_that_left_whole_weights() -> None:
 def test_two_algorithms_are_refused() -> None:
     module = sharded()
     optimizer = optimizer_of(module)
-    match = "ByteGradAlgorithmImpl is attached to the module already"
+    match = "ByteGradAlgorithm is attached to the module already"
     with tb.attach(module, optimizer, "bytegrad"), pytest.raises(ValueError, match=match):
         tb.attach(module, optimizer, "bytegrad")
 

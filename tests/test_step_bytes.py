@@ -94,20 +94,20 @@ def test_a_round_is_told_of_at_the_end_of_its_step(name: str) -> None:
     algorithm, rounds_after, num_under_way = ALGORITHMS[name]
 
     def body(run: Run) -> list[int]:
-        impl = run.attachment.impl
+        runner = run.attachment.runner
 
         def slow(bucket: tb.BaguaBucket, group: tb.BaguaProcessGroup) -> None:
             time.sleep(SLOW_S)  # so that the round lasts longer than forward and backward
 
-        add = impl.weights.add
+        add = runner.weights.add
 
         def slow_add(*arguments: object, **options: object) -> None:
             add(*arguments, **options)
             time.sleep(2 * SLOW_S)  # so that the lane has begun the next round when the step ends
 
         if name in ("decentralized", "every third"):
-            impl.buckets[-1].append_python_op(slow)
-            impl.weights.add = slow_add
+            runner.buckets[-1].append_python_op(slow)
+            runner.weights.add = slow_add
         told = []
         for _ in range(NUM_STEPS):
             run.step()

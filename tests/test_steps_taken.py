@@ -32,11 +32,12 @@ class CountingImpl(tb.AlgorithmImpl):
     def __init__(self, runner: tb.Runner) -> None:
         super().__init__(runner)
         self.steps: list[list[tuple[int, ...]]] = []
+        runner.on_step_taken(self.note)
 
     def init_operations(self, module: nn.Module | None, bucket: tb.BaguaBucket) -> None:
         bucket.append_centralized_synchronous_op()
 
-    def on_step_taken(self, parameters: Sequence[torch.Tensor]) -> None:
+    def note(self, parameters: Sequence[torch.Tensor]) -> None:
         self.steps.append([tuple(parameter.shape) for parameter in parameters])
 
 
@@ -176,18 +177,18 @@ LOOPS = [
 def test_once_for_each_step_that_is_taken(loop: Callable[..., int], is_attached: bool) -> None:
     def body(group: dist.ProcessGroup) -> None:
         ddp = DistributedDataParallel(copy.deepcopy(MODEL), process_group=group)
-        impls: list[tb.AlgorithmImpl] = []
+        runners: list[tb.Runner] = []
 
         def attach(optimizer: Any) -> None:
             if is_attached:
-                impls.append(tb.attach(ddp, optimizer, CountingAlgorithm()).impl)
+                runners.append(tb.attach(ddp, optimizer, CountingAlgorithm()).runner)
             else:
-                impls.append(CountingAlgorithm().reify(group, optimizer=optimizer))
-                ddp.register_comm_hook(impls[0], tb.comm_hook)
+                runners.append(CountingAlgorithm().reify(group, optimizer=optimizer))
+                ddp.register_comm_hook(runners[0], tb.comm_hook)
 
         num_steps = loop(ddp, attach)
-        assert impls[0].steps == [BOTH] * num_steps
-        impls[0].close()
+        assert runners[0].impl.steps == [BOTH] * num_steps
+        runners[0].close()
 
     run_ranks(2, body)
 
@@ -270,8 +271,8 @@ def test_behind_the_plain_hook_the_second_backward_without_either_raises() -> No
         ddp, impl, optimizer = hooked(group)
         backward(ddp)
         optimizer.step()
-        both_ways = r"call impl\.step_taken\(\) after each step .* reify\(group, optimizer=optimizer\)"
-        with pytest.raises(RuntimeError, match=f"ByteGradAlgorithmImpl has to know which steps are taken.*{both_ways}"):
+        both_ways = r"call runner\.step_taken\(\) after each step .* reify\(group, optimizer=optimizer\)"
+        with pytest.raises(RuntimeError, match=f"ByteGradAlgorithm has to know which steps are taken.*{both_ways}"):
             backward(ddp)
         impl.close()
 
@@ -320,7 +321,7 @@ def test_an_optimizer_that_is_never_stepped_is_told_of() -> None:
         warnings.simplefilter("always", RuntimeWarning)
         run_ranks(1, body)
     assert len(told) == 1
-    assert "ByteGradAlgorithmImpl has heard of no step of SGD in 200 synchronised" in str(told[0].message)
+    assert "ByteGradAlgorithm has heard of no step of SGD in 200 synchronised" in str(told[0].message)
 
 
 @pytest.mark.parametrize(

@@ -212,9 +212,9 @@ def test_low_precision_over_several_nodes_is_the_ring_of_nodes() -> None:
         algorithm = with_node_mean(tb.LowPrecisionDecentralizedAlgorithm())
         names = []
         for nodes in ([0, 0, 1, 1], [0, 1, 2, 3], [0, 0, 0, 0]):
-            impl = algorithm.reify(tb.BaguaProcessGroup(group, nodes=nodes))
-            names.append(type(impl).__name__)
-            impl.close()
+            runner = algorithm.reify(tb.BaguaProcessGroup(group, nodes=nodes))
+            names.append(type(runner.impl).__name__)
+            runner.close()
         return names
 
     ring = "LowPrecisionDecentralizedAlgorithmImpl"
@@ -238,7 +238,7 @@ def test_a_state_of_the_ring_is_loaded_on_one_node() -> None:
         attachment = module.bagua_ddp.attachment
         attachment.load_state_dict(state)
         steps(group.rank(), module, optimizer, 1)
-        found = attachment.impl.rounds.step
+        found = attachment.state_dict()["impl"]["step"]
         attachment.detach()
         return found
 
@@ -283,7 +283,7 @@ def test_another_algorithm_takes_over() -> None:
             gradient_allreduce.GradientAllReduceAlgorithm(),
         ):
             module.with_bagua([optimizer], algorithm, group, grad_scaler=scaler)
-            assert module.bagua_algorithm.grad_scaler is scaler
+            assert module.bagua_ddp.attachment.runner.grad_scaler is scaler
             steps(group.rank(), module, optimizer, 2)
             names.append(type(module.bagua_algorithm).__name__)
         module.bagua_ddp.attachment.detach()
@@ -293,7 +293,7 @@ def test_another_algorithm_takes_over() -> None:
     assert names == [
         "GradientAllReduceAlgorithmImpl",
         "DecentralizedAlgorithmImpl",
-        "ByteGradAlgorithmImpl",
+        "CompressedAllReduceAlgorithmImpl",
         "GradientAllReduceAlgorithmImpl",
     ]
     assert torch.equal(first, second)

@@ -64,17 +64,17 @@ class Loop:
     def attach(self) -> tb.Attachment:
         return tb.attach(self.ddp, self.optimizer, self.algorithm, grad_scaler=self.scaler)
 
-    def backward(self, impl: tb.AlgorithmImpl, factor: float = 1.0) -> None:
-        if isinstance(impl, tb.algorithms.AsyncModelAverageAlgorithmImpl):
-            self.modes.append(impl.mode)
+    def backward(self, runner: tb.Runner, factor: float = 1.0) -> None:
+        if isinstance(runner.impl, tb.algorithms.AsyncModelAverageAlgorithmImpl):
+            self.modes.append(runner.impl.mode)
         self.scaler.scale(self.ddp(torch.full((4, 96), 1.0 + self.rank)).square().mean() * factor).backward()
-        self.operations.append([one.name for bucket in impl.gradient_buckets for one in bucket.operations])
+        self.operations.append([one.name for bucket in runner.gradient_buckets for one in bucket.operations])
 
-    def train(self, impl: tb.AlgorithmImpl, steps: Sequence[Step]) -> None:
+    def train(self, runner: tb.Runner, steps: Sequence[Step]) -> None:
         for num_passes, is_skipped in steps:
             self.optimizer.zero_grad()
             for _ in range(num_passes):
-                self.backward(impl, float("inf") if is_skipped and self.rank == 1 else 1.0)
+                self.backward(runner, float("inf") if is_skipped and self.rank == 1 else 1.0)
             scale = self.scaler.get_scale()
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -95,7 +95,7 @@ def test_a_warm_up_counts_the_steps_that_are_taken(name: str) -> None:
     def body(group: dist.ProcessGroup) -> list[bool]:
         loop = Loop(group, name)
         with loop.attach() as attachment:
-            loop.train(attachment.impl, STEPS)
+            loop.train(attachment.runner, STEPS)
         return loop.are_warm
 
     assert run_ranks(2, body) == [warm_passes(STEPS)] * 2
@@ -107,12 +107,12 @@ def test_a_warm_up_goes_on_from_a_state(name: str, stop: int) -> None:
     def body(group: dist.ProcessGroup) -> list[bool]:
         first = Loop(group, name)
         with first.attach() as attachment:
-            first.train(attachment.impl, STEPS[:stop])
+            first.train(attachment.runner, STEPS[:stop])
             state = attachment.state_dict()
         second = Loop(group, name)
         with second.attach() as attachment:
             attachment.load_state_dict(state)
-            second.train(attachment.impl, STEPS[stop:])
+            second.train(attachment.runner, STEPS[stop:])
         first.operations += second.operations
         return first.are_warm
 
@@ -172,10 +172,10 @@ def test_a_rank_without_data_leaves_the_warm_up_with_the_others(name: str, monke
         with loop.attach() as attachment:
             for num_batches in ([2, 1], [4, 4]):
                 with Join([loop.ddp]):
-                    loop.train(attachment.impl, [PLAIN] * num_batches[group.rank()])
+                    loop.train(attachment.runner, [PLAIN] * num_batches[group.rank()])
             state = attachment.state_dict()
             attachment.load_state_dict(state)
-            loop.train(attachment.impl, [PLAIN])
+            loop.train(attachment.runner, [PLAIN])
             return loop.are_warm, attachment.state_dict()["impl"]["num_steps"]
 
     (first, num_first), (second, num_second) = run_ranks(2, body)

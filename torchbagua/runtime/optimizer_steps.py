@@ -188,12 +188,12 @@ class StepsTaken:
         if self._num_backwards > 0 and not self._watches and not self._is_told:
             raise RuntimeError(
                 f"torchbagua: {self._owner} has to know which steps are taken, and behind the standalone hook it hears "
-                "of none: call impl.step_taken() after each step of the optimizer, or make the impl by "
+                "of none: call runner.step_taken() after each step of the optimizer, or make the runner by "
                 "reify(group, optimizer=optimizer)"
             )
         self._num_backwards += 1
         if self._num_backwards == _MANY_BACKWARDS:
-            whom = f"no step of {self._names}" if self._watches else "no impl.step_taken()"
+            whom = f"no step of {self._names}" if self._watches else "no runner.step_taken()"
             warn_user(
                 f"torchbagua: {self._owner} has heard of {whom} in {_MANY_BACKWARDS} synchronised backward passes: "
                 "what it keeps from step to step stands still; hand over the optimizer whose step() changes the weights"
