@@ -160,3 +160,30 @@ class AlgorithmImpl:
         first brings into the weights what is in flight.
         """
         return self.runner.weights is not None and self.runner.weights.take_final_mean()
+
+
+def check_impl(runner: "Runner") -> None:
+    """Raise TypeError if an impl does something other than its description says, by which `attach` goes."""
+    impl: object = runner.impl
+    name = type(runner.algorithm).__name__
+    if not isinstance(impl, AlgorithmImpl):
+        raise TypeError(f"{name}.make_impl must return an AlgorithmImpl, got {impl!r}")
+    cls = type(impl)
+    if not hasattr(impl, "runner"):
+        raise TypeError(f"{cls.__name__}.__init__ must call AlgorithmImpl.__init__")
+    if cls.tensors_to_buckets is not AlgorithmImpl.tensors_to_buckets and not runner.averages_weights:
+        raise TypeError(
+            f"{cls.__name__} overrides tensors_to_buckets without init_tensors: a gradient algorithm runs in DDP's "
+            "buckets, and a weight algorithm overrides both"
+        )
+    if runner.averages_weights != runner.algorithm.averages_weights:
+        if not runner.averages_weights:
+            what = "gradients, because it neither calls runner.average nor overrides init_tensors"
+        elif runner.weights is None:
+            what = "weights, because it overrides init_tensors"
+        else:
+            what = "weights, because it calls runner.average"
+        raise TypeError(
+            f"{cls.__name__} averages {what}, but {name}.averages_weights is {runner.algorithm.averages_weights}; set "
+            f"it to {runner.averages_weights}"
+        )

@@ -15,7 +15,7 @@ from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.changed_layout import check_gradient_layouts
 from torchbagua.runtime.gradient_buckets import GradientBuckets
-from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.impl import AlgorithmImpl, check_impl
 from torchbagua.runtime.lane import Lane
 from torchbagua.runtime.optimizer_steps import StepsTaken, StepWatch, parameters_of
 from torchbagua.runtime.parameter_state import ParameterState
@@ -118,7 +118,6 @@ class Runner:
         self._names: Mapping[int, str] = {}
         self._module: torch.nn.Module | None = None
         self._gpu: torch.device | None = None
-        self._warned_dtypes: set[torch.dtype] = set()
         self._steps = StepsTaken(self, self._name)
         self._step_listeners: list[Callable[[Sequence[torch.Tensor]], None]] = []
         self._at_close = ExitStack()
@@ -126,7 +125,7 @@ class Runner:
             process_group.move_beside_training()
         try:
             self.impl: AlgorithmImpl = algorithm.make_impl(self)
-            self._check_impl()
+            check_impl(self)
         except BaseException:
             self.close()
             raise
@@ -139,31 +138,6 @@ class Runner:
     def averages_weights(self) -> bool:
         """Whether it runs a weight algorithm, with buckets of its own."""
         return self.weights is not None or type(self.impl).init_tensors is not AlgorithmImpl.init_tensors
-
-    def _check_impl(self) -> None:
-        """Raise TypeError if the impl does something else than the description says, by which attach goes."""
-        impl: object = self.impl
-        if not isinstance(impl, AlgorithmImpl):
-            raise TypeError(f"{self._name}.make_impl must return an AlgorithmImpl, got {impl!r}")
-        cls = type(impl)
-        if not hasattr(impl, "runner"):
-            raise TypeError(f"{cls.__name__}.__init__ must call AlgorithmImpl.__init__")
-        if cls.tensors_to_buckets is not AlgorithmImpl.tensors_to_buckets and not self.averages_weights:
-            raise TypeError(
-                f"{cls.__name__} overrides tensors_to_buckets without init_tensors: a gradient algorithm runs in DDP's "
-                "buckets, and a weight algorithm overrides both"
-            )
-        if self.averages_weights != self.algorithm.averages_weights:
-            overrides = cls.init_tensors is not AlgorithmImpl.init_tensors
-            kind, because = (
-                ("gradients", "neither calls runner.average nor overrides init_tensors")
-                if not self.averages_weights
-                else ("weights", "overrides init_tensors" if overrides else "calls runner.average")
-            )
-            raise TypeError(
-                f"{cls.__name__} averages {kind}, because it {because}, but {self._name}.averages_weights is "
-                f"{self.algorithm.averages_weights}; set it to {self.averages_weights}"
-            )
 
     def codec_for(self, bucket: BaguaBucket) -> Compressor:
         """Return `codec`; or that of full precision, if `codec` does not encode the dtype of the bucket."""
@@ -384,35 +358,22 @@ class Runner:
                 for position, parameter in enumerate(parameters)
             ]
             tensors = self.gradient_buckets.tensors_of(dict(zip(names, parameters, strict=True)))
-            if self._module is None:  # attach has checked all parameters at once
-                self._check_parameters({tensor.name: tensor.parameter for tensor in tensors})
             bucket = BaguaBucket(f"gradient bucket {index}", tensors, self.process_group, flat)
-            self._check_layouts(bucket)
+            self._check_new(bucket)
             self.impl.init_operations(self._module, bucket)
             self.gradient_buckets.add(bucket)
         bucket.flat = flat
         self.ends_in_order = True  # behind the standalone hook nobody calls finish
         return bucket
 
-    def _check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Have the algorithm check the parameters that DDP passes to the standalone hook, and warn once for each dtype.
-
-        If a filter makes its warning an error, other ranks do not wait for this one.
-        """
-        dtypes = {parameter.dtype for parameter in self.algorithm.uncompressed(parameters).values()}
-        if dtypes <= self._warned_dtypes:
-            return
-        self._warned_dtypes |= dtypes
+    def _check_new(self, bucket: BaguaBucket) -> None:
+        """Check dtypes and layouts. If only this rank raises, by a filter of its warnings say, the others raise too."""
         try:
-            self.algorithm.check_parameters(parameters)
-        except (UncompressedParametersWarning, ValueError) as error:
-            self._fail(error)
-
-    def _check_layouts(self, bucket: BaguaBucket) -> None:
-        try:
+            if self._module is None:  # attach has checked all parameters at once
+                self.gradient_buckets.check_dtypes(bucket, self.algorithm)
             if not self.has_joined:
                 check_gradient_layouts(bucket)
-        except RuntimeError as error:
+        except (UncompressedParametersWarning, ValueError, RuntimeError) as error:
             self._fail(error)
 
     def _fail(self, error: Exception) -> NoReturn:

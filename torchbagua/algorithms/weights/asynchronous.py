@@ -1,9 +1,8 @@
 """Asynchronous model averaging: training waits for nobody, and weights are averaged in the background."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,7 +11,7 @@ from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import check_at_least, check_codecs, register
 from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm
 from torchbagua.algorithms.weights.background_rounds import BackgroundRounds, MonotonicWaitClock, WaitClock
-from torchbagua.algorithms.weights.compressed_rounds import CompressedDifferences
+from torchbagua.algorithms.weights.compressed_rounds import SnapshotMeans
 from torchbagua.algorithms.weights.gradient_warm_up import GradientWarmUp
 from torchbagua.algorithms.weights.pending_state import load_pending_state, pending_state
 from torchbagua.algorithms.weights.votes import Outcome, Reason
@@ -143,7 +142,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self.clock = clock or MonotonicWaitClock()
         self._weights = self.algorithm.average(runner, self._progress)
         self._warm_up = GradientWarmUp(self._weights, runner.process_group)
-        self._differences: dict[WeightBucket, CompressedDifferences] = {}
+        self._means = SnapshotMeans()
         self._is_single_rank = runner.process_group.size == 1
         self._is_enabled = True
         self._leaving_rank: int | None = None
@@ -236,7 +235,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         was_running = self._rounds is not None
         if was_running:
             self._stop("new buckets", with_mean=False)
-        self._differences.clear()
+        self._means.clear()
         super().reset()
         if was_running:
             self._start()
@@ -247,7 +246,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         codec = self.runner.codec_for(bucket)
         # Not buffers: a small variance beside a large one would not survive 8 bits.
         if not isinstance(codec, Identity) and bucket.flat.dtype in ELEMENT_TYPES and not one.are_buffers:
-            self._differences[one] = CompressedDifferences(one, codec)
+            self._means.compress(one, codec)
 
     def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
         return self._after_backward
@@ -280,8 +279,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._note_mode()
         if self.mode == "running" and self._rounds is None and not self._is_single_rank:
             interval_s = self.algorithm.sync_interval_ms / 1000
-            average = partial(_average, self._differences)
-            self._rounds = BackgroundRounds(self.runner, self._weights, average, interval_s, self.clock)
+            self._rounds = BackgroundRounds(self.runner, self._weights, self._means.average, interval_s, self.clock)
 
     def _note_mode(self) -> None:
         self.runner.replicas_diverge = self.mode == "running" and self._weights.has_final_mean
@@ -382,32 +380,13 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             weights.read(loaded.__getitem__)
             self._stop("load_state_dict", with_mean=False)
             weights.write(loaded.__getitem__)
-        for one, compressed in self._differences.items():
-            compressed.forget([tensor.name for tensor in one.bucket.tensors])
+        self._means.forget()
         weights.loads.forget()
         self.step = state["step"]
         self._is_enabled = state["is_enabled"]
         if state["has_differences"]:
             weights.add(differences.__getitem__, snapshots.__getitem__)
         self._start()
-
-
-def _average(
-    compressed: Mapping[WeightBucket, CompressedDifferences],
-    weight_bucket: WeightBucket,
-    is_exact: bool,
-    loaded: Collection[str],
-) -> None:
-    """Write the mean of the snapshots of a bucket, or what this rank is to take for it, to the flat tensor."""
-    differences = compressed.get(weight_bucket)
-    if loaded and differences is not None:
-        differences.forget(loaded)
-    if is_exact or differences is None:
-        weight_bucket.bucket.run()
-    else:
-        differences.average()
-    if is_exact and differences is not None:
-        differences.begin()
 
 
 def _zeros(one: WeightBucket) -> torch.Tensor:

@@ -51,3 +51,45 @@ class CompressedDifferences:
         self._mean.add_(self._differences.run())
         self._residuals.mean.commit()  # that of the first phase is not: it stays in the weights
         torch.add(self._mean, self._residuals.sent.staged(slice(None)), out=self._one.bucket.flat)
+
+
+class SnapshotMeans:
+    """Writes the means of buckets' snapshots, in full precision or by compressed differences.
+
+    Nothing leads from it to the module.
+    """
+
+    def __init__(self) -> None:
+        self._differences: dict[WeightBucket, CompressedDifferences] = {}
+
+    def compress(self, one: WeightBucket, compressor: Compressor) -> None:
+        """Send a bucket by its differences from now on."""
+        self._differences[one] = CompressedDifferences(one, compressor)
+
+    def clear(self) -> None:
+        """Forget all buckets, which are made again."""
+        self._differences.clear()
+
+    def forget(self) -> None:
+        """Start without residuals of what was sent."""
+        for one, differences in self._differences.items():
+            differences.forget([tensor.name for tensor in one.bucket.tensors])
+
+    def average(self, one: WeightBucket, is_exact: bool, loaded: Container[str]) -> None:
+        """Write the mean of the snapshots of a bucket, or what this rank is to take for it, to the flat tensor.
+
+        Args:
+            one: the bucket.
+            is_exact: whether it must be the mean, the same on all ranks.
+            loaded: names of weights that were loaded since the last mean.
+        """
+        differences = self._differences.get(one)
+        if differences is None:
+            one.bucket.run()
+            return
+        differences.forget(loaded)
+        if is_exact:
+            one.bucket.run()
+            differences.begin()
+        else:
+            differences.average()

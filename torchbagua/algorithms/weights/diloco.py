@@ -1,6 +1,6 @@
 """DiLoCo: every rank takes many steps of its own, and then an outer optimizer steps by what all have come to."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from torchbagua._description import describe
-from torchbagua._warnings import warn_user
 from torchbagua.algorithms.base import Algorithm, check_at_least, check_codecs, check_flags, register
 from torchbagua.algorithms.gradient.all_reduce import GradientAllReduceAlgorithm
 from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm
 from torchbagua.algorithms.weights.fragments import Fragments
 from torchbagua.algorithms.weights.outer_residuals import OuterResiduals, check_residuals
+from torchbagua.algorithms.weights.outer_round import IN_FLIGHT, OuterRound
 from torchbagua.algorithms.weights.shadow_weights import OuterOptimizer, ShadowWeights
 from torchbagua.algorithms.weights.synchronous_rounds import SynchronousRounds
 from torchbagua.codecs.base import Compressor
@@ -23,13 +23,10 @@ from torchbagua.collectives.agreement import all_reduce_max
 from torchbagua.collectives.broadcast import broadcast_tensors
 from torchbagua.collectives.centralized_mean import mean_of_nodes
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.observe.events import Details
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from torchbagua.runtime.impl import AlgorithmImpl
-from torchbagua.runtime.lane import Job
 from torchbagua.runtime.rank_state import check_keys
 from torchbagua.runtime.runner import Runner
-from torchbagua.runtime.weight_bucket import FLAT, SNAPSHOT, WeightBucket
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,7 +131,7 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
         """Raise ValueError for other arguments, or where residuals are those of another rank."""
         super().check_state(saved, state, process_group)
         owner = type(self).__name__
-        check_keys(owner, state, ["step", "num_rounds", "theta", "outer", "residuals", *_IN_FLIGHT])
+        check_keys(owner, state, ["step", "num_rounds", "theta", "outer", "residuals", *IN_FLIGHT])
         check_residuals(owner, state["residuals"], process_group)
 
     def make_codec(self) -> Compressor:
@@ -162,8 +159,6 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
 
     Attributes:
         rounds: counts steps and rounds.
-        shadow: the shadow weights; `shadow.optimizer` is the outer optimizer.
-        num_dropped: rounds that were dropped, of all rounds.
     """
 
     algorithm: DiLoCoAlgorithm
@@ -177,17 +172,28 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
             runner.open_node_gradients = self._open_node_gradients
         self.rounds = SynchronousRounds(runner, algorithm)
         self._weights = self.rounds.weights
-        self.shadow = self._new_shadow()
-        self.num_dropped = 0
         nodes = group.nodes if self._is_of_nodes else None
         has_feedback = algorithm.error_feedback and not isinstance(runner.codec, Identity)
         self._residuals = OuterResiduals(runner, nodes, has_feedback=has_feedback)
         self._fragments = Fragments(algorithm.fragments, algorithm.inner_steps)
-        self._round: Job[None] | None = None
-        # Of the round that is under way, or received and still to be added.
-        self._in_round: list[WeightBucket] = []
-        self._snapshot_step = 0
-        self._has_differences = False
+        self._round = OuterRound(
+            self.rounds,
+            self._new_shadow(),
+            self._residuals,
+            self._fragments,
+            runner.tracer,
+            overlaps=algorithm.delay > 0,
+        )
+
+    @property
+    def shadow(self) -> ShadowWeights:
+        """The shadow weights; `shadow.optimizer` is the outer optimizer."""
+        return self._round.shadow
+
+    @property
+    def num_dropped(self) -> int:
+        """How many rounds were dropped, of all rounds."""
+        return self._round.num_dropped
 
     def _new_shadow(self) -> ShadowWeights:
         return ShadowWeights(type(self.algorithm).__name__, partial(_outer_optimizer, self.algorithm))
@@ -232,8 +238,8 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
 
     def reset(self) -> None:
         """Make buckets again, once the round in flight has been applied, and have all ranks start from one theta."""
-        self._drop_in_flight(self.runner.loading)
-        self._receive_and_add()
+        self._round.drop(self.runner.loading)
+        self._round.apply()
         self._residuals.forget_buckets()
         super().reset()
         if not self.shadow.tensors:
@@ -260,97 +266,17 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         if self.rounds.is_single_rank:
             return
         step, delay = self.rounds.step, self.algorithm.delay
-        is_in_flight = self._round is not None or self._has_differences
         due = [one for one in self._weights if self._fragments.is_due(one, step)]
-        is_time = step >= self._snapshot_step + delay
+        is_time = step >= self._round.snapshot_step + delay
         # What has failed is heard of at once. A loaded round may come from another schedule, and last until the next.
-        if is_in_flight and (is_time or due or self.runner.lane.has_failed):
-            self._receive_and_add()
+        if self._round.is_in_flight and (is_time or due or self.runner.lane.has_failed):
+            self._round.apply()
         if due:
             if delay:
                 self.rounds.overlap_next_step()
-            self._start_round(due)
+            self._round.start(due)
             if not delay:
-                self._receive()
-
-    def _start_round(self, due: list[WeightBucket]) -> None:
-        """Have the lane form the means of outer gradients, and of buffers."""
-        snapshot = SNAPSHOT if self.algorithm.delay else FLAT
-        for one in due:  # one by one, while each is in the caches
-            self._weights.read(snapshot, [one])
-            if not one.are_buffers:
-                shadow = self.shadow[one]
-                torch.sub(shadow.theta, snapshot(one), out=shadow.gradient.flat)
-            elif self.algorithm.delay:
-                one.bucket.flat.copy_(one.snapshot)
-        averaged = [one.bucket if one.are_buffers else self.shadow[one].gradient for one in due]
-
-        def average() -> None:
-            for bucket in averaged:
-                bucket.run()
-
-        self._round = self.rounds.start(average)
-        self._in_round, self._snapshot_step = due, self.rounds.step
-
-    def _receive(self) -> None:
-        """Wait for the means and have the outer optimizer step by them; then write the weights, or what to add."""
-        if self._round is None:
-            return
-        self._round.result()
-        self._round = None
-        # The same on all ranks, since the means are.
-        if not all(map(self._is_sound, self._in_round)):
-            self._drop_round()
-            return
-        self._residuals.commit(self._in_round)
-        self.shadow.step([one for one in self._in_round if not one.are_buffers])
-        if not self.algorithm.delay:
-            self._weights.write(self._new_values, self._in_round)
-            self._tell_applied()
-            return
-        for one in self._in_round:
-            one.subtract(self._new_values(one), one.snapshot, out=self._difference(one))
-        self._has_differences = True
-
-    def _receive_and_add(self) -> None:
-        """Wait for the round in flight, and add what it changes to the weights."""
-        self._receive()
-        if self._has_differences:
-            self._weights.add(self._difference, SNAPSHOT, self._in_round)
-            self._has_differences = False
-            self._tell_applied()
-
-    def _new_values(self, one: WeightBucket) -> torch.Tensor:
-        return one.bucket.flat if one.are_buffers else self.shadow[one].theta
-
-    def _difference(self, one: WeightBucket) -> torch.Tensor:
-        return one.difference if one.are_buffers else self.shadow[one].gradient.flat
-
-    def _is_sound(self, one: WeightBucket) -> bool:
-        flat = one.bucket.flat if one.are_buffers else self.shadow[one].gradient.flat
-        if not len(flat):
-            return True
-        low, high = flat.aminmax()  # on CPUs ten times faster than isfinite().all(); NaN is both
-        # A buffer may well hold -inf, a mask of attention say.
-        return not bool(low.isnan()) if one.are_buffers else bool(low.isfinite() & high.isfinite())
-
-    def _drop_round(self) -> None:
-        self.num_dropped += 1
-        if self.num_dropped == 1:
-            warn_user(
-                f"torchbagua: the round after {self._snapshot_step} steps is dropped on all ranks, since a rank's "
-                "weights hold NaN or Inf; if that happens again, nobody will say so"
-            )
-
-    def _tell_applied(self) -> None:
-        tracer = self.runner.tracer
-        values = {
-            "rounds": self.rounds.num_rounds,
-            "fragment": self._fragments.of_bucket(self._in_round[0]),
-            "staleness in steps": self.rounds.step - self._snapshot_step,
-        }
-        now = tracer.now()
-        tracer.tell("apply", now, now, Details(values=values))
+                self._round.receive()
 
     @torch.no_grad()
     def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -358,22 +284,14 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
 
         Waits for the round in flight, which goes on for the other weights.
         """
-        self._drop_in_flight(values)
+        self._round.drop(values)
         self.shadow.restart(values)
         self._residuals.clear(values)
         super().weights_loaded(values)
 
-    def _drop_in_flight(self, names: Collection[str]) -> None:
-        """Receive the round in flight, if any of these weights has been loaded, and change none of them by it."""
-        if names:
-            self._receive()
-        if self._has_differences:
-            for one in self._in_round:
-                one.clear(self._difference(one), names)
-
     def finish_round(self) -> None:
         """Wait for the round in flight, bring it into the weights, and have observers notified of it."""
-        self._receive_and_add()
+        self._round.apply()
         self.runner.tracer.deliver()
 
     def finish(self) -> bool:
@@ -382,15 +300,10 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what all ranks share, and of this rank the residuals and what is still to be added to its weights."""
-        self._receive()
         return {
+            **self._round.state_dict(),
             "step": self.rounds.step,
             "num_rounds": self.rounds.num_rounds,
-            "snapshot_step": self._snapshot_step,
-            "fragment": self._fragments.of_bucket(self._in_round[0]) if self._in_round else 0,
-            "has_differences": self._has_differences,
-            "differences": self._weights.by_name(self._difference),
-            "buffer_snapshots": self._weights.by_name(SNAPSHOT, self._weights.of_buffers),
             "residuals": self._residuals.state_dict(),
             **self.shadow.state_dict(),
         }
@@ -401,8 +314,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         Of another number of ranks, of other nodes, or where attached is full precision, residuals are dropped, with a
         RuntimeWarning. Where a single rank has saved it, which keeps no shadow weights, they are what was attached to.
         """
-        self._receive()
-        self._has_differences = False
+        self._round.abandon()
         self._weights.loads.forget()
         if self.rounds.is_single_rank:
             self.rounds.step = state["step"]
@@ -411,20 +323,13 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         if state["theta"]:
             self.reset()  # buckets ask for their residuals
             self.shadow.load_state_dict(state)
-            self._weights.load_by_name(self._difference, state["differences"])
-            self._weights.load_by_name(SNAPSHOT, state["buffer_snapshots"], self._weights.of_buffers)
         else:  # a single rank has trained alone, and its weights are where all start from
-            self.shadow = self._new_shadow()
+            self._round.shadow = self._new_shadow()
             self.reset()
+        self._round.load_state_dict(state, with_tensors=bool(state["theta"]))
         self.rounds.step, self.rounds.num_rounds = state["step"], state["num_rounds"]
-        self._snapshot_step, self._has_differences = state["snapshot_step"], bool(state["has_differences"])
-        every = [one for one in self._weights if self._fragments.of_bucket(one) == state["fragment"]]
-        self._in_round = every if self._has_differences else []
         also = {"as a digest of the shadow weights": self.shadow.digest()}
         self._weights.lockstep.submit(lambda: None, "loading the state", also=also).result()
-
-
-_IN_FLIGHT = ("snapshot_step", "fragment", "has_differences", "differences", "buffer_snapshots")
 
 
 def _outer_optimizer(algorithm: DiLoCoAlgorithm, shadows: list[torch.Tensor]) -> torch.optim.Optimizer:
