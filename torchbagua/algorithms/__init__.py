@@ -21,6 +21,7 @@ from torchbagua.algorithms.qadam.algorithm import QAdamAlgorithmImpl as QAdamAlg
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
 from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithm
 from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl as AsyncModelAverageAlgorithmImpl
+from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm as ModelAveragingAlgorithm
 from torchbagua.algorithms.weights.decentralized import DecentralizedAlgorithm
 from torchbagua.algorithms.weights.decentralized import DecentralizedAlgorithmImpl as DecentralizedAlgorithmImpl
 from torchbagua.algorithms.weights.diloco import DiLoCoAlgorithm, LocalSGDAlgorithm

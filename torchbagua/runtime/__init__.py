@@ -1,5 +1,5 @@
-"""The runtime of every algorithm: buckets, their operations, the lane that runs them, and state by parameter.
+"""The runtime of every algorithm: the Runner, buckets and their operations, the lane, and state by parameter.
 
 May import collectives and what is below them.
-Begin with bucket.py, then operations.py and lane.py; weights are in weight_buckets.py, residuals in parameter_state.py.
+Begin with impl.py and runner.py, then bucket.py and lane.py; weights are in weight_buckets.py.
 """

@@ -128,7 +128,7 @@ class BucketOperations:
         if error_feedback is not None and self.spec.dtype != torch.float32:
             raise ValueError(
                 f"BaguaBucket: error_feedback needs a float32 bucket, got {self.spec.dtype}; leave it out if "
-                "AlgorithmImpl.codec_for(bucket) is not the impl's compressor"
+                "Runner.codec_for(bucket) is not Runner.codec"
             )
         group = group or self.group
         compressor = _compressor(compression, self.spec.dtype)
@@ -262,7 +262,7 @@ def _compressor(compression: str | Compressor | None, dtype: torch.dtype) -> Com
     if not compressor.encodes(dtype):
         raise ValueError(
             f"BaguaBucket: compression must be one that encodes {dtype}, or None for full precision, got "
-            f"{compressor!r}; AlgorithmImpl.codec_for(bucket) is that of the impl, or full precision"
+            f"{compressor!r}; Runner.codec_for(bucket) is that of the algorithm, or full precision"
         )
     return compressor
 

@@ -52,9 +52,9 @@ ShapeOf = Callable[[torch.Tensor], Sequence[int]]
 class ParameterState(Generic[S]):
     """What an algorithm keeps of each parameter, in named tensors: residuals, or a factor of low rank.
 
-    An impl sets one as its `AlgorithmImpl.parameter_state` and gets the state of a bucket from `of_bucket`. To the
-    operations of the bucket it appends `resolve_last_backward`, before those that stage something. Steps that are taken
-    commit what is staged, and `AlgorithmImpl.state_dict` contains what is kept.
+    An impl passes one to `Runner.keep`, and gets the state of a bucket from `of_bucket`. To the operations of the
+    bucket it appends `resolve_last_backward`, before those that stage something. Steps that are taken commit what is
+    staged, and `Runner.state_dict` contains what is kept.
 
     A gradient may have been sent, and neither used by a step nor cleared before the next synchronised backward pass. It
     is then sent again, and what was staged is in it already. The state of the bucket starts from there, see
@@ -84,7 +84,7 @@ class ParameterState(Generic[S]):
         self._loaded: dict[int, Sequence[torch.Tensor]] = {}
         self._orders: dict[int, MemoryOrder] = {}  # in which what is kept lies
         self._averages: dict[int, AverageInGradient] = {}
-        # Also where the impl is forgotten behind a hook of DDP.
+        # Also if the runner is forgotten behind a hook of DDP.
         self._let_go = weakref.finalize(self, _close, self._averages)
         self._let_go.atexit = False
 

@@ -5,7 +5,7 @@ Execution order:
 1. `check_arguments` (attach_checks.py) checks what can fail on one rank alone, and `warn_uncompressed` warns of
    parameters that the codec does not encode.
 2. `Algorithm.reify` has ranks compare over their group's store what must agree, and opens private groups.
-3. Within that, `Algorithm.make_impl` binds the algorithm to them, and the impl watches the optimizers' steps.
+3. Within that, a `Runner` is made over these groups. It calls `Algorithm.make_impl`, and watches the optimizers' steps.
 4. `Attachment` gives ranks the same weights where no DDP has, and `Runner.set_module` makes the buckets of a
    weight algorithm; a gradient algorithm's are made when DDP first hands them over (`gradient_bucket`).
 5. It installs the hooks: step hooks (step_hooks.py), then DDP's one hook, which ddp.py has call comm_hook.py, or DDP's

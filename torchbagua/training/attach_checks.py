@@ -25,7 +25,7 @@ from torchbagua.training.fsdp2.checks import check_sharding, unquantized_weights
 from torchbagua.training.fsdp2.options import Sharding
 from torchbagua.training.setup import TrainingSetup, ddps_of
 
-# On a module with an algorithm attached, inside of its wrapper: its id, which a copy has not, and the impl's name.
+# On a module with an algorithm attached, inside of its wrapper: its id, which a copy has not, and the algorithm's name.
 _MARK = "_torchbagua_attached"
 
 

@@ -30,7 +30,7 @@ def is_stepped_by_scaler(optimizer: torch.optim.Optimizer) -> bool:
 def install_overflow_agreement(
     scaler: torch.amp.GradScaler, optimizers: Sequence[torch.optim.Optimizer], runner: Runner, clock: StepClock
 ) -> ExitStack:
-    """Let `impl` decide what `scaler` takes for an overflow of `optimizers`, until what is returned is closed.
+    """Let `runner` decide what `scaler` takes for an overflow of `optimizers`, until what is returned is closed.
 
     `clock` hears of it.
     """

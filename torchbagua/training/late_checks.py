@@ -14,7 +14,7 @@ from torchbagua.training.setup import TrainingSetup
 
 
 def check_within_nodes(runner: Runner, setup: TrainingSetup) -> None:
-    """Raise ValueError unless DDP can go on averaging gradients within the nodes of the impl's group."""
+    """Raise ValueError unless DDP can go on averaging gradients within the nodes of the runner's group."""
     if setup.is_sharded:
         raise ValueError(
             f"attach: {type(runner.algorithm).__name__}: hierarchical must be False for a sharded module whose "

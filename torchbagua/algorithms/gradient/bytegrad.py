@@ -19,11 +19,9 @@ class ByteGradAlgorithm(CompressedMeanAlgorithm):
     formed, and a rank sends about 2 (n-1)/n bytes an element and step, a quarter of what a float32 all-reduce sends.
 
     Args:
-        hierarchical: with several nodes of several ranks: full precision within nodes, 8 bits between them.
-        average: divide by the number of ranks; False gives the sum.
+        hierarchical, average, error_feedback: see `CompressedAllReduceAlgorithm`. Within nodes full precision is used.
         block: how many elements share a quantisation range, a multiple of 8. A block does not cross a parameter's
             boundary. None gives Bagua's one range per chunk.
-        error_feedback: add what compression leaves out to what is sent next, see `CompressedAllReduceAlgorithm`.
 
     Raises:
         TypeError, ValueError: an argument does not fit.

@@ -56,8 +56,7 @@ class TopKAlgorithm(CompressedMeanAlgorithm):
 
     Args:
         ratio: the share of elements that is sent, above 0 and at most 1.
-        hierarchical: with several nodes of several ranks: full precision within nodes, the largest between them.
-        average: divide by the number of ranks; False gives the sum.
+        hierarchical, average: see `CompressedAllReduceAlgorithm`. Within nodes full precision is used.
         selection: which elements are sent. "top": the largest of each block. "block": those of the run of neighbours
             with the largest norm, `BlockK`, in half the bytes, but for its place without indices.
         block: how many elements the largest are taken of, a multiple of 8 from 8 to 4096. A block does not cross a

@@ -58,11 +58,7 @@ class AsyncModelAverageAlgorithm(ModelAveragingAlgorithm):
         compression: the codec that sends differences: its name, see `torchbagua.codecs`, or a Compressor, which may be
             one of yours. One that needs error feedback is refused: it leaves so much out of a mean that rounds which
             end would lose much. None sends weights in full precision.
-        average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, if the module's
-            `state_dict` holds them. Integer buffers are left alone.
-        final_average: when you detach, or leave the `with` block without an error, give all ranks the mean of their
-            weights, and rank 0's optimizer state.
-        bucket_cap_mb: size in MiB of the buckets, which are sent one after the other.
+        average_buffers, final_average, bucket_cap_mb: see `ModelAveragingAlgorithm`.
 
     Raises:
         TypeError, ValueError: an argument does not fit.

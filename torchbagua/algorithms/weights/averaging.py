@@ -12,16 +12,16 @@ from torchbagua.runtime.weight_buckets import WeightBuckets
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAveragingAlgorithm(Algorithm):
-    """Options of all algorithms that average weights.
+    """The options of all algorithms that average weights.
 
     A state goes on under other arguments, except that `average_buffers` says which tensors are in it.
 
     Args:
-        average_buffers: average floating-point and complex buffers too (BatchNorm's, say), those that `state_dict`
-            holds. Integer buffers are left alone.
-        final_average: when the attachment ends in order, give all ranks the mean of their weights, and rank 0's
-            optimizer state: plain DDP, or another algorithm, can go on from there.
-        bucket_cap_mb: size of the buckets that are sent one after the other, in MiB.
+        average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, if the module's
+            `state_dict` holds them. Integer buffers are left alone.
+        final_average: when you detach, or leave the `with` block without an error, give all ranks the mean of their
+            weights, and rank 0's optimizer state. Plain DDP, or another algorithm, can go on from there.
+        bucket_cap_mb: size in MiB of the buckets, which are sent one after the other.
 
     Raises:
         TypeError, ValueError: an argument does not fit.

@@ -38,11 +38,7 @@ class DecentralizedAlgorithm(ModelAveragingAlgorithm):
             of ranks (or nodes); or a `torchbagua.Topology`.
         communication_interval: average every so many steps. With k, the mean of the weights after steps 0, k, 2k and so
             on is formed while the next step is taken, and applied after steps 1, k + 1, 2k + 1 and so on.
-        average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, if the module's
-            `state_dict` holds them. Integer buffers are left alone.
-        final_average: when you detach, or leave the `with` block without an error, give all ranks the mean of their
-            weights, and rank 0's optimizer state.
-        bucket_cap_mb: size in MiB of the buckets, which are sent one after the other.
+        average_buffers, final_average, bucket_cap_mb: see `ModelAveragingAlgorithm`.
 
     Raises:
         TypeError, ValueError: an argument does not fit.

@@ -67,11 +67,8 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
             `fragments`. With 0, training waits.
         hierarchical: with several nodes of several ranks: gradients are averaged within a node in every step, and only
             nodes take part in rounds, to which each rank sends its shard.
-        average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, if the module's
-            `state_dict` holds them, in full precision. Integer buffers are left alone.
-        final_average: when you detach, or leave the `with` block without an error, give all ranks the mean of their
-            weights, and rank 0's optimizer state.
-        bucket_cap_mb: size in MiB of the buckets, which are sent one after the other.
+        average_buffers, final_average, bucket_cap_mb: see `ModelAveragingAlgorithm`. Buffers are sent in full
+            precision.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
