@@ -2,7 +2,7 @@
 
     python benchmarks/nccl_overhead.py [--rounds 15] [--json PATH]
 
-The group has one rank, so nothing crosses a network, and ByteGrad's impl, which has nothing to average, returns at
+The group has one rank, so nothing crosses a network, and ByteGrad, which has nothing to average, returns at
 once: its row is what the hook itself costs. The last row runs all that a rank does itself, encode, reduce and decode
 (whole_mean.py). All take turns in one run; a time is a median over rounds of some steps each, by the GPU's clock.
 
@@ -67,14 +67,14 @@ class Training:
             width=size.width, num_layers=size.num_layers, num_heads=size.num_heads, vocabulary=size.vocabulary
         ).to(device)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._impl: tb.AlgorithmImpl | None = None
+        self._runner: tb.Runner | None = None
         if is_ddp:
             group = dist.group.WORLD
             assert group is not None
             model = DistributedDataParallel(model, process_group=group)
             if algorithm is not None:
-                self._impl = algorithm.reify(group)
-                model.register_comm_hook(self._impl, tb.comm_hook)
+                self._runner = algorithm.reify(group)
+                model.register_comm_hook(self._runner, tb.comm_hook)
         self._model = model
         self._optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
         tokens = torch.randint(size.vocabulary, (batch, size.context + 1), device=device)
@@ -93,8 +93,8 @@ class Training:
 
     def close(self) -> None:
         """End the lane."""
-        if self._impl is not None:
-            self._impl.close()
+        if self._runner is not None:
+            self._runner.close()
 
 
 def measure(size: Size, batch: int, rounds: int, device: torch.device) -> dict[str, Any]:
