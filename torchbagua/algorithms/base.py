@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torchbagua import native
 from torchbagua._description import describe
 from torchbagua._warnings import UncompressedParametersWarning, warn_user
+from torchbagua.algorithms.binding import bind, checked_codec
 from torchbagua.codecs.base import Compressor
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import check_compression
 from torchbagua.codecs.mean_codecs import MeanCodecs
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.observe.events import Observer, Run, check_observers
+from torchbagua.observe.events import Observer, check_observers
 from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.optimizer_steps import check_optimizer, unwrap
 from torchbagua.runtime.runner import Runner
@@ -88,7 +89,7 @@ class Algorithm:
 
         Override it if the algorithm compresses some parameters only.
         """
-        encodes = self._codec().encodes
+        encodes = checked_codec(self).encodes
         return {name: parameter for name, parameter in parameters.items() if not encodes(parameter.dtype.to_real())}
 
     def check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -102,7 +103,7 @@ class Algorithm:
         names, dtypes = list(found), {parameter.dtype for parameter in found.values()}
         warn_user(
             f"torchbagua: {type(self).__name__} sends {len(names)} of {len(parameters)} parameters in full precision, "
-            f"because {self._codec()} does not encode {' or '.join(sorted(map(str, dtypes)))}: "
+            f"because {checked_codec(self)} does not encode {' or '.join(sorted(map(str, dtypes)))}: "
             f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}, "
             f"{sum(parameter.nbytes for parameter in found.values()):,} bytes each time they are sent",
             UncompressedParametersWarning,
@@ -174,13 +175,10 @@ class Algorithm:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         observers: Sequence[Observer] = (),
         timeout: timedelta | None = None,
-        must_agree: Mapping[str, Any] | None = None,
-        run_settings: Mapping[str, str] | None = None,
-        refusal: str | None = None,
     ) -> Runner:
         """Bind the algorithm to a process group. Collective: the ranks compare it, and open private groups.
 
-        `attach` calls it. Call it yourself for `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`.
+        For `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`. `attach` does the same itself.
 
         Args:
             process_group: the ranks that train together; a BaguaProcessGroup to say which rank is on which node.
@@ -189,15 +187,13 @@ class Algorithm:
                 `Runner.step_taken` after each step. QAdamAlgorithm knows its optimizer.
             observers: are told of every phase of communication and of each training step.
             timeout: the longest wait for another rank; by default that of `process_group`.
-            must_agree: further values that must be the same on all ranks, by the name that an error gives them.
-            run_settings: what traces note of the run beside the algorithm and its group, by name.
-            refusal: an UncompressedParametersWarning that a filter makes an error on this rank. All ranks raise it,
-                before a group is opened.
+
+        Returns:
+            The state of the hook, which has the algorithm's own state too. Close it when training ends.
 
         Raises:
             TypeError: `process_group` is not a process group, `optimizer` is not an optimizer, or `make_impl` returned
                 something else than an impl of this kind.
-            UncompressedParametersWarning: a rank has a `refusal`.
             ValueError: ranks disagree in the algorithm, its arguments or the package's version, `optimizer` does not
                 fit, or a backend lacks an operation.
             TimeoutError: a rank did not call it in time.
@@ -210,55 +206,7 @@ class Algorithm:
         optimizers = [unwrap(one) for one in given]
         for one in optimizers:
             check_optimizer(where, one)
-        if optimizers:
-            self.check_optimizers(optimizers)
-        self.prepare()
-        own: dict[str, Any] = {"the algorithm": type(self).__qualname__}
-        own |= {f"{type(self).__name__}'s argument {name}": value for name, value in self.arguments().items()}
-        own[f"{type(self).__name__}'s codec"] = describe(self._codec(), f"{type(self).__name__}: the codec")
-        own.update(must_agree or {})
-        if isinstance(process_group, BaguaProcessGroup):
-            group = process_group.duplicate(timeout=timeout, observers=observers, must_agree=own, refusal=refusal)
-        else:
-            group = BaguaProcessGroup(
-                process_group, timeout=timeout, observers=observers, must_agree=own, refusal=refusal
-            )
-        close = group.close
-        try:
-            group.open()
-            group.check_operations(torch.device("cpu"), type(self).__name__)
-            runner = Runner(group, self)
-            close = runner.close
-            runner.watch_steps(optimizers or self.own_optimizers())
-            group.compare_clocks()
-            if group.tracer.is_on:
-                group.tracer.start(self._describe_run(group, run_settings or {}))
-            return runner
-        except BaseException:
-            close()
-            raise
-
-    def _codec(self) -> Compressor:
-        codec: object = self.make_codec()
-        if not isinstance(codec, Compressor):
-            raise TypeError(
-                f"{type(self).__name__}.make_codec must return a Compressor, such as torchbagua.codecs.MinMaxUInt8(), "
-                f"got {codec!r}"
-            )
-        return codec
-
-    def _describe_run(self, group: BaguaProcessGroup, run_settings: Mapping[str, str]) -> Run:
-        name = type(self).__name__
-        return Run(
-            id=group.id,
-            algorithm=name,
-            description=describe(self, name) if dataclasses.is_dataclass(self) else repr(self),
-            rank=group.rank,
-            nodes=tuple(group.nodes),
-            settings=run_settings,
-            board=group.board,
-            clock_offsets=group.clock_offsets,
-        )
+        return bind(self, process_group, optimizers, observers, timeout)
 
 
 def check_flags(algorithm: Algorithm, *names: str) -> None:

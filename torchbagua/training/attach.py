@@ -4,7 +4,8 @@ Execution order:
 
 1. `check_arguments` (attach_checks.py) checks what can fail on one rank alone, and `warn_uncompressed` warns of
    parameters that the codec does not encode.
-2. `Algorithm.reify` has ranks compare over their group's store what must agree, and opens private groups.
+2. `bind` (algorithms/binding.py), as `Algorithm.reify`, has ranks compare over their group's store what must agree, and
+   opens private groups.
 3. Within that, a `Runner` is made over these groups. It calls `Algorithm.make_impl`, and watches the optimizers' steps.
 4. `Attachment` gives ranks the same weights where no DDP has, and `Runner.set_module` makes the buckets of a
    weight algorithm; a gradient algorithm's are made when DDP first hands them over (`gradient_bucket`).
@@ -25,6 +26,7 @@ import torch.distributed as dist
 
 from torchbagua._warnings import UncompressedParametersWarning
 from torchbagua.algorithms.base import Algorithm
+from torchbagua.algorithms.binding import bind
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer
 from torchbagua.observe.summary import Summary
@@ -102,11 +104,12 @@ def install(
     if refusal is not None:
         refusal += f"; the filter of rank {_rank_in_job(group)} makes this an error"
     try:
-        runner = setup.algorithm.reify(
+        runner = bind(
+            setup.algorithm,
             group,
-            optimizer=setup.optimizers,
-            observers=[*observers, *([] if summary is None else [summary])],  # the same one twice is notified once
-            timeout=timeout,
+            setup.optimizers,
+            [*observers, *([] if summary is None else [summary])],  # the same one twice is notified once
+            timeout,
             must_agree=setup.must_agree(),
             run_settings=setup.run_settings(),
             refusal=refusal,
