@@ -1,7 +1,6 @@
 """WeightBucket: one bucket of weights, and the flat tensors that a weight algorithm keeps beside it."""
 
-from collections.abc import Callable, Container
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
 from functools import cached_property
 from operator import attrgetter
 
@@ -9,30 +8,30 @@ import torch
 
 from torchbagua.codecs.base import sum_dtype
 from torchbagua.collectives.low_precision_ring import Replicas
-from torchbagua.runtime.bucket import BaguaBucket
+from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from torchbagua.runtime.memory_order import flat_length
 
 FlatOf = Callable[["WeightBucket"], torch.Tensor]
 """Picks one of a bucket's flat tensors, or returns one like them."""
 
-FLAT: FlatOf = attrgetter("bucket.flat")
+FLAT: FlatOf = attrgetter("flat")
 SNAPSHOT: FlatOf = attrgetter("snapshot")
 DIFFERENCE: FlatOf = attrgetter("difference")
 
 
-@dataclass(eq=False)
-class WeightBucket:
-    """One bucket of weights, with the tensors that an algorithm keeps beside the flat one; see `WeightBuckets`.
+class WeightBucket(BaguaBucket):
+    """A bucket of weights, with the tensors that an algorithm keeps beside the flat one; see `WeightBuckets`.
 
     Each tensor is made when it is first asked for, on the current stream of that thread.
 
-    Attributes:
-        bucket: the flat tensor of these weights, and its operations.
+    Args:
+        name, tensors, group, flat: see `BaguaBucket`.
         are_buffers: True if they are buffers, False if they are parameters.
-    """
 
-    bucket: BaguaBucket
-    are_buffers: bool
+    Attributes:
+        are_buffers: the same.
+    """
 
     # What they hold, and which thread's they are: T, the training thread, and L, the lane. Where nothing else is said,
     # T has them until it submits a job to L, and again when it has waited for that.
@@ -50,21 +49,33 @@ class WeightBucket:
     # | DiLoCo, delay  | outer gradient, its mean, then | the snapshot          | of buffers, mean -       |          |
     # |                | theta' - snapshot; or mean     |                       | snapshot                 |          |
 
+    def __init__(
+        self,
+        name: str,
+        tensors: Sequence[BaguaTensor],
+        group: BaguaProcessGroup,
+        flat: torch.Tensor,
+        *,
+        are_buffers: bool,
+    ) -> None:
+        super().__init__(name, tensors, group, flat)
+        self.are_buffers = are_buffers
+
     @cached_property
     def snapshot(self) -> torch.Tensor:
         """Like the flat tensor: the weights as they were between two steps, while that one becomes their mean."""
-        return torch.zeros_like(self.bucket.flat)
+        return torch.zeros_like(self.flat)
 
     @cached_property
     def difference(self) -> torch.Tensor:
         """Like the flat tensor: mean minus snapshot, which is still to be added to the weights."""
-        return torch.zeros_like(self.bucket.flat)
+        return torch.zeros_like(self.flat)
 
     @cached_property
     def replicas(self) -> Replicas:
         """The replicas of the ring of compressed differences, as long as the flat tensor, in its `sum_dtype`."""
-        dtype = sum_dtype(self.bucket.flat.dtype)
-        return Replicas(*(torch.zeros_like(self.bucket.flat, dtype=dtype) for _ in range(3)))
+        dtype = sum_dtype(self.flat.dtype)
+        return Replicas(*(torch.zeros_like(self.flat, dtype=dtype) for _ in range(3)))
 
     def subtract(self, mean: torch.Tensor, snapshot: torch.Tensor, out: torch.Tensor) -> None:
         """Write mean minus snapshot to `out`, which may be one of them.
@@ -79,7 +90,7 @@ class WeightBucket:
     def slices_of(self, names: Container[str]) -> list[slice]:
         """Return where the weights of these names lie in the flat tensor."""
         found, start = [], 0
-        for tensor in self.bucket.tensors:
+        for tensor in self.tensors:
             stop = start + flat_length(tensor.parameter)
             if tensor.name in names:
                 found.append(slice(start, stop))
@@ -93,4 +104,4 @@ class WeightBucket:
 
     def named(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the parts of `flat`, in the shapes of the weights, by their names."""
-        return {tensor.name: part for tensor, part in self.bucket.views(flat)}
+        return {tensor.name: part for tensor, part in self.views(flat)}

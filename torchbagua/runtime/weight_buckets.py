@@ -64,20 +64,16 @@ class WeightBuckets:
         self._shapes: dict[str, torch.Size] = {}
         # By name: that of the first tensor of this name. Flat tensors of all ranks have it, also after a reset.
         self._orders: dict[str, MemoryOrder] = {}
-        self._buckets: dict[BaguaBucket, WeightBucket] = {}
+        self._buckets: list[WeightBucket] = []
 
     def __iter__(self) -> Iterator[WeightBucket]:
         """Iterate over the buckets, in their order, which is the same on all ranks."""
-        return iter(self._buckets.values())
-
-    def __getitem__(self, bucket: BaguaBucket) -> WeightBucket:
-        """Return what belongs to `bucket`."""
-        return self._buckets[bucket]
+        return iter(self._buckets)
 
     @property
     def of_buffers(self) -> list[WeightBucket]:
         """The buckets of buffers."""
-        return [one for one in self if one.are_buffers]
+        return [bucket for bucket in self if bucket.are_buffers]
 
     def select(self, module: torch.nn.Module, ignored_names: frozenset[str] = frozenset()) -> list[BaguaTensor]:
         """Return the parameters of `module` that are trained, or were before, and the buffers that are averaged.
@@ -118,7 +114,8 @@ class WeightBuckets:
         if self._group.size == 1:
             return []
         named = [
-            BaguaTensor(name_of_shard(one.name, one.parameter), one.parameter, self._kept_order(one)) for one in tensors
+            BaguaTensor(name_of_shard(tensor.name, tensor.parameter), tensor.parameter, self._kept_order(tensor))
+            for tensor in tensors
         ]
         self.lockstep.layout_watch.watch(list(filter(_is_parameter, named)))
         return named
@@ -173,16 +170,18 @@ class WeightBuckets:
         kinds: dict[tuple[str, torch.dtype, bool], list[BaguaTensor]] = {}
         for tensor in tensors:
             kinds.setdefault((part_of(tensor), tensor.parameter.dtype, _is_parameter(tensor)), []).append(tensor)
-        self._buckets = {}
+        self._buckets = []
         for (part, dtype, are_parameters), alike in kinds.items():
-            for members in parted(alike, self._cap_bytes, lambda one: local_shard(one.parameter).nbytes):
+            for members in parted(alike, self._cap_bytes, lambda tensor: local_shard(tensor.parameter).nbytes):
                 name = f"{part}{'weight' if are_parameters else 'buffer'} bucket {len(self._buckets)}"
-                num_elements = sum(flat_length(one.parameter) for one in members)
+                num_elements = sum(flat_length(tensor.parameter) for tensor in members)
                 flat = torch.zeros(num_elements, dtype=dtype.to_real(), device=members[0].parameter.device)
-                bucket = BaguaBucket(name, members, self._group, flat)
-                self._buckets[bucket] = WeightBucket(bucket, are_buffers=not are_parameters)
+                self._buckets.append(WeightBucket(name, members, self._group, flat, are_buffers=not are_parameters))
         self._shapes = {tensor.name: local_shard(tensor.parameter).shape for tensor in tensors}
-        kinds_of = [(one.name, tuple(self._shapes[one.name]), str(one.parameter.dtype), one.order) for one in tensors]
+        kinds_of = [
+            (tensor.name, tuple(self._shapes[tensor.name]), str(tensor.parameter.dtype), tensor.order)
+            for tensor in tensors
+        ]
         self.lockstep.fingerprint = fingerprint(kinds_of)
         return list(self._buckets)
 
@@ -190,8 +189,8 @@ class WeightBuckets:
     def read(self, flat: FlatOf = FLAT, buckets: Iterable[WeightBucket] | None = None) -> None:
         """Copy the weights into the flat tensors of all buckets, or of some, or into those that `flat` returns."""
         reshard(self._sharded_parts)
-        for one in self if buckets is None else buckets:
-            for weight, part in self._with_weights(one, flat(one)):
+        for bucket in self if buckets is None else buckets:
+            for weight, part in self._with_weights(bucket, flat(bucket)):
                 part.copy_(weight)
 
     @torch.no_grad()
@@ -199,8 +198,8 @@ class WeightBuckets:
         """Replace weights, in place, by the flat tensors of all buckets, or some, or by those that `flat` returns."""
         reshard(self._sharded_parts)
         with self._group.tracer.span("apply"):
-            for one in self if buckets is None else buckets:
-                for weight, part in self._with_weights(one, flat(one)):
+            for bucket in self if buckets is None else buckets:
+                for weight, part in self._with_weights(bucket, flat(bucket)):
                     weight.copy_(part)
 
     @torch.no_grad()
@@ -216,29 +215,29 @@ class WeightBuckets:
         """
         reshard(self._sharded_parts)
         with self._group.tracer.span("apply"):
-            for one in self if buckets is None else buckets:
-                pairs = self._with_weights(one, difference(one))
-                if not one.are_buffers:
+            for bucket in self if buckets is None else buckets:
+                pairs = self._with_weights(bucket, difference(bucket))
+                if not bucket.are_buffers:
                     for weight, part in pairs:
                         weight.add_(part)
                     continue
-                means = one.named(snapshot(one) + difference(one)).values()
+                means = bucket.named(snapshot(bucket) + difference(bucket)).values()
                 for (weight, part), mean in zip(pairs, means, strict=True):
                     weight.copy_(clamp_to_mean(weight + part, weight, mean))
 
-    def _with_weights(self, one: WeightBucket, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _with_weights(self, bucket: WeightBucket, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the module's tensors with their parts of `flat`; buffers by name, since a module may replace them."""
         found = []
-        for tensor in one.bucket.tensors:
-            weight = self._module.get_buffer(tensor.name) if one.are_buffers else local_shard(tensor.parameter)
+        for tensor in bucket.tensors:
+            weight = self._module.get_buffer(tensor.name) if bucket.are_buffers else local_shard(tensor.parameter)
             if weight.shape != self._shapes[tensor.name]:
                 raise RuntimeError(
-                    f"torchbagua: {'buffer' if one.are_buffers else 'parameter'} {tensor.name} was of shape "
+                    f"torchbagua: {'buffer' if bucket.are_buffers else 'parameter'} {tensor.name} was of shape "
                     f"{list(self._shapes[tensor.name])} when the algorithm was attached, and is of "
                     f"{list(weight.shape)} now; detach before it changes, or leave buffers out: average_buffers=False"
                 )
             found.append(weight)
-        return list(zip(found, one.named(flat).values(), strict=True))
+        return list(zip(found, bucket.named(flat).values(), strict=True))
 
     @property
     def has_final_mean(self) -> bool:
@@ -255,7 +254,7 @@ class WeightBuckets:
     def by_name(self, flat: FlatOf, buckets: Iterable[WeightBucket] | None = None) -> dict[str, torch.Tensor]:
         """Return copies of what the flat tensors of all buckets, or of some, hold, by the names of the weights."""
         own = self if buckets is None else buckets
-        return {name: part.clone() for one in own for name, part in one.named(flat(one)).items()}
+        return {name: part.clone() for bucket in own for name, part in bucket.named(flat(bucket)).items()}
 
     def load_by_name(
         self, flat: FlatOf, state: Mapping[str, torch.Tensor], buckets: Iterable[WeightBucket] | None = None
@@ -266,7 +265,7 @@ class WeightBuckets:
             ValueError: the names or shapes are not those of this module's weights.
         """
         own = self if buckets is None else buckets
-        parts = {name: part for one in own for name, part in one.named(flat(one)).items()}
+        parts = {name: part for bucket in own for name, part in bucket.named(flat(bucket)).items()}
         if state.keys() != parts.keys() or any(state[name].shape != part.shape for name, part in parts.items()):
             raise ValueError(
                 f"{self._owner}.load_state_dict: the state must hold the weights of this module, "

@@ -32,10 +32,10 @@ class WeightMeans:
     def take(self) -> None:
         """Give all ranks the mean of their weights. Collective. The buckets cannot be used for anything else then."""
         weights = self._weights
-        for one in weights:
-            one.bucket.clear_ops().append_centralized_synchronous_op(hierarchical=False)
+        for bucket in weights:
+            bucket.clear_ops().append_centralized_synchronous_op(hierarchical=False)
         weights.read()
-        weights.lockstep.submit(lambda: [one.bucket.run() for one in weights], "the last mean", is_last=True).result()
+        weights.lockstep.submit(lambda: [bucket.run() for bucket in weights], "the last mean", is_last=True).result()
         weights.write()
 
     @contextmanager
@@ -49,13 +49,13 @@ class WeightMeans:
             yield
             return
         weights, group = self._weights, self._group
-        own = {one: torch.empty_like(one.bucket.flat) for one in weights}
+        own = {bucket: torch.empty_like(bucket.flat) for bucket in weights}
         weights.read(own.__getitem__)
-        means = {one: flat.clone() for one, flat in own.items()}
+        means = {bucket: flat.clone() for bucket, flat in own.items()}
 
         def average() -> None:
-            for one, mean in means.items():
-                group.all_reduce(mean, average=True, hierarchical=False, name=one.bucket.name)
+            for bucket, mean in means.items():
+                group.all_reduce(mean, average=True, hierarchical=False, name=bucket.name)
 
         weights.lockstep.submit(average, "the mean of the weights").result()
         weights.write(means.__getitem__)
@@ -76,7 +76,7 @@ class WeightMeans:
         if not self._own:
             yield
             return
-        means = {one: torch.empty_like(flat) for one, flat in self._own.items()}
+        means = {bucket: torch.empty_like(flat) for bucket, flat in self._own.items()}
         self._weights.read(means.__getitem__)
         self._weights.write(self._own.__getitem__)
         try:

@@ -237,12 +237,12 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._start()
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        one = self._weights[bucket]
-        bucket.append_asynchronous_model_average_op(self.algorithm.peer_selection_mode, snapshot=one.snapshot)
+        assert isinstance(bucket, WeightBucket)
+        bucket.append_asynchronous_model_average_op(self.algorithm.peer_selection_mode, snapshot=bucket.snapshot)
         codec = self.runner.codec_for(bucket)
         # Not buffers: a small variance beside a large one would not survive 8 bits.
-        if not isinstance(codec, Identity) and bucket.flat.dtype in ELEMENT_TYPES and not one.are_buffers:
-            self._means.compress(one, codec)
+        if not isinstance(codec, Identity) and bucket.flat.dtype in ELEMENT_TYPES and not bucket.are_buffers:
+            self._means.compress(bucket, codec)
 
     def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
         return self._after_backward
@@ -368,11 +368,11 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         Collective: rounds that are running stop, without a trace in the weights, and start again.
         """
         weights = self._weights
-        differences = {one: _zeros(one) for one in weights}
-        snapshots = {one: _zeros(one) for one in weights.of_buffers}
+        differences = {bucket: _zeros(bucket) for bucket in weights}
+        snapshots = {bucket: _zeros(bucket) for bucket in weights.of_buffers}
         load_pending_state(self.runner, weights, state, differences.__getitem__, snapshots.__getitem__, "is_enabled")
         if self._rounds is not None:
-            loaded = {one: _zeros(one) for one in weights}
+            loaded = {bucket: _zeros(bucket) for bucket in weights}
             weights.read(loaded.__getitem__)
             self._stop("load_state_dict", with_mean=False)
             weights.write(loaded.__getitem__)
@@ -385,8 +385,8 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._start()
 
 
-def _zeros(one: WeightBucket) -> torch.Tensor:
-    return torch.zeros_like(one.bucket.flat)
+def _zeros(bucket: WeightBucket) -> torch.Tensor:
+    return torch.zeros_like(bucket.flat)
 
 
 register("async", AsyncModelAverageAlgorithm, "weights averaged in the background; training waits for nobody")

@@ -131,7 +131,7 @@ class BackgroundRounds:
         self._timeout_s = runner.process_group.timeout.total_seconds()
         self._longest_patience_s = self._timeout_s / 4
         self._clock = clock
-        self._device = next((one.bucket.flat.device for one in self._buckets), torch.device("cpu"))
+        self._device = next((bucket.flat.device for bucket in self._buckets), torch.device("cpu"))
         self._handoff = StreamHandoff(self._device)
         self._last_to_stop: int | None = None  # a rank that had not stopped yet at the last round; the lane writes it
         # The lane's: the last load that all ranks have seen, and since when they have seen different numbers of loads.
@@ -151,8 +151,8 @@ class BackgroundRounds:
         self._step_s = 0.0
         self._last_step_at_s = clock.now()
         weights.read(SNAPSHOT)
-        for one in self._buckets:
-            one.difference.zero_()  # made here, and so on this thread's stream
+        for bucket in self._buckets:
+            bucket.difference.zero_()  # made here, and so on this thread's stream
         self._handoff.record()
         self._job = runner.lane.submit(self._run, interrupt=self.leave)
 
@@ -184,8 +184,8 @@ class BackgroundRounds:
             self._loaded_since_snapshot.update(names)
             if self._pending_info is not None:
                 self._handoff.wait()
-                for one in self._weights:
-                    one.clear(one.difference, names)
+                for bucket in self._weights:
+                    bucket.clear(bucket.difference, names)
                 self._handoff.record()
 
     def stop(self, reason: Reason, *, with_mean: bool, loading: Collection[str] = ()) -> Outcome:
@@ -274,10 +274,10 @@ class BackgroundRounds:
                 if outcome.num_loads is None:
                     continue
                 loaded = self._compare_loads(outcome.num_loads)
-                for one in self._buckets:
-                    self._average(one, ends or self.num_rounds == 0 or bool(loaded), loaded)
+                for bucket in self._buckets:
+                    self._average(bucket, ends or self.num_rounds == 0 or bool(loaded), loaded)
                     if not ends:
-                        one.subtract(one.bucket.flat, one.snapshot, out=one.bucket.flat)  # while it is in the caches
+                        bucket.subtract(bucket.flat, bucket.snapshot, out=bucket.flat)  # while it is in the caches
                 self.num_rounds += 1
                 if ends:
                     return outcome
@@ -340,27 +340,27 @@ class BackgroundRounds:
 
     def _hand_over(self) -> None:
         """Leave to the training thread what the flat tensors hold, mean minus snapshot."""
-        buffers = {one: one.snapshot.clone() for one in self._buckets if one.are_buffers}
+        buffers = {bucket: bucket.snapshot.clone() for bucket in self._buckets if bucket.are_buffers}
         # So that a training thread that takes them does not wait for the network.
         self._group.wait_for_gpu(self._device, f"averaging round {self.num_rounds}")
         with self._changed:
             self._handoff.wait()
-            for one in self._buckets if self._loaded_since_snapshot else ():
-                one.clear(one.bucket.flat, self._loaded_since_snapshot)
+            for bucket in self._buckets if self._loaded_since_snapshot else ():
+                bucket.clear(bucket.flat, self._loaded_since_snapshot)
             if self._pending_info is None:
-                for one in self._buckets:
-                    one.difference, one.bucket.flat = one.bucket.flat, one.difference
+                for bucket in self._buckets:
+                    bucket.difference, bucket.flat = bucket.flat, bucket.difference
                 self._pending_info = PendingInfo(self._snapshot_info.step, buffers)
             else:  # the training thread has not come since the last round
-                for one in self._buckets:
-                    one.difference.add_(one.bucket.flat)
+                for bucket in self._buckets:
+                    bucket.difference.add_(bucket.flat)
                 self._carry_snapshot(FLAT)
             self._handoff.record()
 
     def _carry_snapshot(self, last_difference: FlatOf) -> None:
         """Bring a snapshot that may be sent again up to this round, as the weights will be when they are given it."""
-        for one in self._buckets:
-            one.snapshot.add_(last_difference(one))
+        for bucket in self._buckets:
+            bucket.snapshot.add_(last_difference(bucket))
         self._snapshot_info = replace(self._snapshot_info, num_rounds=self.num_rounds)
 
     def _wait(self, timeout_s: float, is_done: Callable[[], bool]) -> None:

@@ -23,15 +23,15 @@ class CompressedDifferences:
     residual (as in Qsparse-local-SGD, Basu et al., arXiv 1906.02367, whose memory is beside them).
 
     Args:
-        one: the bucket, whose snapshots are of a dtype that the codec encodes.
+        bucket: the bucket, whose snapshots are of a dtype that the codec encodes.
         compressor: Q.
     """
 
-    def __init__(self, one: WeightBucket, compressor: Compressor) -> None:
-        self._one = one
-        device = one.bucket.flat.device
+    def __init__(self, bucket: WeightBucket, compressor: Compressor) -> None:
+        self._bucket = bucket
+        device = bucket.flat.device
         self._residuals = TwoPhaseResiduals(device)
-        self._differences = sub_bucket_of(one.bucket, one.bucket.tensors, torch.float32)
+        self._differences = sub_bucket_of(bucket, bucket.tensors, torch.float32)
         self._differences.append_centralized_synchronous_op(
             hierarchical=False, compression=compressor, error_feedback=self._residuals
         )
@@ -39,18 +39,18 @@ class CompressedDifferences:
 
     def begin(self) -> None:
         """Take what is in the flat tensor, a mean in full precision, for c."""
-        self._mean.copy_(self._one.bucket.flat)
+        self._mean.copy_(self._bucket.flat)
 
     def forget(self, names: Container[str]) -> None:
         """Start without E of these weights, if they are loaded and lack nothing of it. Not beside `average`."""
-        self._residuals.clear(self._one.slices_of(names))
+        self._residuals.clear(self._bucket.slices_of(names))
 
     def average(self) -> None:
         """Write to the flat tensor what this rank takes for the mean of the snapshots."""
-        torch.sub(self._one.snapshot, self._mean, out=self._differences.flat)
+        torch.sub(self._bucket.snapshot, self._mean, out=self._differences.flat)
         self._mean.add_(self._differences.run())
         self._residuals.mean.commit()  # that of the first phase is not: it stays in the weights
-        torch.add(self._mean, self._residuals.sent.staged(slice(None)), out=self._one.bucket.flat)
+        torch.add(self._mean, self._residuals.sent.staged(slice(None)), out=self._bucket.flat)
 
 
 class SnapshotMeans:
@@ -62,9 +62,9 @@ class SnapshotMeans:
     def __init__(self) -> None:
         self._differences: dict[WeightBucket, CompressedDifferences] = {}
 
-    def compress(self, one: WeightBucket, compressor: Compressor) -> None:
+    def compress(self, bucket: WeightBucket, compressor: Compressor) -> None:
         """Send a bucket by its differences from now on."""
-        self._differences[one] = CompressedDifferences(one, compressor)
+        self._differences[bucket] = CompressedDifferences(bucket, compressor)
 
     def clear(self) -> None:
         """Forget all buckets, which are made again."""
@@ -72,24 +72,24 @@ class SnapshotMeans:
 
     def forget(self) -> None:
         """Start without residuals of what was sent."""
-        for one, differences in self._differences.items():
-            differences.forget([tensor.name for tensor in one.bucket.tensors])
+        for bucket, differences in self._differences.items():
+            differences.forget([tensor.name for tensor in bucket.tensors])
 
-    def average(self, one: WeightBucket, is_exact: bool, loaded: Container[str]) -> None:
+    def average(self, bucket: WeightBucket, is_exact: bool, loaded: Container[str]) -> None:
         """Write the mean of the snapshots of a bucket, or what this rank is to take for it, to the flat tensor.
 
         Args:
-            one: the bucket.
+            bucket: the bucket.
             is_exact: whether it must be the mean, the same on all ranks.
             loaded: names of weights that were loaded since the last mean.
         """
-        differences = self._differences.get(one)
+        differences = self._differences.get(bucket)
         if differences is None:
-            one.bucket.run()
+            bucket.run()
             return
         differences.forget(loaded)
         if is_exact:
-            one.bucket.run()
+            bucket.run()
             differences.begin()
         else:
             differences.average()

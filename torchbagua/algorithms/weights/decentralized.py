@@ -85,10 +85,11 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         self._in_flight: dict[WeightBucket, Job[torch.Tensor] | None] = {}
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
+        assert isinstance(bucket, WeightBucket)
         bucket.round_index = self.rounds.num_rounds  # which chooses the peers
         # The mean is written to what becomes the difference, once the snapshot is subtracted.
         bucket.append_decentralized_synchronous_op(
-            self._weights[bucket].difference, self.algorithm.hierarchical, self.algorithm.topology
+            bucket.difference, self.algorithm.hierarchical, self.algorithm.topology
         )
 
     def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
@@ -115,21 +116,21 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         """Bucket by bucket, while the lane is at the next: apply the round in flight, and hand over to the new one."""
         if starts_next:
             self.rounds.start(lambda: None)
-        for one in self._weights:
-            if one in self._in_flight:
-                self._wait_for(one)
-                self._weights.add(DIFFERENCE, snapshot=FLAT, buckets=[one])
-                del self._in_flight[one]
+        for bucket in self._weights:
+            if bucket in self._in_flight:
+                self._wait_for(bucket)
+                self._weights.add(DIFFERENCE, snapshot=FLAT, buckets=[bucket])
+                del self._in_flight[bucket]
             if starts_next:
-                self._weights.read(buckets=[one])
-                self._in_flight[one] = self.runner.lane.submit(one.bucket.run)
+                self._weights.read(buckets=[bucket])
+                self._in_flight[bucket] = self.runner.lane.submit(bucket.run)
 
-    def _wait_for(self, one: WeightBucket) -> None:
+    def _wait_for(self, bucket: WeightBucket) -> None:
         """Wait for the mean of a bucket, and form its difference to the snapshot."""
-        job = self._in_flight[one]
+        job = self._in_flight[bucket]
         if job is not None:
-            one.subtract(one.difference, job.result(), out=one.difference)
-            self._in_flight[one] = None
+            bucket.subtract(bucket.difference, job.result(), out=bucket.difference)
+            self._in_flight[bucket] = None
 
     def reset(self) -> None:
         """Make buckets again, once the round in flight has been applied."""
@@ -143,10 +144,10 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         super().weights_loaded(values)
 
     def _drop_in_flight(self, names: Container[str]) -> None:
-        for one in self._in_flight:
-            if one.slices_of(names):
-                self._wait_for(one)
-                one.clear(one.difference, names)
+        for bucket in self._in_flight:
+            if bucket.slices_of(names):
+                self._wait_for(bucket)
+                bucket.clear(bucket.difference, names)
 
     def finish_round(self) -> None:
         """Wait for the round in flight, bring it into the weights, and have observers notified of it."""
@@ -159,8 +160,8 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
     def state_dict(self) -> dict[str, Any]:
         """Return step and rounds so far, and the finished round that is still to be added to the weights."""
-        for one in self._in_flight:
-            self._wait_for(one)
+        for bucket in self._in_flight:
+            self._wait_for(bucket)
         differences = self._weights.by_name(DIFFERENCE)
         snapshots = self._weights.by_name(FLAT, self._weights.of_buffers)
         state = pending_state(self.runner, self.rounds.step, bool(self._in_flight), differences, snapshots)
@@ -168,14 +169,14 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; the round in flight is dropped. Collective."""
-        for one in self._in_flight:
-            self._wait_for(one)
+        for bucket in self._in_flight:
+            self._wait_for(bucket)
         load_pending_state(self.runner, self._weights, state, DIFFERENCE, FLAT, "num_rounds")
         self._weights.loads.forget()
         self._in_flight = dict.fromkeys(self._weights) if state["has_differences"] else {}
         self.rounds.step = state["step"]
         self.rounds.num_rounds = state["num_rounds"]
-        for bucket in self.runner.buckets:
+        for bucket in self._weights:
             bucket.round_index = self.rounds.num_rounds
 
 

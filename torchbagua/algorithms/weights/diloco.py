@@ -27,6 +27,7 @@ from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
 from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.rank_state import check_keys
 from torchbagua.runtime.runner import Runner
+from torchbagua.runtime.weight_bucket import WeightBucket
 
 
 @dataclass(frozen=True, repr=False)
@@ -217,12 +218,12 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         return buckets
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        one = self._weights[bucket]
-        if one.are_buffers:
+        assert isinstance(bucket, WeightBucket)
+        if bucket.are_buffers:
             bucket.append_centralized_synchronous_op(self.algorithm.hierarchical)
             return
-        gradient = self.shadow[one].gradient
-        codec, residuals = self.runner.codec_for(gradient), self._residuals.of_bucket(one, gradient)
+        gradient = self.shadow[bucket].gradient
+        codec, residuals = self.runner.codec_for(gradient), self._residuals.of_bucket(bucket, gradient)
         if not self._is_of_nodes:
             gradient.append_centralized_synchronous_op(hierarchical=False, compression=codec, error_feedback=residuals)
             return
@@ -263,7 +264,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         if self.rounds.is_single_rank:
             return
         step, delay = self.rounds.step, self.algorithm.delay
-        due = [one for one in self._weights if self._fragments.is_due(one, step)]
+        due = [bucket for bucket in self._weights if self._fragments.is_due(bucket, step)]
         is_time = step >= self._round.snapshot_step + delay
         # What has failed is heard of at once. A loaded round may come from another schedule, and last until the next.
         if self._round.is_in_flight and (is_time or due or self.runner.lane.has_failed):

@@ -38,11 +38,11 @@ class Fragments:
         """Return the fragment of a parameter, or of a buffer."""
         return self.by_name.get(tensor.name, self._num_fragments - 1)
 
-    def of_bucket(self, one: WeightBucket) -> int:
+    def of_bucket(self, bucket: WeightBucket) -> int:
         """Return the fragment of a bucket, all of whose tensors are in the same."""
-        return self.of_tensor(one.bucket.tensors[0])
+        return self.of_tensor(bucket.tensors[0])
 
-    def is_due(self, one: WeightBucket, step: int) -> bool:
+    def is_due(self, bucket: WeightBucket, step: int) -> bool:
         """Return whether a bucket communicates after so many steps."""
-        offset = (self.of_bucket(one) + 1) * self._interval // self._num_fragments
+        offset = (self.of_bucket(bucket) + 1) * self._interval // self._num_fragments
         return (step - offset) % self._interval == 0

@@ -30,21 +30,21 @@ class GradientWarmUp:
         A parameter without gradient counts as one whose gradient is zero, unless it has none on any rank: then it stays
         so, as under DDP. Called again after another backward, it averages what has been added since.
         """
-        buckets, world = [one for one in self._weights if not one.are_buffers], self._world
+        buckets, world = [bucket for bucket in self._weights if not bucket.are_buffers], self._world
         has_gradient = []
-        for tensor, part in (member for one in buckets for member in one.bucket.views(one.snapshot)):
+        for tensor, part in (member for bucket in buckets for member in bucket.views(bucket.snapshot)):
             gradient = tensor.parameter.grad
             part.zero_() if gradient is None else part.copy_(local_shard(gradient))
             has_gradient.append(int(gradient is not None))
 
         def average() -> list[int]:
             used = all_reduce_max(world, has_gradient, "the gradients")
-            for one in buckets:
-                one.bucket.run()
+            for bucket in buckets:
+                bucket.run()
             return used
 
         all_used = self._weights.lockstep.submit(average, "the gradients").result()
-        means = [member for one in buckets for member in one.bucket.views(one.bucket.flat)]
+        means = [member for bucket in buckets for member in bucket.views(bucket.flat)]
         for (tensor, part), is_used in zip(means, all_used, strict=True):
             if not is_used:
                 continue

@@ -20,7 +20,7 @@ from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.lane import Job
 from torchbagua.runtime.rank_state import check_rank_state, owner_of
 from torchbagua.runtime.runner import Runner
-from torchbagua.runtime.weight_bucket import FlatOf
+from torchbagua.runtime.weight_bucket import FlatOf, WeightBucket
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         self._weights.read()
 
         def first_round() -> None:
-            for one in self._weights:
-                one.bucket.run()
-                if not one.are_buffers:  # the ring in full precision has done its work
-                    one.bucket.clear_ops()
-                    self._append_ring(one.bucket, self.runner.codec_for(one.bucket))
+            for bucket in self._weights:
+                bucket.run()
+                if not bucket.are_buffers:  # the ring in full precision has done its work
+                    bucket.clear_ops()
+                    self._append_ring(bucket, self.runner.codec_for(bucket))
 
         self._exchange = self.rounds.submit(first_round)
 
@@ -123,14 +123,14 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         self._append_ring(bucket, Identity())
 
     def _append_ring(self, bucket: BaguaBucket, compression: Compressor) -> None:
-        own = self._weights[bucket]
+        assert isinstance(bucket, WeightBucket)
         bucket.append_low_precision_decentralized_synchronous_op(
-            own.replicas.weight,
-            own.replicas.left,
-            own.replicas.right,
+            bucket.replicas.weight,
+            bucket.replicas.left,
+            bucket.replicas.right,
             self.algorithm.hierarchical,
             compression,
-            is_bounded=own.are_buffers,
+            is_bounded=bucket.are_buffers,
         )
 
     def init_post_backward_hook(self, module: torch.nn.Module) -> Callable[[], None]:
@@ -176,9 +176,9 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
     def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
         """Make the replicas what was loaded: all ranks have loaded the same, so nothing need be sent."""
         self.finish_round()
-        for one in self._weights:
+        for bucket in self._weights:
             for replica in _REPLICAS.values():
-                for name, part in one.named(replica(one)).items():
+                for name, part in bucket.named(replica(bucket)).items():
                     if name in values:
                         part.copy_(values[name])
         super().weights_loaded(values)

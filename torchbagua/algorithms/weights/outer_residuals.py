@@ -41,23 +41,23 @@ class OuterResiduals:
         """Forget which buckets there are, and keep the residuals of their parameters for other buckets."""
         self._of_bucket.clear()
 
-    def of_bucket(self, one: WeightBucket, gradient: BaguaBucket) -> TwoPhaseResiduals | None:
+    def of_bucket(self, bucket: WeightBucket, gradient: BaguaBucket) -> TwoPhaseResiduals | None:
         """Return the residuals of a new bucket, whose outer gradient is in `gradient`; None without error feedback."""
         if self._state is None or self._runner.codec_for(gradient) is not self._runner.codec:
             return None
-        self._of_bucket[one] = residuals = self._state.of_bucket(gradient)
+        self._of_bucket[bucket] = residuals = self._state.of_bucket(gradient)
         return residuals
 
-    def commit(self, ones: Iterable[WeightBucket]) -> None:
+    def commit(self, buckets: Iterable[WeightBucket]) -> None:
         """Commit what a round has staged in these buckets."""
-        for one in ones:
-            if one in self._of_bucket:
-                self._of_bucket[one].commit()
+        for bucket in buckets:
+            if bucket in self._of_bucket:
+                self._of_bucket[bucket].commit()
 
     def clear(self, names: Container[str]) -> None:
         """Write zeros to the residuals of the weights of these names."""
-        for one, residuals in self._of_bucket.items():
-            residuals.clear(one.slices_of(names))
+        for bucket, residuals in self._of_bucket.items():
+            residuals.clear(bucket.slices_of(names))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals by the names of parameters, and whose they are."""
@@ -84,7 +84,7 @@ class OuterResiduals:
         )
 
     def _named(self) -> dict[str, torch.Tensor]:
-        return {tensor.name: tensor.parameter for one in self._of_bucket for tensor in one.bucket.tensors}
+        return {tensor.name: tensor.parameter for bucket in self._of_bucket for tensor in bucket.tensors}
 
 
 def check_residuals(owner: str, state: Mapping[str, Any], group: BaguaProcessGroup) -> None:

@@ -71,14 +71,14 @@ class OuterRound:
     def start(self, due: Sequence[WeightBucket]) -> None:
         """Have the lane form the means of outer gradients, and of buffers."""
         snapshot = SNAPSHOT if self._overlaps else FLAT
-        for one in due:  # one by one, while each is in the caches
-            self._weights.read(snapshot, [one])
-            if not one.are_buffers:
-                shadow = self.shadow[one]
-                torch.sub(shadow.theta, snapshot(one), out=shadow.gradient.flat)
+        for bucket in due:  # one by one, while each is in the caches
+            self._weights.read(snapshot, [bucket])
+            if not bucket.are_buffers:
+                shadow = self.shadow[bucket]
+                torch.sub(shadow.theta, snapshot(bucket), out=shadow.gradient.flat)
             elif self._overlaps:
-                one.bucket.flat.copy_(one.snapshot)
-        averaged = [one.bucket if one.are_buffers else self.shadow[one].gradient for one in due]
+                bucket.flat.copy_(bucket.snapshot)
+        averaged = [bucket if bucket.are_buffers else self.shadow[bucket].gradient for bucket in due]
 
         def average() -> None:
             for bucket in averaged:
@@ -98,13 +98,13 @@ class OuterRound:
             self._drop_round()
             return
         self._residuals.commit(self._buckets)
-        self.shadow.step([one for one in self._buckets if not one.are_buffers])
+        self.shadow.step([bucket for bucket in self._buckets if not bucket.are_buffers])
         if not self._overlaps:
             self._weights.write(self._new_values, self._buckets)
             self._tell_applied()
             return
-        for one in self._buckets:
-            one.subtract(self._new_values(one), one.snapshot, out=self._difference(one))
+        for bucket in self._buckets:
+            bucket.subtract(self._new_values(bucket), bucket.snapshot, out=self._difference(bucket))
         self._has_differences = True
 
     def apply(self) -> None:
@@ -120,8 +120,8 @@ class OuterRound:
         if names:
             self.receive()
         if self._has_differences:
-            for one in self._buckets:
-                one.clear(self._difference(one), names)
+            for bucket in self._buckets:
+                bucket.clear(self._difference(bucket), names)
 
     def abandon(self) -> None:
         """Wait for the round in flight, and add nothing of it to the weights."""
@@ -145,22 +145,22 @@ class OuterRound:
             self._weights.load_by_name(self._difference, state["differences"])
             self._weights.load_by_name(SNAPSHOT, state["buffer_snapshots"], self._weights.of_buffers)
         self.snapshot_step, self._has_differences = state["snapshot_step"], bool(state["has_differences"])
-        every = [one for one in self._weights if self._fragments.of_bucket(one) == state["fragment"]]
+        every = [bucket for bucket in self._weights if self._fragments.of_bucket(bucket) == state["fragment"]]
         self._buckets = every if self._has_differences else []
 
-    def _new_values(self, one: WeightBucket) -> torch.Tensor:
-        return one.bucket.flat if one.are_buffers else self.shadow[one].theta
+    def _new_values(self, bucket: WeightBucket) -> torch.Tensor:
+        return bucket.flat if bucket.are_buffers else self.shadow[bucket].theta
 
-    def _difference(self, one: WeightBucket) -> torch.Tensor:
-        return one.difference if one.are_buffers else self.shadow[one].gradient.flat
+    def _difference(self, bucket: WeightBucket) -> torch.Tensor:
+        return bucket.difference if bucket.are_buffers else self.shadow[bucket].gradient.flat
 
-    def _is_sound(self, one: WeightBucket) -> bool:
-        flat = one.bucket.flat if one.are_buffers else self.shadow[one].gradient.flat
+    def _is_sound(self, bucket: WeightBucket) -> bool:
+        flat = bucket.flat if bucket.are_buffers else self.shadow[bucket].gradient.flat
         if not len(flat):
             return True
         low, high = flat.aminmax()  # on CPUs ten times faster than isfinite().all(); NaN is both
         # A buffer may well hold -inf, a mask of attention say.
-        return not bool(low.isnan()) if one.are_buffers else bool(low.isfinite() & high.isfinite())
+        return not bool(low.isnan()) if bucket.are_buffers else bool(low.isfinite() & high.isfinite())
 
     def _drop_round(self) -> None:
         self.num_dropped += 1

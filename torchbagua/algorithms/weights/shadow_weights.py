@@ -49,9 +49,9 @@ class ShadowWeights:
         self._names: dict[int, str] = {}  # by the id of the view
         self._views: dict[str, torch.Tensor] = {}
 
-    def __getitem__(self, one: WeightBucket) -> ShadowBucket:
+    def __getitem__(self, bucket: WeightBucket) -> ShadowBucket:
         """Return what belongs to a bucket of parameters."""
-        return self._shadows[one]
+        return self._shadows[bucket]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -66,14 +66,16 @@ class ShadowWeights:
         """
         kept = None if self.optimizer is None else self.state_dict()
         self._shadows = {}
-        for one in weights:
-            if not one.are_buffers:
-                flat, dtype = one.bucket.flat, sum_dtype(one.bucket.flat.dtype)
+        for bucket in weights:
+            if not bucket.are_buffers:
+                flat, dtype = bucket.flat, sum_dtype(bucket.flat.dtype)
                 alike = flat.dtype == dtype
-                gradient = one.bucket if alike else sub_bucket_of(one.bucket, one.bucket.tensors, dtype)
-                self._shadows[one] = ShadowBucket(torch.empty_like(flat, dtype=dtype), gradient)
-        weights.read(lambda one: self[one].theta, self._shadows)
-        self._views = {name: view for one, own in self._shadows.items() for name, view in one.named(own.theta).items()}
+                gradient = bucket if alike else sub_bucket_of(bucket, bucket.tensors, dtype)
+                self._shadows[bucket] = ShadowBucket(torch.empty_like(flat, dtype=dtype), gradient)
+        weights.read(lambda bucket: self[bucket].theta, self._shadows)
+        self._views = {
+            name: view for bucket, own in self._shadows.items() for name, view in bucket.named(own.theta).items()
+        }
         self._names = {id(view): name for name, view in self._views.items()}
         if self._views:
             self.optimizer = self._checked(self._make_optimizer(list(self._views.values())))
@@ -95,12 +97,12 @@ class ShadowWeights:
                 self.optimizer.state[view] = new[view]
 
     @torch.no_grad()
-    def step(self, ones: Iterable[WeightBucket]) -> None:
+    def step(self, buckets: Iterable[WeightBucket]) -> None:
         """Have the outer optimizer step the shadow weights of some buckets by the means in their gradient buckets.
 
         A parameter whose mean is all zeros has no gradient in that step, as one that is frozen: its momentum waits.
         """
-        parts = [(self._views[tensor.name], part) for one in ones for tensor, part in self._mean_parts(one)]
+        parts = [(self._views[tensor.name], part) for bucket in buckets for tensor, part in self._mean_parts(bucket)]
         stepped = [(view, part) for view, part in parts if _is_nonzero(part)]
         for view, mean in stepped:
             view.grad = mean
@@ -109,8 +111,8 @@ class ShadowWeights:
         for view, _ in stepped:
             view.grad = None
 
-    def _mean_parts(self, one: WeightBucket) -> list[tuple[BaguaTensor, torch.Tensor]]:
-        gradient = self[one].gradient
+    def _mean_parts(self, bucket: WeightBucket) -> list[tuple[BaguaTensor, torch.Tensor]]:
+        gradient = self[bucket].gradient
         return gradient.views(gradient.flat)
 
     def digest(self) -> int:
@@ -126,7 +128,7 @@ class ShadowWeights:
             return {"theta": {}, "outer": {"state": {}, "param_groups": []}}
         state = self.optimizer.state_dict()
         names = self._optimizer_names(self.optimizer)
-        groups = [{key: one for key, one in group.items() if key != "params"} for group in state["param_groups"]]
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
         by_name = {names[index]: dict(values) for index, values in state["state"].items()}
         outer: dict[str, Any] = _copied({"state": by_name, "param_groups": groups})
         return {"theta": {name: view.clone() for name, view in self._views.items()}, "outer": outer}
@@ -138,7 +140,7 @@ class ShadowWeights:
             ValueError: names or shapes are not those of these parameters.
         """
         shapes = {name: view.shape for name, view in self._views.items()}
-        if {name: one.shape for name, one in state["theta"].items()} != shapes:
+        if {name: theta.shape for name, theta in state["theta"].items()} != shapes:
             raise ValueError(
                 f"{self._owner}.load_state_dict: the state must hold the shadow weights of this module, {len(shapes)} "
                 f"tensors, got {len(state['theta'])}; they differ in "
@@ -163,7 +165,7 @@ class ShadowWeights:
         self.optimizer.load_state_dict(
             {
                 "state": {numbers[name]: outer["state"][name] for name in known if name in outer["state"]},
-                "param_groups": [{**own, **one} for own, one in zip(groups, outer["param_groups"], strict=True)],
+                "param_groups": [{**own, **saved} for own, saved in zip(groups, outer["param_groups"], strict=True)],
             }
         )
 
@@ -193,5 +195,5 @@ def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
-    return [_copied(one) for one in value] if isinstance(value, list) else value
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
