@@ -27,14 +27,17 @@ MODULES = (
 )
 # Public too: their objects are handed to users, or an algorithm of one's own is written with them.
 FURTHER = (
+    "torchbagua.algorithms.gradient.feedback.ErrorFeedback",
     "torchbagua.algorithms.weights.asynchronous.AsyncModelAverageAlgorithmImpl",
     "torchbagua.runtime.lane.Job",
     "torchbagua.runtime.lane.Lane",
+    "torchbagua.runtime.lockstep.Lockstep",
     "torchbagua.runtime.parameter_state.BucketState",
     "torchbagua.runtime.parameter_state.ParameterState",
     "torchbagua.runtime.parameter_state.residual_state",
     "torchbagua.observe.figures.Figures",
-    "torchbagua.runtime.weight_buckets.WeightBucket",
+    "torchbagua.runtime.weight_bucket.WeightBucket",
+    "torchbagua.runtime.weight_means.WeightMeans",
 )
 LOADED_RELATIONS = {"stylesheet", "icon", "preload", "modulepreload", "preconnect", "dns-prefetch", "manifest"}
 ELSEWHERE = re.compile(r"(?:[a-z]+:)?//")

@@ -7,7 +7,18 @@ import griffe
 
 NAME = re.compile(r"(?<![\[`])`([A-Za-z_][\w.]*)`(?!`)")
 # Below the package: modules whose names a docstring gives without their paths.
-PUBLIC_MODULES = ("codecs", "collectives.topology", "observe", "runtime.parameter_state", "runtime.weight_buckets")
+# Each stands before those that import its names.
+PUBLIC_MODULES = (
+    "codecs",
+    "collectives.topology",
+    "observe",
+    "runtime.parameter_state",
+    "runtime.weight_bucket",
+    "runtime.lockstep",
+    "runtime.weight_means",
+    "runtime.weight_buckets",
+    "algorithms.gradient.feedback",
+)
 
 
 class Links(griffe.Extension):
