@@ -17,6 +17,7 @@ PUBLIC_MODULES = (
     "runtime.lockstep",
     "runtime.weight_means",
     "runtime.weight_buckets",
+    "algorithms",
     "algorithms.gradient.feedback",
 )
 
