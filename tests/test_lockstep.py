@@ -1,0 +1,169 @@
+"""Lockstep: ranks compare how far they have come before they send anything longer; one that differs is named on all."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchbagua as tb
+from ranks import run_ranks
+from torchbagua.runtime.bucket import BaguaTensor
+from torchbagua.runtime.lane import Lane
+from torchbagua.runtime.lockstep import Lockstep
+
+
+class Rank:
+    """A lockstep of this rank, which has taken `num_steps` steps.
+
+    Attributes:
+        ran: what has run on the lane.
+    """
+
+    def __init__(self, group: tb.BaguaProcessGroup, lane: Lane) -> None:
+        self.number = group.rank
+        self.num_steps = 5
+        self.lockstep = Lockstep(lane, group.world, lambda: {"steps": self.num_steps})
+        self.ran: list[str] = []
+
+    def submit(self, **options: Any) -> str:
+        def run() -> str:
+            self.ran.append("a round")
+            return f"rank {self.number}"
+
+        return self.lockstep.submit(run, "a round", **options).result()
+
+    def error(self, error: type[Exception], **options: Any) -> str:
+        with pytest.raises(error) as caught:
+            self.submit(**options)
+        assert self.ran == []
+        return str(caught.value)
+
+
+def on_ranks(size: int, body: Callable[[Rank], Any]) -> list[Any]:
+    def run(group: dist.ProcessGroup) -> Any:
+        own = tb.BaguaProcessGroup(group)
+        own.open()
+        lane = Lane("a test", on_failure=own.close)
+        try:
+            return body(Rank(own, lane))
+        finally:
+            lane.close()
+            own.close()
+
+    return run_ranks(size, run)
+
+
+def test_ranks_in_step_run_it() -> None:
+    def body(rank: Rank) -> str:
+        assert not rank.lockstep.comparison("a search", flag=False)()
+        result = rank.submit(also={"fragments": 3}, is_last=True)
+        assert rank.ran == ["a round"]
+        return result
+
+    assert on_ranks(3, body) == ["rank 0", "rank 1", "rank 2"]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("progress", "rank 0 has 5 steps, rank 1 has 6"),
+        ("also", "rank 0 has 2 fragments, rank 1 has 3"),
+        ("is_last", "rank 0 has 0 ended attachments, rank 1 has 1"),
+        ("fingerprint", "rank 0 has 0 as fingerprint of the tensors to average, rank 1 has 7"),
+    ],
+)
+def test_all_ranks_raise_before_anything_runs(what: str, message: str) -> None:
+    def body(rank: Rank) -> str:
+        is_ahead = rank.number == 1
+        if what == "progress":
+            rank.num_steps += is_ahead
+        elif what == "fingerprint":
+            rank.lockstep.fingerprint = 7 * is_ahead
+        also = {"fragments": 2 + is_ahead} if what == "also" else None
+        return rank.error(tb.CommunicationError, also=also, is_last=what == "is_last" and is_ahead)
+
+    (error,) = set(on_ranks(2, body))
+    assert f"out of step in a round: {message}." in error
+
+
+def test_progress_is_that_of_the_call_and_not_of_the_lane() -> None:
+    """Which may be behind: the training thread goes on meanwhile."""
+
+    def body(rank: Rank) -> None:
+        compare = rank.lockstep.comparison("a round")
+        rank.num_steps += rank.number
+        compare()
+
+    on_ranks(2, body)
+
+
+def test_a_flag_of_any_rank_is_known_to_all() -> None:
+    assert on_ranks(3, lambda rank: rank.lockstep.comparison("a search", flag=rank.number == 2)()) == [True] * 3
+
+
+def test_loads_are_compared_once() -> None:
+    def body(rank: Rank) -> None:
+        for number in range(2):
+            rank.lockstep.loads.add({"weight": torch.full((3,), float(number))})
+            for _ in range(2):
+                rank.submit()
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("loaded_by", "message"),
+    [
+        ((1.0, None), "rank 0 has seen 1 load, rank 1 0 loads"),
+        ((1.0, 2.0), "ranks 0 and 1 have loaded different values"),
+    ],
+)
+def test_ranks_that_have_not_loaded_the_same_raise(loaded_by: tuple[float | None, ...], message: str) -> None:
+    def body(rank: Rank) -> str:
+        value = loaded_by[rank.number]
+        if value is not None:
+            rank.lockstep.loads.add({"weight": torch.full((3,), value)})
+        return rank.error(tb.CommunicationError)
+
+    (error,) = set(on_ranks(2, body))
+    assert message in error
+
+
+def watched(rank: Rank) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(2, 3, 4, 5))
+    rank.lockstep.layout_watch.watch([BaguaTensor("conv.weight", parameter)])
+    return parameter
+
+
+def test_a_layout_that_has_changed_on_one_rank_is_an_error_on_all() -> None:
+    """Before progress is compared: the rank that refuses it has come less far."""
+
+    def body(rank: Rank) -> str:
+        parameter = watched(rank)
+        if rank.number == 1:
+            parameter.data = parameter.data.to(memory_format=torch.channels_last)
+            assert rank.lockstep.layout_watch.look()
+            with pytest.raises(RuntimeError) as caught:
+                rank.lockstep.refuse_changed_layout()
+            return str(caught.value)
+        rank.num_steps += 1
+        return rank.error(RuntimeError)
+
+    for error in on_ranks(2, body):
+        assert "layout of parameter conv.weight has changed on rank 1 since attach" in error
+
+
+def test_a_changed_layout_is_refused_where_the_others_are_gone() -> None:
+    def body(rank: Rank) -> None:
+        parameter = watched(rank)
+        if rank.number == 1:
+            parameter.data = parameter.data.to(memory_format=torch.channels_last)
+            rank.lockstep.layout_watch.look()
+            with pytest.raises(RuntimeError, match=r"conv\.weight has changed on rank 1") as caught:
+                rank.lockstep.refuse_changed_layout()
+            assert isinstance(caught.value.__cause__, tb.CommunicationError)
+
+    on_ranks(2, body)  # rank 0 closes its group at once
