@@ -1,6 +1,5 @@
 """Asynchronous averaging by the machine's own clock: nobody waits, and all ends in order."""
 
-import copy
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import torchbagua as tb
 from averaging import Normed, Trainer, Weights, assert_same_weights, stacked, weights_of
 from ranks import run_ranks
 from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl
-from training import Branches, build
+from training import build
 
 
 def run_async(
@@ -149,26 +148,6 @@ def test_warm_up_averages_gradients_in_full_precision() -> None:
             expected = oracle.gradient_allreduce(stacked([local for local, _ in by_rank], name))
             for _, averaged in by_rank:
                 np.testing.assert_array_equal(averaged[name].numpy().ravel(), expected)
-
-
-def test_warm_up_with_parameters_that_some_ranks_or_nobody_use() -> None:
-    model = build(Branches)
-
-    def body(group: dist.ProcessGroup) -> dict[str, Any]:
-        module = copy.deepcopy(model)
-        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
-        bagua_group = tb.BaguaProcessGroup(group)
-        algorithm = tb.AsyncModelAverageAlgorithm(warmup_steps=9)
-        with tb.attach(module, optimizer, algorithm, process_group=bagua_group):
-            module(torch.ones(2, 10), group.rank()).sum().backward()
-            return {name: parameter.grad for name, parameter in module.named_parameters()}
-
-    first, second = run_ranks(2, body)
-    assert first["never.weight"] is None
-    assert second["never.weight"] is None
-    for name in ("left.weight", "right.weight", "stem.weight"):
-        assert torch.equal(first[name], second[name])
-        assert first[name].any()
 
 
 def test_warm_up_step_without_backward_through_the_module_raises() -> None:

@@ -91,16 +91,6 @@ def test_the_oracle_for_other_models(device: torch.device, make_model: Callable[
     check_runs(run_ranks(2, lambda group: train_told(group, model, WITH, **unused), device=device))
 
 
-def test_the_sum_is_the_mean_times_the_number_of_ranks() -> None:
-    model = build(Tower)
-    both = []
-    for average in (True, False):
-        algorithm = tb.ByteGradAlgorithm(average=average, error_feedback=True)
-        both.append(run_ranks(2, lambda group, one=algorithm: train_told(group, model, one, num_steps=1))[0])
-    for mean, total in zip(*(run.averaged for run in both), strict=True):
-        assert all(torch.equal(total[name], 2 * gradient) for name, gradient in mean.items())
-
-
 class Loop:
     """One rank's training with the algorithm attached, with SGD unless there are other optimizers."""
 

@@ -18,9 +18,7 @@ from averaging import Normed, Trace, Trainer, assert_same_weights, train, weight
 from diloco_oracle import check_rounds
 from pairwise import pairwise
 from ranks import run_ranks
-from torchbagua.algorithms.weights.fragments import Fragments
 from torchbagua.observe import Recorder
-from torchbagua.runtime.bucket import BaguaTensor
 from training import build
 
 DiLoCo = tb.DiLoCoAlgorithm
@@ -275,21 +273,6 @@ def test_one_flat_tensor_is_stepped_as_its_views() -> None:
         one.step()
         several.step()
     assert torch.equal(flat, other)
-
-
-def test_fragments_balance_bytes() -> None:
-    sizes = [7, 1000, 3, 400, 400, 90, 5, 64]
-    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
-    tensors = [BaguaTensor(str(index), parameter) for index, parameter in enumerate(parameters)]
-    fragments = Fragments(3, interval=30)
-    fragments.assign(tensors)
-    found = fragments.by_name
-    in_each = [sum(sizes[int(name)] for name, one in found.items() if one == fragment) for fragment in range(3)]
-    assert found.keys() == {str(index) for index in range(8)}
-    assert sorted(in_each) == [479, 490, 1000]
-    one_each = Fragments(8, interval=30)
-    one_each.assign(tensors)
-    assert set(one_each.by_name.values()) == set(range(8))
 
 
 RESUMED = {

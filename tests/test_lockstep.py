@@ -1,105 +1,169 @@
-"""What ranks agree on while they train: small numbers, steps, and the state they start from."""
+"""Lockstep: ranks compare how far they have come before they send anything longer; one that differs is named on all."""
 
-import pickle
-import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import torchbagua as tb
 from ranks import run_ranks
-from torchbagua.collectives.agreement import all_reduce_max, require_same_progress
-from torchbagua.collectives.broadcast import broadcast_state, broadcast_tensors
+from torchbagua.runtime.bucket import BaguaTensor
+from torchbagua.runtime.lane import Lane
+from torchbagua.runtime.lockstep import Lockstep
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8])
-def test_maximum_over_any_number_of_ranks(size: int) -> None:
-    values = [[random.Random(f"{rank}/{index}").randint(-(2**50), 2**50) for index in range(5)] for rank in range(size)]
+class Rank:
+    """A lockstep of this rank, which has taken `num_steps` steps.
 
-    def body(group: dist.ProcessGroup) -> tuple[list[int], int]:
-        recorder = tb.observe.Recorder()
-        own = tb.BaguaProcessGroup(group, observers=[recorder])
-        result = all_reduce_max(own.world, values[group.rank()], "a test")
-        return result, sum(event.phase == "send" for event in recorder.events)
+    Attributes:
+        ran: what has run on the lane.
+    """
 
-    for result, num_messages in run_ranks(size, body):
-        assert result == [max(column) for column in zip(*values, strict=True)]
-        assert num_messages == (size - 1).bit_length()
+    def __init__(self, group: tb.BaguaProcessGroup, lane: Lane) -> None:
+        self.number = group.rank
+        self.num_steps = 5
+        self.lockstep = Lockstep(lane, group.world, lambda: {"steps": self.num_steps})
+        self.ran: list[str] = []
 
+    def submit(self, **options: Any) -> str:
+        def run() -> str:
+            self.ran.append("a round")
+            return f"rank {self.number}"
 
-def test_ranks_in_step_and_out_of_step() -> None:
-    """One rank is behind: all ranks get the same words, with both ranks and both numbers."""
+        return self.lockstep.submit(run, "a round", **options).result()
 
-    def body(group: dist.ProcessGroup) -> str:
-        own = tb.BaguaProcessGroup(group)
-        require_same_progress(own.world, {"steps": 2**40 - 1, "rounds": 0}, "a good round")
-        with pytest.raises(tb.CommunicationError) as caught:
-            require_same_progress(own.world, {"rounds": 7, "steps": 6 if group.rank() == 2 else 5}, "a bad round")
+    def error(self, error: type[Exception], **options: Any) -> str:
+        with pytest.raises(error) as caught:
+            self.submit(**options)
+        assert self.ran == []
         return str(caught.value)
 
-    messages = run_ranks(5, body)
-    assert len(set(messages)) == 1
-    assert "out of step in a bad round: rank 2 has 6 steps, rank 4 has 5." in messages[0]
 
-
-def test_broadcast() -> None:
-    """Rank 0's values, of any dtype and layout, in place; and its state, tensors and numbers."""
-
-    def body(group: dist.ProcessGroup) -> None:
-        own, rank = tb.BaguaProcessGroup(group), group.rank()
-        tensors = [
-            torch.full((2, 3), 1.5 + rank).t(),
-            torch.tensor([rank == 0, rank == 1]),
-            torch.tensor(10 + rank),
-            torch.full((3,), rank, dtype=torch.bfloat16),
-            torch.empty(0),
-        ]
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        broadcast_tensors(own.world, tensors, "a test")
-        assert torch.equal(tensors[0], torch.full((3, 2), 1.5))
-        assert tensors[1].tolist() == [True, False]
-        assert tensors[2].item() == 10
-        assert torch.equal(tensors[3], torch.zeros(3, dtype=torch.bfloat16))
-        assert [tensor.data_ptr() for tensor in tensors] == addresses
-
-        state = {"state": {0: {"step": torch.tensor(rank), "rank": rank}}, "param_groups": [{"lr": 0.5 + rank}]}
-        received = broadcast_state(own.world, state, "a test")
-        assert received == {"state": {0: {"step": torch.tensor(0), "rank": 0}}, "param_groups": [{"lr": 0.5}]}
-
-    run_ranks(3, body)
-
-
-class Opaque:
-    """What an optimizer of a user's own might keep."""
-
-
-def test_broadcast_of_what_is_no_plain_state() -> None:
-    """The same error on every rank, and nobody waits."""
-
-    def body(group: dist.ProcessGroup) -> None:
+def on_ranks(size: int, body: Callable[[Rank], Any]) -> list[Any]:
+    def run(group: dist.ProcessGroup) -> Any:
         own = tb.BaguaProcessGroup(group)
-        with pytest.raises(pickle.UnpicklingError, match="Opaque"):
-            broadcast_state(own.world, {"state": Opaque()}, "a test")
+        own.open()
+        lane = Lane("a test", on_failure=own.close)
+        try:
+            return body(Rank(own, lane))
+        finally:
+            lane.close()
+            own.close()
 
-    run_ranks(2, body)
+    return run_ranks(size, run)
 
 
-def test_replicas_and_peer_weights_that_do_not_fit() -> None:
-    def body(group: dist.ProcessGroup) -> None:
-        parameter = torch.zeros(6)
-        bucket = tb.BaguaBucket("b", [tb.BaguaTensor("w", parameter)], tb.BaguaProcessGroup(group), parameter.clone())
-        with pytest.raises(
-            ValueError, match=r"peer_weight must be contiguous, torch\.float32, \[6\], got torch\.float16"
-        ):
-            bucket.append_decentralized_synchronous_op(torch.zeros(6, dtype=torch.float16))
-        with pytest.raises(
-            ValueError, match=r"the replica left must be contiguous, torch\.float32, \[6\], got .*\[5\]"
-        ):
-            bucket.append_low_precision_decentralized_synchronous_op(parameter, torch.zeros(5), parameter)
-        with pytest.raises(ValueError, match="peer_selection_mode must be 'all', got 'shift_one'"):
-            bucket.append_asynchronous_model_average_op("shift_one")
-        with pytest.raises(ValueError, match=r"peer_selection_mode must be one of \('all', 'shift_one'\), got 'ring'"):
-            bucket.append_decentralized_synchronous_op(parameter, peer_selection_mode="ring")
+def test_ranks_in_step_run_it() -> None:
+    def body(rank: Rank) -> str:
+        assert not rank.lockstep.comparison("a search", flag=False)()
+        result = rank.submit(also={"fragments": 3}, is_last=True)
+        assert rank.ran == ["a round"]
+        return result
 
-    run_ranks(1, body)
+    assert on_ranks(3, body) == ["rank 0", "rank 1", "rank 2"]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("progress", "rank 0 has 5 steps, rank 1 has 6"),
+        ("also", "rank 0 has 2 fragments, rank 1 has 3"),
+        ("is_last", "rank 0 has 0 ended attachments, rank 1 has 1"),
+        ("fingerprint", "rank 0 has 0 as fingerprint of the tensors to average, rank 1 has 7"),
+    ],
+)
+def test_all_ranks_raise_before_anything_runs(what: str, message: str) -> None:
+    def body(rank: Rank) -> str:
+        is_ahead = rank.number == 1
+        if what == "progress":
+            rank.num_steps += is_ahead
+        elif what == "fingerprint":
+            rank.lockstep.fingerprint = 7 * is_ahead
+        also = {"fragments": 2 + is_ahead} if what == "also" else None
+        return rank.error(tb.CommunicationError, also=also, is_last=what == "is_last" and is_ahead)
+
+    (error,) = set(on_ranks(2, body))
+    assert f"out of step in a round: {message}." in error
+
+
+def test_progress_is_that_of_the_call_and_not_of_the_lane() -> None:
+    """Which may be behind: the training thread goes on meanwhile."""
+
+    def body(rank: Rank) -> None:
+        compare = rank.lockstep.comparison("a round")
+        rank.num_steps += rank.number
+        compare()
+
+    on_ranks(2, body)
+
+
+def test_a_flag_of_any_rank_is_known_to_all() -> None:
+    assert on_ranks(3, lambda rank: rank.lockstep.comparison("a search", flag=rank.number == 2)()) == [True] * 3
+
+
+def test_loads_are_compared_once() -> None:
+    def body(rank: Rank) -> None:
+        for number in range(2):
+            rank.lockstep.loads.add({"weight": torch.full((3,), float(number))})
+            for _ in range(2):
+                rank.submit()
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("loaded_by", "message"),
+    [
+        ((1.0, None), "rank 0 has seen 1 load, rank 1 0 loads"),
+        ((1.0, 2.0), "ranks 0 and 1 have loaded different values"),
+    ],
+)
+def test_ranks_that_have_not_loaded_the_same_raise(loaded_by: tuple[float | None, ...], message: str) -> None:
+    def body(rank: Rank) -> str:
+        value = loaded_by[rank.number]
+        if value is not None:
+            rank.lockstep.loads.add({"weight": torch.full((3,), value)})
+        return rank.error(tb.CommunicationError)
+
+    (error,) = set(on_ranks(2, body))
+    assert message in error
+
+
+def watched(rank: Rank) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(2, 3, 4, 5))
+    rank.lockstep.layout_watch.watch([BaguaTensor("conv.weight", parameter)])
+    return parameter
+
+
+def test_a_layout_that_has_changed_on_one_rank_is_an_error_on_all() -> None:
+    """Before progress is compared: the rank that refuses it has come less far."""
+
+    def body(rank: Rank) -> str:
+        parameter = watched(rank)
+        if rank.number == 1:
+            parameter.data = parameter.data.to(memory_format=torch.channels_last)
+            assert rank.lockstep.layout_watch.look()
+            with pytest.raises(RuntimeError) as caught:
+                rank.lockstep.refuse_changed_layout()
+            return str(caught.value)
+        rank.num_steps += 1
+        return rank.error(RuntimeError)
+
+    for error in on_ranks(2, body):
+        assert "layout of parameter conv.weight has changed on rank 1 since attach" in error
+
+
+def test_a_changed_layout_is_refused_where_the_others_are_gone() -> None:
+    def body(rank: Rank) -> None:
+        parameter = watched(rank)
+        if rank.number == 1:
+            parameter.data = parameter.data.to(memory_format=torch.channels_last)
+            rank.lockstep.layout_watch.look()
+            with pytest.raises(RuntimeError, match=r"conv\.weight has changed on rank 1") as caught:
+                rank.lockstep.refuse_changed_layout()
+            assert isinstance(caught.value.__cause__, tb.CommunicationError)
+
+    on_ranks(2, body)  # rank 0 closes its group at once

@@ -83,3 +83,23 @@ def test_a_mean_may_be_written_where_the_values_are(topology: str | tb.Topology,
     expected = {"all": [2.5] * 4, "shift_one": [2, 3, 2, 3]}.get(str(topology), [7 / 3, 2, 3, 8 / 3])
     for mean, value in zip(run_ranks(4, body), expected, strict=True):
         torch.testing.assert_close(mean, torch.full((5000,), float(value)))
+
+
+def test_replicas_and_peer_weights_that_do_not_fit() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        parameter = torch.zeros(6)
+        bucket = tb.BaguaBucket("b", [tb.BaguaTensor("w", parameter)], tb.BaguaProcessGroup(group), parameter.clone())
+        with pytest.raises(
+            ValueError, match=r"peer_weight must be contiguous, torch\.float32, \[6\], got torch\.float16"
+        ):
+            bucket.append_decentralized_synchronous_op(torch.zeros(6, dtype=torch.float16))
+        with pytest.raises(
+            ValueError, match=r"the replica left must be contiguous, torch\.float32, \[6\], got .*\[5\]"
+        ):
+            bucket.append_low_precision_decentralized_synchronous_op(parameter, torch.zeros(5), parameter)
+        with pytest.raises(ValueError, match="peer_selection_mode must be 'all', got 'shift_one'"):
+            bucket.append_asynchronous_model_average_op("shift_one")
+        with pytest.raises(ValueError, match=r"peer_selection_mode must be one of \('all', 'shift_one'\), got 'ring'"):
+            bucket.append_decentralized_synchronous_op(parameter, peer_selection_mode="ring")
+
+    run_ranks(1, body)

@@ -3,7 +3,6 @@
 Resuming, and a rank without data, are in test_bytegrad_feedback.py.
 """
 
-import copy
 import math
 from functools import partial
 from typing import Any
@@ -91,29 +90,6 @@ def test_what_was_sent_and_is_kept_is_what_sgd_with_momentum_moves_by(size: int,
         assert (received + left_out - moved).norm() < 1e-6 * max(run[4][name].norm() for run in runs), name
         if ratio == 1.0:  # then a step leaves out what 8 bits do
             assert left_out.abs().max() <= 0.02 * max(run[0][name].abs().max() for run in runs)
-
-
-def test_a_group_of_one_has_the_momentum_of_sgd_to_the_bit() -> None:
-    model = build(Tower)
-
-    def body(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        weights = []
-        for algorithm, momentum in ((tb.TopKAlgorithm(momentum=0.9), 0.0), (tb.ByteGradAlgorithm(), 0.9)):
-            ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=momentum)
-            data = torch.Generator().manual_seed(0)
-            with tb.attach(ddp, optimizer, algorithm) as attachment:
-                for step in range(6):
-                    if step == 3:
-                        attachment.load_state_dict(attachment.state_dict())
-                    optimizer.zero_grad()
-                    ddp(torch.randn(6, 10, generator=data), 0).square().sum().backward()
-                    optimizer.step()
-            weights.append([parameter.detach().clone() for parameter in ddp.parameters()])
-        return weights[0], weights[1]
-
-    ((own, sgds),) = run_ranks(1, body)
-    assert equal(own, sgds)
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, None), (3, [0, 0, 1])])

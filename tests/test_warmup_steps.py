@@ -143,26 +143,6 @@ def test_a_warm_up_behind_the_standalone_hook(name: str, is_watched: bool) -> No
 
 
 @pytest.mark.parametrize("name", PHASED)
-def test_ranks_that_count_differently_leave_the_warm_up_together(name: str) -> None:
-    """By the rank that has counted most; one that has lost a step would send other bytes than its peers expect."""
-
-    def body(group: dist.ProcessGroup) -> list[bool]:
-        loop = Loop(group, name, scales=False)
-        impl = loop.algorithm.reify(group)
-        loop.ddp.register_comm_hook(impl, tb.comm_hook)
-        for number in range(5):
-            loop.optimizer.zero_grad()
-            loop.backward(impl)
-            loop.optimizer.step()
-            if (group.rank(), number) != (1, 1):
-                impl.step_taken()
-        impl.close()
-        return loop.are_warm
-
-    assert run_ranks(2, body) == [warm_passes([PLAIN] * 5)] * 2
-
-
-@pytest.mark.parametrize("name", PHASED)
 def test_a_rank_without_data_leaves_the_warm_up_with_the_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes no steps (Join), and goes on in the next epoch, or from its state, where they are."""
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # of groups made by hand

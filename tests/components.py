@@ -1,0 +1,109 @@
+"""One component on a runner of its own, which gets the calls that `comm_hook` and `attach` make, without training."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import torchbagua as tb
+from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm
+from torchbagua.codecs.base import Compressor
+from torchbagua.codecs.cast import Identity
+
+T = TypeVar("T")
+Append = Callable[[Any, tb.BaguaBucket], object]
+
+
+def append_nothing(component: object, bucket: tb.BaguaBucket) -> None:
+    """Leave the bucket without operations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientComponent(tb.Algorithm):
+    """A gradient algorithm whose impl has one component, made by `make`; `append` appends to buckets what it does."""
+
+    make: Callable[[tb.Runner], Any] = field(repr=False)
+    append: Append = field(default=append_nothing, repr=False)
+    codec: Compressor = field(default_factory=Identity)
+
+    def make_codec(self) -> Compressor:
+        return self.codec
+
+    def make_impl(self, runner: tb.Runner) -> "ComponentImpl":
+        return ComponentImpl(runner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightComponent(ModelAveragingAlgorithm):
+    """The same for a weight algorithm."""
+
+    make: Callable[[tb.Runner], Any] = field(repr=False)
+    append: Append = field(default=append_nothing, repr=False)
+    codec: Compressor = field(default_factory=Identity)
+    compression: str | None = None
+
+    def make_codec(self) -> Compressor:
+        return self.codec
+
+    def make_impl(self, runner: tb.Runner) -> "ComponentImpl":
+        return ComponentImpl(runner)
+
+
+class ComponentImpl(tb.AlgorithmImpl):
+    """Has the component."""
+
+    def __init__(self, runner: tb.Runner) -> None:
+        super().__init__(runner)
+        self.component = self.algorithm.make(runner)
+
+    def init_operations(self, module: torch.nn.Module | None, bucket: tb.BaguaBucket) -> None:
+        self.algorithm.append(self.component, bucket)
+
+
+@contextmanager
+def running(
+    group: dist.ProcessGroup | tb.BaguaProcessGroup,
+    algorithm: GradientComponent | WeightComponent,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    module: torch.nn.Module | None = None,
+    observers: Sequence[tb.Observer] = (),
+) -> Iterator[tuple[tb.Runner, Any]]:
+    """Yield a runner and its component until the block ends; weight algorithms have the buckets of `module`."""
+    runner = algorithm.reify(group, optimizer=optimizer, observers=observers)
+    try:
+        if module is not None:
+            runner.set_module(module)
+        yield runner, runner.impl.component
+    finally:
+        runner.close()
+
+
+def backward(
+    runner: tb.Runner,
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    *,
+    has_joined: bool = False,
+) -> tb.BaguaBucket:
+    """Do what a synchronised backward does, with DDP's one bucket of these gradients; their averages become `.grad`."""
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    for parameter in parameters:
+        parameter.grad = None
+    runner.begin_backward(has_joined=has_joined)
+    bucket = runner.gradient_bucket(parameters, flat, index=0)
+    runner.lane.submit(bucket.run).result()
+    if not has_joined:
+        for parameter, part in zip(parameters, flat.split([one.numel() for one in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter).clone()
+    return bucket
+
+
+def dyadic(*shape: int, seed: int, num_bits: int = 10, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers between -1 and 1 with `num_bits` bits after the point: sums of a few of them are exact in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    bound = 2**num_bits
+    return (torch.randint(1 - bound, bound, shape, generator=generator) / bound).to(dtype)

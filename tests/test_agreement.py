@@ -1,0 +1,40 @@
+"""What ranks agree on over a group that is open: small numbers, and how far they have come."""
+
+import random
+
+import pytest
+import torch.distributed as dist
+
+import torchbagua as tb
+from ranks import run_ranks
+from torchbagua.collectives.agreement import all_reduce_max, require_same_progress
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_maximum_over_any_number_of_ranks(size: int) -> None:
+    values = [[random.Random(f"{rank}/{index}").randint(-(2**50), 2**50) for index in range(5)] for rank in range(size)]
+
+    def body(group: dist.ProcessGroup) -> tuple[list[int], int]:
+        recorder = tb.observe.Recorder()
+        own = tb.BaguaProcessGroup(group, observers=[recorder])
+        result = all_reduce_max(own.world, values[group.rank()], "a test")
+        return result, sum(event.phase == "send" for event in recorder.events)
+
+    for result, num_messages in run_ranks(size, body):
+        assert result == [max(column) for column in zip(*values, strict=True)]
+        assert num_messages == (size - 1).bit_length()
+
+
+def test_ranks_in_step_and_out_of_step() -> None:
+    """One rank is behind: all ranks get the same words, with both ranks and both numbers."""
+
+    def body(group: dist.ProcessGroup) -> str:
+        own = tb.BaguaProcessGroup(group)
+        require_same_progress(own.world, {"steps": 2**40 - 1, "rounds": 0}, "a good round")
+        with pytest.raises(tb.CommunicationError) as caught:
+            require_same_progress(own.world, {"rounds": 7, "steps": 6 if group.rank() == 2 else 5}, "a bad round")
+        return str(caught.value)
+
+    messages = run_ranks(5, body)
+    assert len(set(messages)) == 1
+    assert "out of step in a bad round: rank 2 has 6 steps, rank 4 has 5." in messages[0]

@@ -1,0 +1,152 @@
+"""SnapshotMeans: what ranks take for the mean of their snapshots, exact or by compressed differences, bit for bit."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import oracle
+import torchbagua as tb
+from components import WeightComponent, running
+from ranks import run_ranks
+from test_async_oracle import CompressedDifferences
+from torchbagua.algorithms.weights.compressed_rounds import SnapshotMeans
+from torchbagua.codecs import MinMaxUInt8
+from torchbagua.runtime.weight_bucket import WeightBucket
+
+LENGTH = 3000  # of two blocks
+NO_PROGRESS: dict[str, int] = {}
+CODEC = "minmax_uint8"
+
+
+class Component:
+    """The means, and the weights; `is_compressed` says whether differences are."""
+
+    def __init__(self, runner: tb.Runner, *, is_compressed: bool) -> None:
+        self.weights = runner.algorithm.average(runner, lambda: NO_PROGRESS)
+        self.means = SnapshotMeans()
+        self.is_compressed = is_compressed
+
+    def append(self, bucket: tb.BaguaBucket) -> None:
+        one = self.weights[bucket]
+        bucket.append_asynchronous_model_average_op("all", snapshot=one.snapshot)
+        if self.is_compressed:
+            self.means.compress(one, MinMaxUInt8())
+
+
+class Rounds:
+    """Rounds of one rank over one bucket."""
+
+    def __init__(self, rank: int, runner: tb.Runner, component: Component) -> None:
+        self.rank = rank
+        self.runner = runner
+        self.means = component.means
+        (self.bucket,) = component.weights
+
+    def round(self, number: int, *, is_exact: bool = False, loaded: Sequence[str] = ()) -> torch.Tensor:
+        one: WeightBucket = self.bucket
+        one.snapshot.copy_(snapshot(self.rank, number))
+        self.runner.lane.submit(lambda: self.means.average(one, is_exact, loaded)).result()
+        return one.bucket.flat.clone()
+
+
+def snapshot(rank: int, number: int) -> torch.Tensor:
+    """Weights that ranks share up to some hundredths."""
+    shared = torch.randn(LENGTH, generator=torch.Generator().manual_seed(number))
+    return shared + 0.01 * torch.randn(LENGTH, generator=torch.Generator().manual_seed(1000 + 10 * rank + number))
+
+
+def on_ranks(size: int, body: Any, *, is_compressed: bool = True) -> list[Any]:
+    def make(runner: tb.Runner) -> Component:
+        return Component(runner, is_compressed=is_compressed)
+
+    algorithm = WeightComponent(make=make, append=Component.append, codec=MinMaxUInt8())
+
+    def run(group: dist.ProcessGroup) -> Any:
+        module = nn.Module()
+        module.first, module.second = nn.Parameter(torch.zeros(2500)), nn.Parameter(torch.zeros(500))
+        with running(group, algorithm, module=module) as (runner, component):
+            return body(Rounds(group.rank(), runner, component))
+
+    return run_ranks(size, run)
+
+
+def exact_mean(size: int, number: int) -> oracle.Array:
+    return oracle.gradient_allreduce([snapshot(rank, number).numpy() for rank in range(size)])
+
+
+class Formula(CompressedDifferences):
+    """Of two parameters, whose blocks end where they do."""
+
+    def __init__(self) -> None:
+        super().__init__(LENGTH, CODEC)
+        self.two_phase = oracle.TwoPhaseResiduals(lambda row: oracle.quantise(row, [2500, 500]))
+
+    def of_round(self, size: int, number: int) -> list[oracle.Array]:
+        return self.average([snapshot(rank, number).numpy() for rank in range(size)])
+
+
+def assert_equals(found: Sequence[torch.Tensor], expected: Sequence[oracle.Array]) -> None:
+    for rank, (tensor, row) in enumerate(zip(found, expected, strict=True)):
+        np.testing.assert_array_equal(tensor.numpy(), row, err_msg=f"rank {rank}")
+
+
+def test_without_a_codec_each_round_is_the_mean() -> None:
+    ranks = on_ranks(3, lambda rounds: [rounds.round(number) for number in range(2)], is_compressed=False)
+    for number in range(2):
+        assert_equals([found[number] for found in ranks], [exact_mean(3, number)] * 3)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_differences_from_the_last_exact_mean_are_compressed(size: int) -> None:
+    """What the codec leaves out of a rank's own difference stays with the rank; of their mean it is in the next one."""
+
+    def body(rounds: Rounds) -> list[torch.Tensor]:
+        return [rounds.round(number, is_exact=number in (0, 3)) for number in range(5)]
+
+    ranks = on_ranks(size, body)
+    formula = Formula()
+    for number in range(5):
+        if number in (0, 3):
+            formula.mean = exact_mean(size, number)
+            expected = [formula.mean] * size
+        else:
+            expected = formula.of_round(size, number)
+            assert not np.array_equal(expected[0], expected[1])
+        assert_equals([found[number] for found in ranks], expected)
+
+
+@pytest.mark.parametrize("names", [["first"], ["second"], ["first", "second"]])
+def test_loaded_weights_lack_nothing_of_what_was_left_out(names: list[str]) -> None:
+    """`loaded` names some weights; `forget` is that of all."""
+
+    def body(rounds: Rounds) -> list[torch.Tensor]:
+        found = [rounds.round(number, is_exact=number == 0) for number in range(2)]
+        if len(names) == 2:
+            rounds.means.forget()
+            return [*found, rounds.round(2)]
+        return [*found, rounds.round(2, loaded=names)]
+
+    ranks = on_ranks(2, body)
+    formula = Formula()
+    formula.mean = exact_mean(2, 0)
+    formula.of_round(2, 1)
+    kept = formula.two_phase.mean
+    assert kept.any()
+    formula.two_phase.mean = kept.copy()
+    for name in names:
+        formula.two_phase.mean[slice(0, 2500) if name == "first" else slice(2500, LENGTH)] = 0
+    assert_equals([found[2] for found in ranks], formula.of_round(2, 2))
+
+
+def test_buckets_that_are_made_again_start_in_full_precision() -> None:
+    def body(rounds: Rounds) -> torch.Tensor:
+        rounds.round(0, is_exact=True)
+        rounds.means.clear()
+        return rounds.round(1)
+
+    assert_equals(on_ranks(2, body), [exact_mean(2, 1)] * 2)

@@ -1,0 +1,160 @@
+"""Phases: a warm-up goes on to its next phase in the same backward of all ranks, whatever number each has counted."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchbagua as tb
+from components import GradientComponent, backward, running
+from ranks import run_ranks
+from torchbagua.algorithms.gradient.phases import Phases
+
+STEPS_A_PHASE = 3
+
+
+def phase_after(num_steps: int) -> int:
+    return min(num_steps // STEPS_A_PHASE, 2)
+
+
+ALGORITHM = GradientComponent(make=lambda runner: Phases(runner, phase_after))
+
+
+def on_ranks(size: int, body: Any) -> list[Any]:
+    def run(group: dist.ProcessGroup) -> Any:
+        with running(group, ALGORITHM) as (runner, phases):
+            return body(group.rank(), runner, phases)
+
+    return run_ranks(size, run)
+
+
+def begin(phases: Phases) -> tuple[bool, int | None]:
+    """Whether the backward is the first of a phase, and which phase that is."""
+    return phases.begin_backward(), phases.current
+
+
+def test_each_phase_begins_once() -> None:
+    def body(rank: int, runner: tb.Runner, phases: Phases) -> list[tuple[bool, int | None]]:
+        assert phases.current is None
+        seen = []
+        for _ in range(8):
+            seen.append(begin(phases))
+            runner.step_taken()
+        assert (phases.num_backward_passes, phases.num_steps) == (8, 8)
+        return seen
+
+    expected = [(True, 0), (False, 0), (False, 0), (True, 1), (False, 1), (False, 1), (True, 2), (False, 2)]
+    assert on_ranks(2, body) == [expected] * 2
+
+
+def test_a_step_counts_once_for_each_optimizer_that_takes_it_together() -> None:
+    """And not at all without a synchronised backward, or if GradScaler skips it, which nobody is told of."""
+
+    def body(rank: int, runner: tb.Runner, phases: Phases) -> list[int]:
+        counts = []
+        for num_passes, num_calls in ((1, 1), (1, 2), (2, 1), (1, 0), (0, 1), (1, 1)):
+            for _ in range(num_passes):
+                phases.begin_backward()
+            for _ in range(num_calls):
+                runner.step_taken()
+            counts.append(phases.num_steps)
+        return counts
+
+    # The fifth is the step of the fourth's backward.
+    assert on_ranks(1, body) == [[1, 2, 3, 3, 4, 5]]
+
+
+def test_it_is_notified_of_the_steps_of_an_optimizer() -> None:
+    def body(group: dist.ProcessGroup) -> list[int]:
+        parameters = [torch.nn.Parameter(torch.zeros(3))]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+        def make(runner: tb.Runner) -> Phases:
+            return Phases(runner, phase_after)
+
+        counts = []
+        with running(group, GradientComponent(make=make), optimizer=optimizer) as (runner, phases):
+            for _ in range(2):
+                phases.begin_backward()
+                backward(runner, parameters, [torch.ones(3)])
+                optimizer.step()
+                counts.append(phases.num_steps)
+        return counts
+
+    assert run_ranks(1, body) == [[1, 2]]
+
+
+def test_ranks_go_by_the_one_that_has_counted_most() -> None:
+    """Rank 0 has lost two steps, rank 2 one; as long as no rank has taken enough of them, no phase begins."""
+
+    def body(rank: int, runner: tb.Runner, phases: Phases) -> list[tuple[bool, int | None]]:
+        seen = []
+        for step in range(8):
+            seen.append(begin(phases))
+            is_lost = step == 0 or (step in {1, 2} and rank == 0) or (step == 1 and rank == 2)
+            if not is_lost:
+                runner.step_taken()
+        return seen
+
+    # All have lost the first step: the phase begins a backward later than by the number of passes.
+    expected = [(True, 0), *[(False, 0)] * 3, (True, 1), *[(False, 1)] * 2, (True, 2)]
+    assert on_ranks(3, body) == [expected] * 3
+
+
+def test_ranks_agree_where_a_phase_may_begin_and_nowhere_else() -> None:
+    def body(group: dist.ProcessGroup) -> list[int]:
+        recorder = tb.observe.Recorder()
+        sent = []
+        with running(group, ALGORITHM, observers=[recorder]) as (runner, phases):
+            for _ in range(7):
+                phases.begin_backward()
+                runner.step_taken()
+                runner.tracer.deliver()
+                sent.append(sum(event.phase == "send" for event in recorder.events))
+                recorder.clear()
+        return sent
+
+    assert run_ranks(2, body) == [[0, 0, 0, 1, 0, 0, 1]] * 2
+
+
+@pytest.mark.parametrize("stop", [0, 2, 3, 4, 7])
+def test_a_loaded_state_goes_on(stop: int) -> None:
+    """By the number of the rank that has counted most: one that had joined knows of fewer steps."""
+
+    def steps(rank: int, runner: tb.Runner, phases: Phases, numbers: range) -> list[tuple[bool, int | None]]:
+        seen = []
+        for number in numbers:
+            seen.append(begin(phases))
+            if rank == 0 or number != 1:
+                runner.step_taken()
+        return seen
+
+    def first(rank: int, runner: tb.Runner, phases: Phases) -> tuple[Any, Any]:
+        seen = steps(rank, runner, phases, range(stop))
+        state = phases.state_dict()
+        return state, seen + steps(rank, runner, phases, range(stop, 9))
+
+    states, whole = zip(*on_ranks(2, first), strict=True)
+
+    def second(rank: int, runner: tb.Runner, phases: Phases) -> Any:
+        phases.load_state_dict(states[rank])
+        assert phases.num_steps == max(state["num_steps"] for state in states) == stop
+        return steps(rank, runner, phases, range(stop, 9))
+
+    resumed = on_ranks(2, second)
+    for before, after in zip(whole, resumed, strict=True):
+        # A new impl has appended no operations yet: its first backward begins a phase.
+        assert after[0] == (True, before[stop][1])
+        assert after[1:] == before[stop + 1 :]
+
+
+def test_states_of_different_backward_passes_are_an_error_on_all_ranks() -> None:
+    def body(rank: int, runner: tb.Runner, phases: Phases) -> str:
+        state = {"num_backward_passes": 5 if rank == 1 else 4, "num_steps": 4}
+        with pytest.raises(tb.CommunicationError, match="loading the state") as caught:
+            phases.load_state_dict(state)
+        return str(caught.value)
+
+    (message,) = set(on_ranks(3, body))
+    assert "rank 1 has 5 as backward passes so far in its state, rank 2 has 4" in message

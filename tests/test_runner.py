@@ -1,0 +1,126 @@
+"""Runner and AlgorithmImpl: few names, one runner for all algorithms, and nothing left of one that nobody has."""
+
+import gc
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchbagua as tb
+from components import GradientComponent, WeightComponent, backward
+from ranks import run_ranks
+from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.runner import Runner
+
+NO_PROGRESS: dict[str, int] = {}
+
+
+def append_mean(component: object, bucket: tb.BaguaBucket) -> None:
+    bucket.append_centralized_synchronous_op()
+
+
+GRADIENTS = GradientComponent(make=lambda runner: None, append=append_mean)
+WEIGHTS = WeightComponent(make=lambda runner: runner.algorithm.average(runner, lambda: NO_PROGRESS), append=append_mean)
+
+
+def test_an_impl_has_few_names_and_a_runner_is_final() -> None:
+    """An algorithm is written by what it overrides: whoever writes one can hold that in mind."""
+    assert Runner.__final__
+
+    def body(group: dist.ProcessGroup) -> set[str]:
+        runner = WEIGHTS.reify(group)
+        try:
+            assert type(runner) is Runner
+            return {*vars(AlgorithmImpl(runner)), *dir(AlgorithmImpl), *AlgorithmImpl.__annotations__}
+        finally:
+            runner.close()
+
+    (names,) = run_ranks(1, body)
+    assert len([name for name in names if not name.startswith("_")]) <= 16
+
+
+@dataclass(frozen=True)
+class Failing(tb.Algorithm):
+    """Its `make_impl` registers what is to be called at the end; then it raises, or returns something else."""
+
+    raises: bool
+    called: list[str] = field(repr=False)
+
+    def make_impl(self, runner: Runner) -> Any:
+        runner.on_close(lambda: self.called.append("first"))
+        runner.on_close(lambda: self.called.append("second"))
+        if self.raises:
+            raise ZeroDivisionError("in make_impl")
+        return None
+
+
+@pytest.mark.parametrize(
+    ("raises", "error", "message"),
+    [(True, ZeroDivisionError, "in make_impl"), (False, TypeError, r"Failing\.make_impl must return an AlgorithmImpl")],
+)
+def test_what_is_to_be_called_at_the_end_is_called_if_there_is_no_impl(
+    raises: bool, error: type[Exception], message: str
+) -> None:
+    def body(group: dist.ProcessGroup) -> list[str]:
+        called: list[str] = []
+        with pytest.raises(error, match=message):
+            Failing(raises, called).reify(group)
+        return called
+
+    assert run_ranks(2, body) == [["second", "first"]] * 2
+
+
+def test_close_calls_it_once_whatever_raises() -> None:
+    def body(group: dist.ProcessGroup) -> tuple[list[str], bool]:
+        runner, called = GRADIENTS.reify(group), []
+        runner.on_close(lambda: called.append("first"))
+        runner.on_close(lambda: 1 / 0)
+        runner.on_close(lambda: called.append("third"))
+        thread = lane_of(runner)
+        with pytest.raises(ZeroDivisionError):
+            runner.close()
+        runner.close()
+        return called, thread.is_alive()
+
+    assert run_ranks(1, body) == [(["third", "first"], False)]
+
+
+def lane_of(runner: Runner) -> threading.Thread:
+    """The thread of its lane, which it starts."""
+    thread = runner.lane.submit(threading.current_thread).result()
+    assert thread.is_alive()
+    return thread
+
+
+@pytest.mark.parametrize("algorithm", [GRADIENTS, WEIGHTS], ids=["gradients", "weights"])
+def test_what_nobody_holds_is_collected_and_its_lane_ends(algorithm: Any) -> None:
+    """With its buckets, though the parameters and the optimizer live on."""
+    done = threading.Barrier(2, timeout=60)
+
+    def use(group: dist.ProcessGroup, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+        runner = algorithm.reify(group, optimizer=optimizer)
+        runner.set_module(module)
+        parameters = list(module.parameters())
+        if algorithm is GRADIENTS:
+            backward(runner, parameters, [torch.ones_like(parameter) for parameter in parameters])
+        else:
+            runner.lane.submit(lambda: [bucket.run() for bucket in runner.buckets]).result()
+        return weakref.ref(runner), weakref.ref(runner.impl), lane_of(runner)
+
+    def body(group: dist.ProcessGroup) -> None:
+        module = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        runner, impl, thread = use(group, module, optimizer)
+        done.wait()  # a group that is collected closes its connections
+        gc.collect()
+        assert runner() is None
+        assert impl() is None
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+
+    run_ranks(2, body)
