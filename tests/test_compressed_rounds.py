@@ -32,10 +32,10 @@ class Component:
         self.is_compressed = is_compressed
 
     def append(self, bucket: tb.BaguaBucket) -> None:
-        one = self.weights[bucket]
-        bucket.append_asynchronous_model_average_op("all", snapshot=one.snapshot)
+        assert isinstance(bucket, WeightBucket)
+        bucket.append_asynchronous_model_average_op("all", snapshot=bucket.snapshot)
         if self.is_compressed:
-            self.means.compress(one, MinMaxUInt8())
+            self.means.compress(bucket, MinMaxUInt8())
 
 
 class Rounds:
@@ -45,13 +45,13 @@ class Rounds:
         self.rank = rank
         self.runner = runner
         self.means = component.means
+        self.bucket: WeightBucket
         (self.bucket,) = component.weights
 
     def round(self, number: int, *, is_exact: bool = False, loaded: Sequence[str] = ()) -> torch.Tensor:
-        one: WeightBucket = self.bucket
-        one.snapshot.copy_(snapshot(self.rank, number))
-        self.runner.lane.submit(lambda: self.means.average(one, is_exact, loaded)).result()
-        return one.bucket.flat.clone()
+        self.bucket.snapshot.copy_(snapshot(self.rank, number))
+        self.runner.lane.submit(lambda: self.means.average(self.bucket, is_exact, loaded)).result()
+        return self.bucket.flat.clone()
 
 
 def snapshot(rank: int, number: int) -> torch.Tensor:

@@ -55,12 +55,10 @@ def test_rounds_of_fragments_take_turns(num_fragments: int, interval: int, due_a
         own = tb.BaguaProcessGroup(group)
         buffer = BaguaTensor("running_mean", torch.zeros(6))
         buckets = [
-            WeightBucket(
-                tb.BaguaBucket("a test", [tensor], own, torch.zeros(tensor.parameter.numel())), tensor is buffer
-            )
+            WeightBucket("a test", [tensor], own, torch.zeros(tensor.parameter.numel()), are_buffers=tensor is buffer)
             for tensor in [*tensors, buffer]
         ]
-        return [[step for step in range(1, 13) if fragments.is_due(one, step)] for one in buckets]
+        return [[step for step in range(1, 13) if fragments.is_due(bucket, step)] for bucket in buckets]
 
     *of_parameters, of_buffers = run_ranks(1, body)[0]
     assert of_parameters == due_after

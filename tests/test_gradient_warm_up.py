@@ -13,6 +13,7 @@ import torchbagua as tb
 from components import WeightComponent, running
 from ranks import run_ranks
 from torchbagua.algorithms.weights.gradient_warm_up import GradientWarmUp
+from torchbagua.runtime.weight_bucket import WeightBucket
 from training import flat
 
 NO_PROGRESS: dict[str, int] = {}
@@ -38,7 +39,8 @@ class Component:
 
 
 def append(component: Component, bucket: tb.BaguaBucket) -> None:
-    bucket.append_asynchronous_model_average_op("all", snapshot=component.weights[bucket].snapshot)
+    assert isinstance(bucket, WeightBucket)
+    bucket.append_asynchronous_model_average_op("all", snapshot=bucket.snapshot)
 
 
 ALGORITHM = WeightComponent(make=Component, append=append)

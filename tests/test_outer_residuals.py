@@ -39,7 +39,8 @@ class Component:
         self.residuals = OuterResiduals(runner, nodes, has_feedback=has_feedback)
 
     def append(self, bucket: tb.BaguaBucket) -> None:
-        residuals = self.residuals.of_bucket(self.weights[bucket], bucket)
+        assert isinstance(bucket, WeightBucket)
+        residuals = self.residuals.of_bucket(bucket, bucket)
         codec = self.runner.codec_for(bucket)
         bucket.append_centralized_synchronous_op(hierarchical=False, compression=codec, error_feedback=residuals)
 
@@ -55,14 +56,14 @@ class Component:
     def round(self, rank: int, number: int) -> dict[str, torch.Tensor]:
         """Return the means of outer gradients, without committing what they leave out."""
         gradients = self.gradients(rank, number)
-        for one in self.weights:
-            for name, part in one.named(one.bucket.flat).items():
+        for bucket in self.weights:
+            for name, part in bucket.named(bucket.flat).items():
                 part.copy_(gradients[name])
-        self.runner.lane.submit(lambda: [one.bucket.run() for one in self.weights]).result()
-        return self.weights.by_name(lambda one: one.bucket.flat)
+        self.runner.lane.submit(lambda: [bucket.run() for bucket in self.weights]).result()
+        return self.weights.by_name(lambda bucket: bucket.flat)
 
     def bucket_of(self, name: str) -> WeightBucket:
-        return next(one for one in self.weights if name in one.named(one.bucket.flat))
+        return next(bucket for bucket in self.weights if name in bucket.named(bucket.flat))
 
 
 def on_ranks(

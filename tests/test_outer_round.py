@@ -22,6 +22,7 @@ from torchbagua.algorithms.weights.outer_round import IN_FLIGHT, OuterRound
 from torchbagua.algorithms.weights.shadow_weights import ShadowWeights
 from torchbagua.algorithms.weights.synchronous_rounds import SynchronousRounds
 from torchbagua.observe import Recorder
+from torchbagua.runtime.weight_bucket import WeightBucket
 
 LR = 0.5
 
@@ -52,16 +53,14 @@ class Component:
         )
 
     def append(self, bucket: tb.BaguaBucket) -> None:
-        one = self.weights[bucket]
+        assert isinstance(bucket, WeightBucket)
         if not self.shadow.tensors:  # of the first bucket
-            self.fragments.assign(
-                [tensor for each in self.weights if not each.are_buffers for tensor in each.bucket.tensors]
-            )
+            self.fragments.assign([tensor for each in self.weights if not each.are_buffers for tensor in each.tensors])
             self.shadow.rebuild(self.weights)
-        (bucket if one.are_buffers else self.shadow[one].gradient).append_centralized_synchronous_op()
+        (bucket if bucket.are_buffers else self.shadow[bucket].gradient).append_centralized_synchronous_op()
 
     def start(self, fragment: int | None = None) -> None:
-        self.round.start([one for one in self.weights if fragment in (None, self.fragments.of_bucket(one))])
+        self.round.start([each for each in self.weights if fragment in (None, self.fragments.of_bucket(each))])
 
 
 def on_ranks(body: Any, *, overlaps: bool, num_fragments: int = 1) -> list[Any]:

@@ -64,8 +64,8 @@ def test_the_mean_for_a_while_and_each_ranks_own_within() -> None:
 
     def body(rank: int, module: nn.Module, weights: tb.WeightBuckets) -> Weights:
         means: WeightMeans = weights.means
-        for number, one in enumerate(weights):
-            one.bucket.flat.fill_(number)
+        for number, bucket in enumerate(weights):
+            bucket.flat.fill_(number)
         before = weights_of(module)
         with suppress(ZeroDivisionError), means.averaged():
             found = weights_of(module)
@@ -80,7 +80,7 @@ def test_the_mean_for_a_while_and_each_ranks_own_within() -> None:
         assert_same_weights([weights_of(module), before])
         with means.own():  # it has them
             assert_same_weights([weights_of(module), before])
-        assert all(bool((one.bucket.flat == number).all()) for number, one in enumerate(weights))
+        assert all(bool((bucket.flat == number).all()) for number, bucket in enumerate(weights))
         return found
 
     check_mean(on_ranks(3, body), 3)
