@@ -78,7 +78,7 @@ def check_saved(runner: Runner, state: Mapping[str, Any]) -> None:
     if _depends_on_arguments(runner):
         runner.algorithm.check_state(described["arguments"], state["impl"], runner.process_group)
     if "rank" in state["impl"]:
-        check_rank_state(type(runner.algorithm).__name__, state["impl"], (), runner.process_group)
+        check_rank_state(runner.name, state["impl"], (), runner.process_group)
 
 
 def _depends_on_arguments(runner: Runner) -> bool:

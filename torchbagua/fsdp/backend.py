@@ -70,7 +70,7 @@ class ReplicaGroup(dist.ProcessGroup):
                 "parameter's end: if it is FSDP's, call torchbagua.fsdp.align_blocks(module) after fully_shard; if it "
                 "is yours, use another group to have it exact"
             )
-        self._runner.runner.use_device(x_L.device)
+        self._runner.algorithm_runner.use_device(x_L.device)
         mean = self._mean_of(row, average=options.reduceOp == dist.ReduceOp.AVG)
         self._runner.run(self._runner.group, row.name, x_L, partial(mean, x_L))
         future: torch.futures.Future[Any] = torch.futures.Future(devices=None if x_L.is_cpu else [x_L.device])
@@ -79,8 +79,8 @@ class ReplicaGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """End the private groups; `destroy_process_group` calls it, on all ranks."""
-        self._runner.runner.ends_in_order = True
-        self._runner.runner.close()
+        self._runner.algorithm_runner.ends_in_order = True
+        self._runner.algorithm_runner.close()
         super().shutdown()
 
 

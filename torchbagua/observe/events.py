@@ -171,7 +171,7 @@ class Observer(Protocol):
     """Any object with a method `on_comm`. It is told of every phase, for `attach(..., observers=[...])`.
 
     Events arrive at the end of the training step in which the phase ended, and on a GPU when it has come to that end.
-    Events that are pending arrive in `Attachment.summary`, in `finish_round` and `abort` of an impl, and in detach.
+    Events that are pending arrive in `Attachment.summary`, in `abort` of asynchronous averaging, and in detach.
     Training waits meanwhile, so be quick. Calls may come from several threads, one at a time. An observer that raises
     is dropped, with a warning. For more, such as the begin and the end of the run, write a subclass of `Trace`.
     """

@@ -1,7 +1,6 @@
 """The buckets that stand for DDP's, found again by the identity of their parameters: DDP forms others after a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -21,7 +20,6 @@ class GradientBuckets:
         self._by_first: dict[int, BaguaBucket] = {}  # by the id of the first parameter
         self._seen: dict[int, BaguaTensor] = {}  # by the id of the parameter, as it was first seen
         self.layout_watch = LayoutWatch(OF_GRADIENTS)
-        self._checked_dtypes: set[torch.dtype] = set()
 
     def __iter__(self) -> Iterator[BaguaBucket]:
         """Yield all."""
@@ -48,18 +46,6 @@ class GradientBuckets:
     def clear(self) -> None:
         """Forget all."""
         self._by_first.clear()
-
-    def check_dtypes(self, bucket: BaguaBucket, algorithm: Any) -> None:
-        """Have `algorithm` check the parameters of a new bucket: once for each dtype that it does not compress.
-
-        Raises:
-            UncompressedParametersWarning, ValueError: as `Algorithm.check_parameters`.
-        """
-        parameters = {tensor.name: tensor.parameter for tensor in bucket.tensors}
-        dtypes = {parameter.dtype for parameter in algorithm.uncompressed(parameters).values()}
-        if not dtypes <= self._checked_dtypes:
-            self._checked_dtypes |= dtypes
-            algorithm.check_parameters(parameters)
 
     def tensors_of(self, named: Mapping[str, torch.Tensor]) -> list[BaguaTensor]:
         """Return these parameters as they lie in buckets: each in the order in which it was first seen."""

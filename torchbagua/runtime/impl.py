@@ -43,8 +43,9 @@ class AlgorithmImpl:
     def need_reset(self) -> bool:
         """Return True to have `reset` called.
 
-        Called for a gradient algorithm once in each backward, before its first bucket; for a weight algorithm at the
-        end of each step. By default it is True where the module has other parameters to average than before.
+        Called for a gradient algorithm exactly once in each backward, before its first bucket, so an override may count
+        the backward, or have ranks compare something; for a weight algorithm at the end of each step. By default it is
+        True if the module has other parameters to average than before.
         """
         weights = self.runner.weights
         return weights is not None and weights.need_reset()
@@ -117,27 +118,27 @@ class AlgorithmImpl:
             ValueError: `state` is that of another algorithm or of another rank.
         """
         if state:
-            raise ValueError(f"{type(self.algorithm).__name__} has no state to load, got the keys {sorted(state)}")
+            raise ValueError(f"{self.runner.name} has no state to load, got the keys {sorted(state)}")
 
     def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
         """Start anew from weights that the user has loaded, on the training thread.
 
         Called for a weight algorithm of several ranks when the first step after the load begins, before the optimizer
         changes anything, and by `Attachment.weights_changed`. Other ranks may come later, or not at all, so it sends
-        nothing. By default it notes them in `WeightBuckets.loads`, so that ranks compare them when they next meet. An
+        nothing. By default it notes them in `Lockstep.loads`, so that ranks compare them when they next meet. An
         override also drops what a round in flight would change of these weights.
 
         Args:
             values: copies of the loaded values, by the names of `Runner.buckets`; some of the weights, or all.
         """
         if self.runner.weights is not None:
-            self.runner.weights.loads.add(values)
+            self.runner.weights.lockstep.loads.add(values)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """Give all ranks the mean of their weights, for as long as the context lasts; then each its own again.
 
-        Collective. Nothing where gradients are averaged, since all ranks hold the same weights.
+        Collective. Does nothing for a gradient algorithm, since all ranks hold the same weights.
 
         Raises:
             NotImplementedError: an algorithm with buckets of its own has no `runner.weights`.
@@ -157,7 +158,7 @@ class AlgorithmImpl:
         """End the work on the module, while ranks still communicate. Return whether it made weights equal on all ranks.
 
         Not called if an exception ends the attachment. By default all ranks take the mean of their weights. An override
-        first brings into the weights what is in flight.
+        first applies the round in flight.
         """
         return self.runner.weights is not None and self.runner.weights.take_final_mean()
 
@@ -171,19 +172,19 @@ def check_impl(runner: "Runner") -> None:
     cls = type(impl)
     if not hasattr(impl, "runner"):
         raise TypeError(f"{cls.__name__}.__init__ must call AlgorithmImpl.__init__")
-    if cls.tensors_to_buckets is not AlgorithmImpl.tensors_to_buckets and not runner.averages_weights:
+    overrides_tensors = cls.init_tensors is not AlgorithmImpl.init_tensors
+    averages_weights = runner.weights is not None or overrides_tensors
+    if cls.tensors_to_buckets is not AlgorithmImpl.tensors_to_buckets and not averages_weights:
         raise TypeError(
             f"{cls.__name__} overrides tensors_to_buckets without init_tensors: a gradient algorithm runs in DDP's "
             "buckets, and a weight algorithm overrides both"
         )
-    if runner.averages_weights != runner.algorithm.averages_weights:
-        if not runner.averages_weights:
+    if averages_weights != runner.algorithm.averages_weights:
+        if not averages_weights:
             what = "gradients, because it neither calls runner.average nor overrides init_tensors"
-        elif runner.weights is None:
-            what = "weights, because it overrides init_tensors"
         else:
-            what = "weights, because it calls runner.average"
+            what = f"weights, because it {'overrides init_tensors' if overrides_tensors else 'calls runner.average'}"
         raise TypeError(
             f"{cls.__name__} averages {what}, but {name}.averages_weights is {runner.algorithm.averages_weights}; set "
-            f"it to {runner.averages_weights}"
+            f"it to {averages_weights}"
         )

@@ -1,4 +1,4 @@
-"""Lockstep: ranks of a weight algorithm compare how far they have come before they send anything longer."""
+"""Lockstep: the ranks of a weight algorithm compare their progress before each collective."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,10 +21,10 @@ class Lockstep:
         lane: runs the comparisons, and what comes after them.
         world: the ranks.
         progress: returns numbers that say how far this rank has come, by the names that an error gives them. Each is
-            below 2^40, and there are always as many.
+            below 2^40, and their number never changes.
 
     Attributes:
-        loads: the loads of weights that `AlgorithmImpl.weights_loaded` was told of. If one is new, `submit` has ranks
+        loads: the loads of weights, from `AlgorithmImpl.weights_loaded`. If one is new, `submit` has ranks
             compare them.
         layout_watch: looks whether a parameter's memory layout has changed. If one has, all ranks raise in `submit`.
         fingerprint: a number below 2^40 that is the same on ranks with the same buckets; part of the progress.
@@ -85,7 +85,7 @@ class Lockstep:
         return compare
 
     def refuse_changed_layout(self) -> None:
-        """Have all ranks raise, where they meet next, that a parameter's memory layout has changed on this rank.
+        """Raise on all ranks, at the next comparison, that a parameter's memory layout has changed on this rank.
 
         Raises:
             RuntimeError: always; names the parameter.

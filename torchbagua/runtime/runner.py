@@ -30,8 +30,11 @@ class Runner:
     """Runs an algorithm over a process group: the state of `comm_hook`, and what `Algorithm.reify` returns.
 
     It has the lane, the buckets and the state by parameter, is notified of backward passes and of the optimizers'
-    steps, and calls the methods of an `AlgorithmImpl`. `attach` and `comm_hook` call its methods; of these,
-    `state_dict`, `load_state_dict`, `step_taken` and `close` are for a loop that has a standalone hook too.
+    steps, and calls the methods of an `AlgorithmImpl`. The constructor of an impl calls `keep`, `average`,
+    `on_step_taken` and `on_close`, and its methods call `codec_for`. A loop with a standalone hook calls `step_taken`,
+    `state_dict`, `load_state_dict` and `close`. `attach` and `comm_hook` call the others.
+
+    Behind a standalone hook, a runner that was not closed ends when the garbage collector finds it.
 
     Between two backward passes the lane of a gradient algorithm is idle, since DDP waits for all buckets at the end of
     each. So `loss_scale` and the flat tensors of buckets need no lock.
@@ -43,12 +46,13 @@ class Runner:
     Attributes:
         process_group: the group, with private communicators for the lane.
         algorithm: the description.
+        name: the algorithm's name, for errors.
         impl: what `make_impl` returned.
         codec: what `Algorithm.make_codec` returned; see `codec_for`.
         lane: runs what is communicated.
         tracer: notifies the observers of the group.
         buckets: the buckets of a weight algorithm; empty for a gradient algorithm, which uses DDP's.
-        gradient_buckets: those that stand for DDP's, which are there after the first backward. To be iterated over.
+        gradient_buckets: the buckets that mirror DDP's. Empty before the first backward. Iterable.
         ignored_names: the parameters and buffers of the module that DDP was told to ignore.
         optimizers: those whose steps it is notified of. Without `attach` there are none, unless `Algorithm.reify` was
             given some.
@@ -61,10 +65,10 @@ class Runner:
             too (`torch.distributed.algorithms.Join`).
         loading: the names in `buckets` of weights that `load_state_dict` of the module has written since the last step.
             `AlgorithmImpl.weights_loaded` comes later. Until then no round in flight must change them.
-        ends_in_order: whether all ranks are going to close it. What is under way in stream order is then finished;
-            otherwise it is broken off.
+        ends_in_order: whether all ranks will call `close`. It then completes pending stream-ordered work, and otherwise
+            aborts it.
         has_lost_ranks: set to True when a rank has left early, so that the others do not end in order.
-        ended_by: the call that ends it, in the warning that nobody has made it. An adapter sets its own.
+        ended_by: the call that the missing-detach warning recommends. An adapter sets its own.
 
         What an impl sets, in its constructor:
 
@@ -74,7 +78,7 @@ class Runner:
         agree_on_overflow: returns whether the GradScaler has to skip the step, given whether the gradients of this rank
             hold an Inf or NaN. By default what it is given; another function has ranks whose gradients are not averaged
             skip a step together.
-        replicas_diverge: whether ranks hold different weights as long as it runs, which detaching would make equal.
+        replicas_diverge: returns whether ranks hold different weights now, that `detach` would make equal.
         open_node_gradients: returns the runner that averages gradients among the ranks of this node, for the hook of a
             DDP of all ranks; collective. None unless DDP goes on averaging gradients within nodes.
         load_effect: what `AlgorithmImpl.weights_loaded` does, in the message that says that weights were loaded.
@@ -86,10 +90,11 @@ class Runner:
     def __init__(self, process_group: BaguaProcessGroup, algorithm: Any) -> None:
         self.process_group = process_group
         self.algorithm = algorithm
+        self.name = type(algorithm).__name__
         self.codec: Compressor = algorithm.make_codec()
         self.tracer = process_group.tracer
         self.lane = Lane(
-            f"torchbagua lane of {self._name}",
+            f"torchbagua lane of {self.name}",
             on_failure=process_group.close,
             waiting=partial(process_group.tracer.span, "wait"),
             poll=process_group.poll,
@@ -111,16 +116,20 @@ class Runner:
         self.weights: WeightBuckets | None = None
         self.needs_grad_scaler = False
         self.agree_on_overflow: Callable[[bool], bool] = bool
-        self.replicas_diverge = False
+        self.replicas_diverge: Callable[[], bool] = lambda: False
         self.open_node_gradients: Callable[[], Runner] | None = None
         self.load_effect = "and no round in flight changes them"
-        self._kept_parameters: Callable[[], list[torch.Tensor]] = self._optimized_parameters
+        self._kept_parameters: Callable[[], list[torch.Tensor]] | None = None
         self._names: Mapping[int, str] = {}
         self._module: torch.nn.Module | None = None
         self._gpu: torch.device | None = None
-        self._steps = StepsTaken(self, self._name)
+        self._checked_dtypes: set[torch.dtype] = set()
+        self._steps = StepsTaken(self, self.name)
         self._step_listeners: list[Callable[[Sequence[torch.Tensor]], None]] = []
-        self._at_close = ExitStack()
+        self._watches_steps = False
+        self._is_closed = False
+        self._before_close = ExitStack()
+        self._after_close = ExitStack()
         if algorithm.averages_weights:
             process_group.move_beside_training()
         try:
@@ -131,13 +140,9 @@ class Runner:
             raise
 
     @property
-    def _name(self) -> str:
-        return type(self.algorithm).__name__
-
-    @property
     def averages_weights(self) -> bool:
         """Whether it runs a weight algorithm, with buckets of its own."""
-        return self.weights is not None or type(self.impl).init_tensors is not AlgorithmImpl.init_tensors
+        return bool(self.algorithm.averages_weights)
 
     def codec_for(self, bucket: BaguaBucket) -> Compressor:
         """Return `codec`; or that of full precision, if `codec` does not encode the dtype of the bucket."""
@@ -151,15 +156,15 @@ class Runner:
             parameters: returns the parameters that it belongs to. By default those of `optimizers`; where there are
                 none, since gradients are averaged by hand, all of the module.
         """
+        self._require_constructor("keep")
         self.parameter_state = state
-        if parameters is not None:
-            self._kept_parameters = parameters
+        self._kept_parameters = parameters
         return state
 
     def average(self, weights: WeightBuckets) -> WeightBuckets:
         """Make this a weight algorithm, which averages `weights`. Return them."""
         self.weights = weights
-        self.replicas_diverge = weights.has_final_mean
+        self.replicas_diverge = lambda: weights.has_final_mean
         return weights
 
     # Steps of the optimizers.
@@ -167,7 +172,9 @@ class Runner:
     def watch_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Watch the steps of these optimizers, if the algorithm needs to know of them. `Algorithm.reify` calls it."""
         self.optimizers = list(optimizers)
-        self._names = {id(parameter): f"parameter {index}" for index, parameter in enumerate(self._kept_parameters())}
+        self._watches_steps = True
+        kept = self._parameters_of_state()
+        self._names = {id(parameter): f"parameter {index}" for index, parameter in enumerate(kept)}
         self.step_watches = [StepWatch(optimizer) for optimizer in dict.fromkeys(optimizers)]
         if self.commits_on_step:
             self._steps.listen_to(self.step_watches)
@@ -179,7 +186,12 @@ class Runner:
         `AlgorithmImpl.init_post_optimizer_step_hook` returned, and before `parameter_state` is committed for those
         parameters whose gradient holds an average from DDP.
         """
+        self._require_constructor("on_step_taken")
         self._step_listeners.append(listener)
+
+    def _require_constructor(self, method: str) -> None:
+        if self._watches_steps:
+            raise RuntimeError(f"{self.name}: Runner.{method} was called too late; call it in the impl's constructor")
 
     @property
     def commits_on_step(self) -> bool:
@@ -213,8 +225,7 @@ class Runner:
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: plain tensors and numbers, keyed by parameter name.
 
-        That is what `AlgorithmImpl.state_dict` returns, and `parameter_state` with the rank and the number of ranks
-        that it belongs to.
+        It merges the impl's state, `parameter_state`, and the rank and the number of ranks.
 
         Raises:
             RuntimeError: parameters have no names, because there is neither `attach` nor an optimizer.
@@ -235,30 +246,32 @@ class Runner:
         if kept is None:
             self.impl.load_state_dict(state)
             return
-        own_keys = list(self.impl.state_dict())
-        check_rank_state(self._name, state, [*kept.names, *own_keys], self.process_group)
-        kept.load_state_dict(self._name, state, self._named_parameters())
+        check_rank_state(self.name, state, kept.names, self.process_group)
+        known = {*owner_of(self.process_group), *kept.names}
+        self.impl.load_state_dict({key: value for key, value in state.items() if key not in known})
+        kept.load_state_dict(self.name, state, self._named_parameters())
         # What ranks hold decides whether they sum it in the next backward.
         names = list(state[kept.names[0]])
         progress = {"as a digest of the names in its state": fingerprint(names)}
         world = self.process_group.world
         self.lane.submit(lambda: require_same_progress(world, progress, "loading the state")).result()
-        self.impl.load_state_dict({key: state[key] for key in own_keys})
         self.impl.reset()
 
-    def _optimized_parameters(self) -> list[torch.Tensor]:
+    def _parameters_of_state(self) -> list[torch.Tensor]:
+        if self._kept_parameters is not None:
+            return self._kept_parameters()
         if not self.optimizers and self._module is not None:
             return list(self._module.parameters())
         return [parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)]
 
     def _named_parameters(self) -> dict[str, torch.Tensor]:
-        """Return what state is kept of, by names in the module; by places in the optimizers behind the hook alone."""
+        """Return the parameters that have state, by module name, or by optimizer index behind a standalone hook."""
         if not self._names:
             raise RuntimeError(
-                f"{self._name}: behind the standalone hook parameters have no names to save state by; make the runner "
+                f"{self.name}: behind the standalone hook parameters have no names to save state by; make the runner "
                 "by reify(group, optimizer=optimizer), or use attach"
             )
-        known = [parameter for parameter in self._kept_parameters() if id(parameter) in self._names]
+        known = [parameter for parameter in self._parameters_of_state() if id(parameter) in self._names]
         encodes = self.codec.encodes
         return {self._names[id(parameter)]: parameter for parameter in known if encodes(parameter.dtype.to_real())}
 
@@ -281,13 +294,14 @@ class Runner:
         if len(devices) == 1 and not self.averages_weights:  # else they come with its buckets
             self.use_device(devices.pop())
         if not self.averages_weights:
-            trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+            trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
             self.gradient_buckets.tensors_of({name: trained[name] for name in trained if name not in ignored_names})
         self.impl.reset()
 
     def is_attached_to(self, module: torch.nn.Module) -> bool:
-        """Return whether this is the attached module, or its DDP."""
-        return self._module is not None and self._module in (module, getattr(module, "module", None))
+        """Return whether this is the attached module, or its DDP, and the runner is not closed."""
+        is_own = self._module is not None and self._module in (module, getattr(module, "module", None))
+        return is_own and not self._is_closed
 
     def rebuild_buckets(self) -> None:
         """Make the buckets of a weight algorithm again, and forget those that stand for DDP's."""
@@ -313,7 +327,7 @@ class Runner:
             if device.type == "cuda":  # elsewhere observers are told when the host began and ended
                 self.tracer.use_gpu(device)
             self.process_group.use_device(device)
-            self.process_group.check_operations(device, self._name)
+            self.process_group.check_operations(device, self.name)
             self._gpu = device
 
     # A backward of a gradient algorithm.
@@ -370,11 +384,18 @@ class Runner:
         """Check dtypes and layouts. If only this rank raises, by a filter of its warnings say, the others raise too."""
         try:
             if self._module is None:  # attach has checked all parameters at once
-                self.gradient_buckets.check_dtypes(bucket, self.algorithm)
+                self._check_dtypes({tensor.name: tensor.parameter for tensor in bucket.tensors})
             if not self.has_joined:
                 check_gradient_layouts(bucket)
         except (UncompressedParametersWarning, ValueError, RuntimeError) as error:
             self._fail(error)
+
+    def _check_dtypes(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Have the algorithm check parameters: once for each dtype that it does not compress."""
+        dtypes = {parameter.dtype for parameter in self.algorithm.uncompressed(parameters).values()}
+        if not dtypes <= self._checked_dtypes:
+            self._checked_dtypes |= dtypes
+            self.algorithm.check_parameters(parameters)
 
     def _fail(self, error: Exception) -> NoReturn:
         """Raise an error, after which other ranks do not wait for this one: the lane ends and closes the groups."""
@@ -416,19 +437,30 @@ class Runner:
 
     def close(self) -> None:
         """Finish what is queued, and end the lane, the private groups and the traces. A second call does nothing."""
-        with self._at_close:
-            self._steps.close()
+        self._is_closed = True
+        with self._after_close:
             try:
-                self.lane.close()
-                if self.ends_in_order and not self.lane.has_failed:
-                    self.process_group.end_in_order()
+                self._before_close.close()
             finally:
-                if self.parameter_state is not None:
-                    self.parameter_state.close()
-                self.process_group.close()  # before the traces, which may have much to write: peers notice at once
-                self.tracer.end()
-                self._module = None
+                self._close_lane_and_groups()
 
-    def on_close(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when it is closed, as `Attachment.detach` does it. For impls and adapters."""
-        self._at_close.callback(callback)
+    def _close_lane_and_groups(self) -> None:
+        self._steps.close()
+        try:
+            self.lane.close()
+            if self.ends_in_order and not self.lane.has_failed:
+                self.process_group.end_in_order()
+        finally:
+            if self.parameter_state is not None:
+                self.parameter_state.close()
+            self.process_group.close()  # before the traces, which may have much to write: peers notice at once
+            self.tracer.end()
+
+    def on_close(self, callback: Callable[[], object], *, first: bool = False) -> None:
+        """Call `callback` when it is closed, as `Attachment.detach` does it. For impls and adapters.
+
+        Args:
+            callback: what to call.
+            first: call it before lane and groups are closed: it ends what uses them.
+        """
+        (self._before_close if first else self._after_close).callback(callback)

@@ -28,7 +28,7 @@ class WeightBuckets:
     Args:
         runner: that of the impl.
         progress: returns numbers that say how far this rank has come, by the names that an error gives them. Ranks
-            compare them whenever they meet. Each is below 2^40, and there are always as many.
+            compare them whenever they meet. Each is below 2^40, and their number never changes.
         average_buffers: average floating-point and complex buffers too, if the module's `state_dict` holds them.
             Integer buffers are left alone.
         final_average: give all ranks the mean of their weights when the attachment ends in order.
@@ -36,7 +36,6 @@ class WeightBuckets:
 
     Attributes:
         lockstep: has ranks compare their progress; see `Lockstep.submit`.
-        loads: that of `lockstep`.
         means: forms the mean of all ranks' weights, for an evaluation or at the end.
     """
 
@@ -51,9 +50,8 @@ class WeightBuckets:
     ) -> None:
         self._group = runner.process_group
         self.lockstep = Lockstep(runner.lane, self._group.world, progress)
-        self.loads = self.lockstep.loads
         self.means = WeightMeans(self, self._group)
-        self._owner = type(runner.algorithm).__name__
+        self._owner = runner.name
         self._average_buffers = average_buffers
         self._final_average = final_average
         self._cap_bytes = bucket_cap_mb * 2**20
@@ -131,7 +129,7 @@ class WeightBuckets:
         """Return whether parameters have been unfrozen, or replaced by others, since `select`.
 
         Args:
-            meets: whether the other ranks are going to meet this one, and can be told of a changed memory layout.
+            meets: whether other ranks compare progress in this step, and so can be notified of a changed layout.
 
         Raises:
             RuntimeError: one was replaced by a parameter that is not trained, and would no longer be averaged. Or the

@@ -260,9 +260,9 @@ def check_detached(module: torch.nn.Module) -> None:
         check_no_foreign_hook(module)
 
 
-def mark_attached(module: torch.nn.Module, impl_name: str) -> ExitStack:
+def mark_attached(module: torch.nn.Module, algorithm_name: str) -> ExitStack:
     """Let `check_detached` know, until what is returned is closed, that an algorithm is attached to `module`."""
-    setattr(module, _MARK, (id(module), impl_name))
+    setattr(module, _MARK, (id(module), algorithm_name))
     marked = ExitStack()
     marked.callback(delattr, module, _MARK)
     return marked

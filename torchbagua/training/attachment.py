@@ -55,7 +55,7 @@ class Attachment:
         # Undone in reverse, by detach or where one of these steps raises: DDP's hook first, runner.close last.
         with ExitStack() as undo:
             undo.callback(runner.close)
-            undo.callback(mark_attached(setup.inner, type(runner.algorithm).__name__).close)
+            undo.callback(mark_attached(setup.inner, runner.name).close)
             within_nodes = runner.open_node_gradients is not None
             if within_nodes:
                 check_within_nodes(runner, setup)
@@ -149,7 +149,7 @@ class Attachment:
         self._forgotten.detach()
         # Both before the weights are averaged for the last time.
         unused = [] if failed else self._clock.unused_optimizers()
-        differ = failed and self.runner.replicas_diverge and self._clock.has_trained
+        differ = failed and self.runner.replicas_diverge() and self._clock.has_trained
         with self._undo:
             if not failed:
                 self._loads.settle()

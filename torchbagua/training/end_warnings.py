@@ -11,9 +11,9 @@ from torchbagua.runtime.runner import Runner
 def warn_of_missing_detach(reference: weakref.ref[Runner]) -> None:
     """Warn, as the program ends or nobody has the attachment. It must not keep the runner, which keeps the module."""
     runner = reference()
-    if runner is not None and runner.replicas_diverge:
+    if runner is not None and runner.replicas_diverge():
         warn_user(
-            f"torchbagua: {type(runner.algorithm).__name__} was not detached, and nobody can do it any more: ranks are "
+            f"torchbagua: {runner.name} was not detached, and nobody can do it any more: ranks are "
             f"left with different weights. Call {runner.ended_by} on all ranks when training is done"
         )
 

@@ -17,11 +17,11 @@ def check_within_nodes(runner: Runner, setup: TrainingSetup) -> None:
     """Raise ValueError unless DDP can go on averaging gradients within the nodes of the runner's group."""
     if setup.is_sharded:
         raise ValueError(
-            f"attach: {type(runner.algorithm).__name__}: hierarchical must be False for a sharded module whose "
+            f"attach: {runner.name}: hierarchical must be False for a sharded module whose "
             f"replicate_group has several ranks on a node, here {runner.process_group.node_ranks}: gradients are "
             "averaged among the ranks of a mesh, and not of a node"
         )
-    subject = f"attach: {type(runner.algorithm).__name__} with hierarchical=True has DDP average gradients within nodes"
+    subject = f"attach: {runner.name} with hierarchical=True has DDP average gradients within nodes"
     if not setup.ddps:
         raise ValueError(
             f"{subject}, so module must be a DistributedDataParallel, got {type(setup.module).__name__}; with "
@@ -53,7 +53,7 @@ def check_first_step(runner: Runner, setup: TrainingSetup, watch: CallerWatch | 
             if runner.averages_weights
             else "what it keeps from step to step would not be in the unit of gradients"
         )
-        stepped, algorithm = type(setup.optimizers[0]).__name__, type(runner.algorithm).__name__
+        stepped, algorithm = type(setup.optimizers[0]).__name__, runner.name
         warn_user(
             f"torchbagua: a GradScaler steps {stepped}, and {algorithm} does not know it: {what}; pass it: "
             "attach(..., grad_scaler=scaler)",
@@ -83,7 +83,7 @@ def check_caller(runner: Runner, setup: TrainingSetup, ddp: DistributedDataParal
         raise ValueError(f"torchbagua: {JOIN_REFUSAL}")
     if runner.open_node_gradients is not None:
         raise ValueError(
-            f"torchbagua: {type(runner.algorithm).__name__} with hierarchical=True has one DistributedDataParallel "
+            f"torchbagua: {runner.name} with hierarchical=True has one DistributedDataParallel "
             f"average gradients within nodes, and {type(setup.inner).__name__} was called by another one; call the one "
             "that attach was given"
         )

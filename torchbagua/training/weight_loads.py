@@ -68,7 +68,7 @@ class WeightLoads:
         runner = self._runner
         if runner.process_group.rank == 0:
             warn_user(
-                f"torchbagua: {len(loads)} weights were loaded after attach: {type(runner.algorithm).__name__} goes on "
+                f"torchbagua: {len(loads)} weights were loaded after attach: {runner.name} goes on "
                 f"from them, {runner.load_effect}. To resume a run, load the attachment's state after the weights",
                 UserWarning,
             )

@@ -23,7 +23,7 @@ from torchbagua.runtime.runner import Runner
 
 
 class CompressedMeanAlgorithm(Algorithm):
-    """What the descriptions of compressed gradients share. A subclass has these fields.
+    """Base class of the compressed gradient algorithms. A subclass has these fields.
 
     Attributes:
         hierarchical, average, error_feedback: see `CompressedAllReduceAlgorithm`.
@@ -91,8 +91,8 @@ class CompressedAllReduceAlgorithm(CompressedMeanAlgorithm):
       residual counts once, for 4 bytes a parameter more. Each of these passes must then reach the same parameters. The
       first step of a run must have one synchronised backward, since DDP forms its buckets anew after it. Otherwise
       backward raises.
-    - With `comm_hook` in place of `attach`, give `reify(group, optimizer=optimizer)`, or call `impl.step_taken()` after
-      each step, and set `impl.grad_scaler = scaler`.
+    - With `comm_hook` in place of `attach`, give `reify(group, optimizer=optimizer)`, or call `Runner.step_taken` after
+      each step, and set `Runner.grad_scaler` to the scaler.
 
     Args:
         compression: the name of a codec, see `torchbagua.codecs`; a Compressor, which may be one of yours; or None for
@@ -147,8 +147,8 @@ class CompressedAllReduceAlgorithmImpl(AlgorithmImpl):
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
-        has_feedback, owner = self.algorithm.error_feedback, type(self.algorithm).__name__
-        feedback = ErrorFeedback(runner, residual_state(owner)) if has_feedback else None
+        has_feedback = self.algorithm.error_feedback
+        feedback = ErrorFeedback(runner, residual_state(runner.name)) if has_feedback else None
         self._mean = CompressedMean(self.algorithm.make_codecs(), self.algorithm.average, feedback)
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:

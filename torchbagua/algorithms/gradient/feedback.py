@@ -1,4 +1,4 @@
-"""Error feedback: what was not sent of gradients is kept from step to step."""
+"""Error feedback: the residual of each gradient is kept between steps."""
 
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -30,16 +30,19 @@ class ErrorFeedback(Generic[S]):
         self._runner = runner
         runner.needs_grad_scaler = True  # gradients carry the loss scale, which changes, and what is kept does not
 
-    def append(self, bucket: BaguaBucket, append: Callable[[BaguaBucket], object]) -> None:
-        """Have `append` append to a bucket what works with the state, and what has to come before and after that."""
+    def append(self, bucket: BaguaBucket, append_operations: Callable[[BaguaBucket], object]) -> None:
+        """Call `append_operations(bucket)`, and wrap what it appends in the unscale, commit and rescale operations.
+
+        It gets a bucket of float32, which is a copy if `bucket` is of another dtype.
+        """
         if bucket.flat.dtype != torch.float32:  # a shorter format would round what is added to it
             part = sub_bucket_of(bucket, bucket.tensors, torch.float32)
-            self.append(part, append)
+            self.append(part, append_operations)
             append_sub_buckets(bucket, [part])
             return
         bucket.append_python_op(self.state.resolve_last_backward)
         bucket.append_python_op(self._unscale)
-        append(bucket)
+        append_operations(bucket)
         bucket.append_python_op(self._commit_if_joined)
         bucket.append_python_op(self._restore_scale)
 

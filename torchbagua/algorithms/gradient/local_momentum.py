@@ -28,7 +28,7 @@ def check_sgd_without_momentum(owner: str, momentum: float, optimizers: Sequence
 
 
 def append_local_momentum(state: ParameterState[TwoPhaseResiduals], bucket: BaguaBucket) -> None:
-    """Append what a group of one does: the sum of velocities, of which all is used, and nothing is sent."""
+    """Append the momentum operation of a single rank, which uses the whole sum of velocities and sends nothing."""
     residuals = state.of_bucket(bucket)
     everything = slice(0, len(bucket.flat))
     residuals.assign_slices(sent=everything, mean=slice(0, 0))

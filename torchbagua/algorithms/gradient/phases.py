@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from torchbagua.collectives.agreement import all_reduce_max, require_same_progress
+from torchbagua.runtime.rank_state import check_keys
 from torchbagua.runtime.runner import Runner
 
 _PASSES, _STEPS = "num_backward_passes", "num_steps"
@@ -65,8 +66,10 @@ class Phases:
         """Load what `state_dict` returned. Collective.
 
         Raises:
+            ValueError: `state` lacks one of the two.
             CommunicationError: other ranks have another number of backward passes in their states.
         """
+        check_keys(self._runner.name, state, [_PASSES, _STEPS])
         num_passes, num_steps, world = int(state[_PASSES]), int(state[_STEPS]), self._runner.process_group.world
         progress = {"as backward passes so far in its state": num_passes}
         agreement = self._runner.lane.submit(

@@ -1,5 +1,6 @@
 """QAdamOptimizer: Adam, and after a warm-up Adam whose second moment stands still."""
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -157,6 +158,8 @@ class QAdamOptimizer(torch.optim.Adam):
 
     def attach_averager(self, averager: object) -> None:
         """Allow steps after the warm-up as long as `averager`, which averages momenta, exists; one at a time."""
+        if self.has_averager:
+            gc.collect()  # one behind a standalone hook that nobody has any more exists until then
         if self.has_averager:
             raise ValueError("QAdamAlgorithm: q_adam_optimizer is attached already; detach it first")
         self._averager = weakref.ref(averager)

@@ -136,7 +136,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         super().__init__(runner)
         self.step = 0
         self.clock = clock or MonotonicWaitClock()
-        self._weights = self.algorithm.average(runner, self._progress)
+        self._weights = self.algorithm.make_weights(runner, self._progress)
         self._warm_up = GradientWarmUp(self._weights, runner.process_group)
         self._means = SnapshotMeans()
         self._is_single_rank = runner.process_group.size == 1
@@ -145,7 +145,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._rounds: BackgroundRounds | None = None
         self._num_rounds_before = 0
         self._num_calls = 0
-        runner.replicas_diverge = False  # before the first round
+        runner.replicas_diverge = lambda: self.mode == "running" and self._weights.has_final_mean
 
     @property
     def mode(self) -> Mode:
@@ -272,13 +272,9 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._note_outcome(outcome)
 
     def _start(self) -> None:
-        self._note_mode()
         if self.mode == "running" and self._rounds is None and not self._is_single_rank:
             interval_s = self.algorithm.sync_interval_ms / 1000
             self._rounds = BackgroundRounds(self.runner, self._weights, self._means.average, interval_s, self.clock)
-
-    def _note_mode(self) -> None:
-        self.runner.replicas_diverge = self.mode == "running" and self._weights.has_final_mean
 
     def _stop(self, reason: Reason, with_mean: bool) -> Outcome:
         assert self._rounds is not None
@@ -291,7 +287,6 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._num_rounds_before += self._rounds.num_rounds
         self._rounds = None
         self._leaving_rank = outcome.leaving_rank
-        self._note_mode()
         if self._leaving_rank is not None:
             self.runner.has_lost_ranks = True
             warn_user(
@@ -313,7 +308,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """
         super().weights_loaded(values)
         if self._rounds is not None:
-            self._rounds.weights_loaded(values.keys(), self._weights.loads.mark)
+            self._rounds.weights_loaded(values.keys(), self._weights.lockstep.loads.mark)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -377,7 +372,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
             self._stop("load_state_dict", with_mean=False)
             weights.write(loaded.__getitem__)
         self._means.forget()
-        weights.loads.forget()
+        weights.lockstep.loads.forget()
         self.step = state["step"]
         self._is_enabled = state["is_enabled"]
         if state["has_differences"]:

@@ -14,7 +14,7 @@ from torchbagua.runtime.weight_buckets import WeightBuckets
 class ModelAveragingAlgorithm(Algorithm):
     """The options of all algorithms that average weights.
 
-    A state goes on under other arguments, except that `average_buffers` says which tensors are in it.
+    A state can be loaded under other arguments, except another `average_buffers`.
 
     Args:
         average_buffers: average floating-point and complex buffers too, BatchNorm's for instance, if the module's
@@ -41,7 +41,7 @@ class ModelAveragingAlgorithm(Algorithm):
         """Return `average_buffers`."""
         return {"average_buffers": self.average_buffers}
 
-    def average(self, runner: Runner, progress: Callable[[], Mapping[str, int]]) -> WeightBuckets:
+    def make_weights(self, runner: Runner, progress: Callable[[], Mapping[str, int]]) -> WeightBuckets:
         """Have `runner` average weights by these options, and return them. For `progress` see `WeightBuckets`."""
         return runner.average(
             WeightBuckets(

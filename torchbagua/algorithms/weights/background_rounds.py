@@ -142,7 +142,7 @@ class BackgroundRounds:
         self._changed = threading.Condition()
         self._phase: RoundPhase = "pause"
         self._vote = Vote()
-        self._loads = weights.loads.mark
+        self._loads = weights.lockstep.loads.mark
         self._loaded: set[str] = set()  # names of weights
         self._loaded_since_snapshot: set[str] = set()
         self._snapshot_info = SnapshotInfo(step=0, num_rounds=0, vote=self._vote, loads=self._loads)

@@ -46,7 +46,7 @@ class CompressedDifferences:
         self._residuals.clear(self._bucket.slices_of(names))
 
     def average(self) -> None:
-        """Write to the flat tensor what this rank takes for the mean of the snapshots."""
+        """Write this rank's estimate of the mean snapshot to the flat tensor."""
         torch.sub(self._bucket.snapshot, self._mean, out=self._differences.flat)
         self._mean.add_(self._differences.run())
         self._residuals.mean.commit()  # that of the first phase is not: it stays in the weights
@@ -76,7 +76,7 @@ class SnapshotMeans:
             differences.forget([tensor.name for tensor in bucket.tensors])
 
     def average(self, bucket: WeightBucket, is_exact: bool, loaded: Container[str]) -> None:
-        """Write the mean of the snapshots of a bucket, or what this rank is to take for it, to the flat tensor.
+        """Write the mean of the snapshots of a bucket, or this rank's estimate of it, to the flat tensor.
 
         Args:
             bucket: the bucket.

@@ -172,7 +172,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
         for bucket in self._in_flight:
             self._wait_for(bucket)
         load_pending_state(self.runner, self._weights, state, DIFFERENCE, FLAT, "num_rounds")
-        self._weights.loads.forget()
+        self._weights.lockstep.loads.forget()
         self._in_flight = dict.fromkeys(self._weights) if state["has_differences"] else {}
         self.rounds.step = state["step"]
         self.rounds.num_rounds = state["num_rounds"]

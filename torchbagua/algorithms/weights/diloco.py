@@ -197,11 +197,11 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         return ShadowWeights(type(self.algorithm).__name__, partial(_outer_optimizer, self.algorithm))
 
     def _open_node_gradients(self) -> Runner:
-        """Return what averages gradients within nodes: on a lane of its own, not behind a round that is under way."""
+        """Return a runner that averages gradients within nodes. Its own lane keeps it from queueing behind a round."""
         group = self.runner.process_group.open_gradient_group()
         node_gradients = GradientAllReduceAlgorithm(hierarchical=False).reify(group)
         group.close()  # that runner has groups of its own
-        self.runner.on_close(node_gradients.close)
+        self.runner.on_close(node_gradients.close, first=True)  # its group is one of this runner's
         return node_gradients
 
     def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
@@ -313,7 +313,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         RuntimeWarning. Where a single rank has saved it, which keeps no shadow weights, they are what was attached to.
         """
         self._round.abandon()
-        self._weights.loads.forget()
+        self._weights.lockstep.loads.forget()
         if self.rounds.is_single_rank:
             self.rounds.step = state["step"]
             return
@@ -324,7 +324,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         else:  # a single rank has trained alone, and its weights are where all start from
             self._round.shadow = self._new_shadow()
             self.reset()
-        self._round.load_state_dict(state, with_tensors=bool(state["theta"]))
+        self._round.load_state_dict(state)
         self.rounds.step, self.rounds.num_rounds = state["step"], state["num_rounds"]
         also = {"as a digest of the shadow weights": self.shadow.digest()}
         self._weights.lockstep.submit(lambda: None, "loading the state", also=also).result()

@@ -24,7 +24,7 @@ class Fragments:
         self.by_name: dict[str, int] = {}
 
     def assign(self, tensors: Sequence[BaguaTensor]) -> None:
-        """Assign each parameter: the largest first, each to the fragment that has least so far.
+        """Assign each parameter: the largest first, each to the currently smallest fragment.
 
         So fragments differ in bytes by no more than the largest parameter has.
         """

@@ -140,7 +140,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         return self._after_step
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Where it is due, replace the weights by what the neighbours will hear of, and let the lane tell them."""
+        """If a round is due, replace the weights by their quantised update, and have the lane send it to neighbours."""
         rounds = self.rounds
         is_due = rounds.is_due(self.algorithm.communication_interval)
         rounds.step += 1
@@ -200,11 +200,11 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned. Collective."""
-        check_rank_state(type(self.algorithm).__name__, state, ("step", *_REPLICAS), self.runner.process_group)
+        check_rank_state(self.runner.name, state, ("step", *_REPLICAS), self.runner.process_group)
         self._receive()
         for name, replica in _REPLICAS.items():
             self._weights.load_by_name(replica, state[name])
-        self._weights.loads.forget()
+        self._weights.lockstep.loads.forget()
         self.rounds.step = state["step"]
 
 

@@ -30,7 +30,7 @@ class OuterResiduals:
         self._runner = runner
         self._nodes = nodes
         self._has_feedback = has_feedback
-        self._owner = type(runner.algorithm).__name__
+        self._owner = runner.name
         self._state = self._new_state()
         self._of_bucket: dict[WeightBucket, TwoPhaseResiduals] = {}
 

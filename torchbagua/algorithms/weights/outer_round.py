@@ -30,7 +30,7 @@ class OuterRound:
         shadow: the shadow weights.
         residuals: of what is sent.
         fragments: says which buckets go together.
-        tracer: is told when a round is applied.
+        tracer: is notified of each applied round.
         overlaps: whether training goes on while a round is under way.
 
     Attributes:
@@ -139,9 +139,9 @@ class OuterRound:
             "buffer_snapshots": self._weights.by_name(SNAPSHOT, self._weights.of_buffers),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, with_tensors: bool) -> None:
-        """Take over what `state_dict` returned; the tensors too where there are some."""
-        if with_tensors:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned. A single rank has saved no tensors."""
+        if state["differences"]:
             self._weights.load_by_name(self._difference, state["differences"])
             self._weights.load_by_name(SNAPSHOT, state["buffer_snapshots"], self._weights.of_buffers)
         self.snapshot_step, self._has_differences = state["snapshot_step"], bool(state["has_differences"])

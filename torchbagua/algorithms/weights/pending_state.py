@@ -1,4 +1,4 @@
-"""The state of weights to which something is still to be added, which both kinds of overlapping rounds save."""
+"""The saved state of a round whose differences are not yet applied."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ def pending_state(
     differences: Mapping[str, torch.Tensor],
     snapshots: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
-    """Return whose state it is, its step, and what is averaged and still to be added to the weights, by names.
+    """Return the owner, the step, and the averaged differences that are not yet applied, by names.
 
     Args:
         runner: that of the impl.
@@ -50,6 +50,6 @@ def load_pending_state(
         ValueError: `state` lacks a key, its own or one of the others, or is another rank's or module's.
     """
     keys = ("step", "has_differences", "differences", "buffer_snapshots", *other_keys)
-    check_rank_state(type(runner.algorithm).__name__, state, keys, runner.process_group)
+    check_rank_state(runner.name, state, keys, runner.process_group)
     weights.load_by_name(difference, state["differences"])
     weights.load_by_name(snapshot, state["buffer_snapshots"], weights.of_buffers)

@@ -34,7 +34,7 @@ class SynchronousRounds:
         self.num_backwards = 0
         self._num_overflow_checks = 0
         self._runner = runner
-        self.weights = algorithm.average(runner, self._progress)
+        self.weights = algorithm.make_weights(runner, self._progress)
         if not self.is_single_rank:
             runner.needs_grad_scaler = True
             runner.agree_on_overflow = self._agree_on_overflow
@@ -68,7 +68,7 @@ class SynchronousRounds:
     def overlap_next_step(self) -> None:
         """Have observers notified of submissions to the lane from now on as part of the next step.
 
-        For a round that runs beside that step. The lane may be at it before the hook of this step has come to its end.
+        For a round that runs beside that step. The lane may be at it before this step's hook returns.
         """
         tracer = self._runner.tracer
         if tracer.is_on:

@@ -5,7 +5,7 @@ averages weights: DDP sends nothing, and what the buckets send runs on a lane.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,8 +73,9 @@ class OwnImpl(tb.AlgorithmImpl):
         self.ddp.own_impl = self
         self._are_weights = False
         self._num_steps = 0
+        runner.name = type(impl).__name__
         self._weights = runner.average(tb.WeightBuckets(runner, lambda: {"optimizer steps": self._num_steps}))
-        runner.replicas_diverge = False  # unless it says that its tensors are weights
+        runner.replicas_diverge = lambda: self._are_weights and runner.process_group.size > 1
         runner.agree_on_overflow = self._agree_on_overflow
         runner.on_close(self._forget_tensors)
         self._of_core: dict[tb.BaguaBucket, BucketFacade] = {}
@@ -89,7 +90,6 @@ class OwnImpl(tb.AlgorithmImpl):
         tensors = self.own.init_tensors(self.ddp)
         parameters = {id(parameter) for parameter in module.parameters()}
         self._are_weights = any(id(effective(tensor)) in parameters for tensor in tensors)
-        self.runner.replicas_diverge = self._are_weights and self.runner.process_group.size > 1
         return [tb.BaguaTensor(proxy_of(tensor).name, tensor) for tensor in tensors]
 
     def tensors_to_buckets(self, tensors: list[tb.BaguaTensor], do_flatten: bool) -> list[tb.BaguaBucket]:
@@ -111,6 +111,9 @@ class OwnImpl(tb.AlgorithmImpl):
         """False: before each forward the user's `need_reset` is asked."""
         return False
 
+    def weights_loaded(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Nothing: the user's algorithm knows of no loads."""
+
     def init_forward_pre_hook(self, module: torch.nn.Module) -> Callable[[Any], None]:
         return self._before_forward
 
@@ -127,7 +130,7 @@ class OwnImpl(tb.AlgorithmImpl):
             self.runner.on_close(partial(watch.remove, self._after_step))
 
     def _agree_on_overflow(self, found_inf: bool) -> bool:
-        if not self.runner.replicas_diverge:
+        if not self.runner.replicas_diverge():
             return found_inf
         agree = self._weights.lockstep.comparison("the search for Inf", flag=found_inf)
         return self.runner.lane.submit(agree).result()
@@ -135,7 +138,7 @@ class OwnImpl(tb.AlgorithmImpl):
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         self.wait_pending()
-        if not self.runner.replicas_diverge:
+        if not self.runner.replicas_diverge():
             yield
             return
         self._select_weights()
@@ -174,7 +177,7 @@ class OwnImpl(tb.AlgorithmImpl):
     def finish(self) -> bool:
         """Take the last mean where weights were communicated."""
         self.wait_pending()
-        if self.runner.replicas_diverge:
+        if self.runner.replicas_diverge():
             self._select_weights()
             self._weights.means.take()
         return self._are_weights

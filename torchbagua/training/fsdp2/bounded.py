@@ -44,7 +44,7 @@ def open_shards(runner: Runner, parts: Sequence[CommunicatingPart]) -> Iterator[
         shards.tell_through(runner.tracer, "shards")
         if on_cpus(parts):
             shards.open()
-            shards.check_operations(torch.device("cpu"), type(runner.algorithm).__name__)
+            shards.check_operations(torch.device("cpu"), runner.name)
         yield shards
     finally:
         shards.close()

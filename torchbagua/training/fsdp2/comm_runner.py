@@ -51,13 +51,14 @@ class FsdpCommRunner:
         replicas: the ranks that hold the same shards, if there are several.
 
     Attributes:
-        runner, replicas: the same.
+        algorithm_runner: the runner of the algorithm.
+        replicas: the same.
         group: that of the runner.
         failure: is notified of errors.
     """
 
     def __init__(self, runner: Runner, replicas: BaguaProcessGroup | None = None) -> None:
-        self.runner = runner
+        self.algorithm_runner = runner
         self.group = runner.process_group
         self.replicas = replicas
         self.failure = FirstFailure([self.group] if replicas is None else [self.group, replicas])
@@ -95,7 +96,7 @@ class FsdpCommRunner:
                 communicate_traced()
             return
         self._wait()
-        self._under_way = self.runner.lane.submit(communicate_traced)
+        self._under_way = self.algorithm_runner.lane.submit(communicate_traced)
         if not (until_end and self._will_wait()):
             self._wait()
 

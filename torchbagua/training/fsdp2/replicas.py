@@ -46,9 +46,7 @@ def open_replicas(
     try:
         replicas.open()
         replicas.tell_through(own.tracer, "replicas")
-        replicas.check_operations(
-            torch.device("cpu"), type(runner.algorithm).__name__
-        )  # also of GPUs: shards are shared
+        replicas.check_operations(torch.device("cpu"), runner.name)  # also of GPUs: shards are shared
         yield replicas
     finally:
         if runner.ends_in_order and not runner.lane.has_failed:
@@ -73,7 +71,7 @@ def install_replica_means(
     for device in dict.fromkeys(part.param_group.device for part in parts):
         if device.type != "cpu":
             runner.replicas.use_device(device)
-            runner.replicas.check_operations(device, type(runner.runner.algorithm).__name__)
+            runner.replicas.check_operations(device, runner.algorithm_runner.name)
     for part in parts:
         mean = ReplicaMean(runner, part, codecs)
         undo.callback(part.part.set_all_reduce_hook, None)

@@ -108,7 +108,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     @property
     def bagua_algorithm(self) -> Any:
         """What runs the algorithm."""
-        return self._runner.impl if self.inner is None else self.inner.bagua_algorithm
+        return self._runner if self.inner is None else self.inner.bagua_algorithm
 
     @property
     def bagua_optimizers(self) -> list[torch.optim.Optimizer]:
