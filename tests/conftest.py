@@ -11,10 +11,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import hypothesis
 import pytest
 import torch
-from filelock import FileLock
 
 from devices import CPU, require_gpu
 from host_kernels import HostKernels, compile_kernels
+from made_once import made_once
 
 # A deadline measures how busy the machine is; the blob lets a failure that CI found be repeated.
 hypothesis.settings.register_profile("torchbagua", deadline=None, print_blob=True)
@@ -68,12 +68,5 @@ def gpu() -> torch.device:
 @pytest.fixture(scope="session")
 def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
     """The CUDA kernels, compiled for the CPU, once for all workers; skips where there is no compiler."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    with FileLock(folder / "cuda_on_host.lock"):
-        if not (folder / "cuda_on_host").exists():
-            making = tmp_path_factory.mktemp("cuda_on_host")
-            compile_kernels(making)
-            making.rename(folder / "cuda_on_host")
-    return HostKernels(folder / "cuda_on_host" / "kernels.so")
+    folder = made_once(tmp_path_factory, "cuda_on_host", compile_kernels)
+    return HostKernels(folder / "kernels.so")
