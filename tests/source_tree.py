@@ -68,6 +68,11 @@ def run_python(code: str, folder: Path, **variables: str) -> tuple[int, str, str
 
 
 def fork_python(code: str, folder: Path, **variables: str) -> tuple[int, str, str]:
-    """The same in a fork of a Python that has imported torch, see warm_python.py."""
+    """The same as `run_python` in a fork of a Python that has imported torch, see warm_python.py."""
     done = warm_python.run(["-c", code], cwd=folder, env=_environment(folder, variables), timeout_s=180, check=False)
     return done.returncode, done.stdout, done.stderr
+
+
+def fork_started(code: str, folder: Path, out: Path, **variables: str) -> AbstractContextManager[warm_python.Fork]:
+    """Starts `code` as `python_started` does, in such a fork; all that it prints is in the new file `out`."""
+    return warm_python.started(["-c", code], out=out, cwd=folder, env=_environment(folder, variables))

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from source_tree import build_empty_library, compiler_that, copy_sources, finish, fork_python, python_started
+from source_tree import (
+    build_empty_library,
+    compiler_that,
+    copy_sources,
+    finish,
+    fork_python,
+    fork_started,
+    python_started,
+)
 from torchbagua.native import build, loader, recipe
 from torchbagua.native.build import read_sealed, seal
 
@@ -63,10 +71,11 @@ def test_processes_at_first_use_wait_for_the_one_that_compiles(empty_checkout: P
     variables = {"TORCHBAGUA_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
 
     with ExitStack() as stack:
-        processes = [stack.enter_context(python_started(LOAD, empty_checkout, **variables)) for _ in range(2)]
-        results = [finish(process) for process in processes]
+        outs = [tmp_path / f"out {number}" for number in range(2)]
+        forks = [stack.enter_context(fork_started(LOAD, empty_checkout, out, **variables)) for out in outs]
+        results = [(fork.wait(180), fork.printed()) for fork in forks]
 
-    assert results == [(0, "jit\n", "")] * 2
+    assert results == [(0, "jit\n")] * 2
     assert (tmp_path / "calls").read_text() == "\n"
 
 
@@ -76,13 +85,14 @@ def test_many_processes_at_first_use_compile_once_and_agree(checkout: Path, tmp_
     variables = {"TORCHBAGUA_CACHE": str(tmp_path / "a cache"), "CXX": str(compiler)}
 
     with ExitStack() as stack:
-        processes = [stack.enter_context(python_started(LOAD_AND_ENCODE, checkout, **variables)) for _ in range(8)]
-        results = [finish(process) for process in processes]
+        outs = [tmp_path / f"out {number}" for number in range(8)]
+        forks = [stack.enter_context(fork_started(LOAD_AND_ENCODE, checkout, out, **variables)) for out in outs]
+        results = [(fork.wait(180), fork.printed()) for fork in forks]
 
-    assert [(status, err) for status, _, err in results] == [(0, "")] * 8
+    assert [status for status, _ in results] == [0] * 8
     _, reference, _ = fork_python(LOAD_AND_ENCODE, checkout, TORCHBAGUA_NATIVE="reference")
     assert reference.startswith("{'reference'} ")
-    assert {out for _, out, _ in results} == {reference.replace("reference", "jit")}
+    assert {printed for _, printed in results} == {reference.replace("reference", "jit")}
     assert (tmp_path / "calls").read_text() == "\n"
     (entry,) = (tmp_path / "a cache").iterdir()
     assert sorted(file.suffix for file in entry.iterdir()) == ["", ".so"], "a library, a lock and nothing left over"
@@ -95,6 +105,7 @@ def test_killed_compilation_blocks_nothing(empty_checkout: Path, tmp_path: Path)
     cache = tmp_path / "cache"
     variables = {"TORCHBAGUA_CACHE": str(cache), "CXX": str(compiler)}
 
+    # No fork, with which the compiler would be ended.
     with python_started(LOAD, empty_checkout, **variables) as first:
         wait_until((tmp_path / "pid").exists)
         first.send_signal(signal.SIGKILL)
@@ -110,6 +121,7 @@ def test_killed_compilation_blocks_nothing(empty_checkout: Path, tmp_path: Path)
 def test_interrupted_compilation_ends_the_compiler(empty_checkout: Path, tmp_path: Path) -> None:
     compiler = compiler_that(tmp_path / "slow-c++", f"{announce(tmp_path)}; exec sleep 60")
     variables = {"TORCHBAGUA_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
+    # No fork, with which the compiler would be ended.
     with python_started(LOAD, empty_checkout, **variables) as process:
         wait_until((tmp_path / "pid").exists)
         process.send_signal(signal.SIGINT)

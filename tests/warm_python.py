@@ -185,6 +185,7 @@ def _become(start: Mapping[str, Any], own_paths: set[str]) -> None:
         opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)
         os.close(opened)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where pytest ignores it
     os.environ.clear()
     os.environ.update(start["env"])
     os.chdir(start["cwd"])
