@@ -135,6 +135,12 @@ def run(
     return subprocess.CompletedProcess(list(arguments), status, out, err)
 
 
+def run_ranks(script: Path, *arguments: str, ranks: int = 2, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Runs `script` as `programs.forked_ranks` has it run; `options` are those of `run`."""
+    _, *of_launcher = programs.forked_ranks(script, *arguments, ranks=ranks)
+    return run(of_launcher, **options)
+
+
 def _ask(**request: Any) -> None:
     server = _server()
     assert server.stdin is not None
