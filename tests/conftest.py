@@ -11,10 +11,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import hypothesis
 import pytest
 import torch
-from filelock import FileLock
 
 from devices import CPU, require_gpu
 from host_kernels import HostKernels, compile_kernels
+from made_once import made_once
 
 # A deadline measures how busy the machine is; the blob lets a failure that CI found be repeated.
 hypothesis.settings.register_profile("torchbagua", deadline=None, print_blob=True)
@@ -25,6 +25,18 @@ hypothesis.settings.load_profile("torchbagua")
 # Ranks are threads, and several tests run at once: with a pool of threads for each they would wait for one another.
 # A test of what such a pool computes sets its size itself.
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Has half as many tests again run at once as there are cores: they wait for a third of their time.
+
+    The variable that pytest-xdist has for it comes first.
+    """
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return num_cores + (num_cores + 1) // 2
 
 
 @pytest.hookimpl(wrapper=True)
@@ -68,12 +80,5 @@ def gpu() -> torch.device:
 @pytest.fixture(scope="session")
 def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
     """The CUDA kernels, compiled for the CPU, once for all workers; skips where there is no compiler."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    with FileLock(folder / "cuda_on_host.lock"):
-        if not (folder / "cuda_on_host").exists():
-            making = tmp_path_factory.mktemp("cuda_on_host")
-            compile_kernels(making)
-            making.rename(folder / "cuda_on_host")
-    return HostKernels(folder / "cuda_on_host" / "kernels.so")
+    folder = made_once(tmp_path_factory, "cuda_on_host", compile_kernels)
+    return HostKernels(folder / "kernels.so")

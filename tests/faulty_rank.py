@@ -50,6 +50,7 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=size)
     model = torch.nn.Sequential(*[torch.nn.Linear(200, 200) for _ in range(6)])
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.2)
+    torch.manual_seed(rank)  # with the same batches ranks would have the same weights without any mean
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     is_faulty = rank == size - 1 and fault != "none"
     gradients_seen = 0

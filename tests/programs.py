@@ -22,8 +22,8 @@ Command = Sequence[str | os.PathLike[str]]
 
 # In the environment of every process that is started, and so in that of all that it starts in turn, whatever sessions
 # those make for themselves (torchrun's ranks do). One that runs tests again hands its own mark on in front.
-_MARK = "TORCHBAGUA_TEST_PROCESSES"
-_OURS = f"{os.environ.get(_MARK, '')}/{os.getpid()}"
+MARK = "TORCHBAGUA_TEST_PROCESSES"
+_OURS = f"{os.environ.get(MARK, '')}/{os.getpid()}"
 _NUMBERS = itertools.count()
 
 
@@ -49,9 +49,9 @@ def started(
         env: in place of this process's environment.
         options: of Popen.
     """
-    _start_reaper()
-    mark = f"{_OURS}/{next(_NUMBERS)}/"
-    environment = {**(os.environ if env is None else env), _MARK: mark}
+    start_reaper()
+    mark = new_mark()
+    environment = {**(os.environ if env is None else env), MARK: mark}
     with _default_interrupt():
         process = subprocess.Popen(command, env=environment, start_new_session=True, text=True, **options)
     with process:
@@ -94,9 +94,14 @@ def ray_files() -> Iterator[dict[str, str]]:
         yield {"RAY_TMPDIR": folder, "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
 
 
+def new_mark() -> str:
+    """Returns what a process gets as `MARK` in its environment: no other one has it but those that it starts."""
+    return f"{_OURS}/{next(_NUMBERS)}/"
+
+
 def kill_marked(mark: str) -> None:
     """Kills every process whose mark begins with `mark`, and those that they start meanwhile."""
-    wanted = f"{_MARK}={mark}".encode()
+    wanted = f"{MARK}={mark}".encode()
     found, patience_s = sys.platform == "linux", time.monotonic() + 0.2
     while found:
         found = False
@@ -123,7 +128,7 @@ def _default_interrupt() -> Iterator[None]:
 
 
 @functools.cache
-def _start_reaper() -> None:
+def start_reaper() -> None:
     """Starts this file as a program, once; its stdin ends with this process."""
     command = [sys.executable, "-S", __file__, f"{_OURS}/"]
     reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

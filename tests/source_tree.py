@@ -4,10 +4,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import programs
+import warm_python
 from torchbagua.native import recipe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -44,10 +46,13 @@ exec c++ "$@"
 
 def python_started(code: str, folder: Path, **variables: str) -> AbstractContextManager["subprocess.Popen[str]"]:
     """Starts `code` in a Python that imports torchbagua from `folder`; `variables` are added to the environment."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("CXX", "TORCHBAGUA_NATIVE")}
-    environment |= {"PYTHONPATH": str(folder), **variables}
-    pipe = subprocess.PIPE
+    pipe, environment = subprocess.PIPE, _environment(folder, variables)
     return programs.started([sys.executable, "-c", code], cwd=folder, env=environment, stdout=pipe, stderr=pipe)
+
+
+def _environment(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("CXX", "TORCHBAGUA_NATIVE")}
+    return {**kept, "PYTHONPATH": str(folder), **variables}
 
 
 def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
@@ -60,3 +65,14 @@ def run_python(code: str, folder: Path, **variables: str) -> tuple[int, str, str
     """Runs `code` as `python_started` starts it; returns its exit status and what it wrote to stdout and stderr."""
     with python_started(code, folder, **variables) as process:
         return finish(process)
+
+
+def fork_python(code: str, folder: Path, **variables: str) -> tuple[int, str, str]:
+    """The same as `run_python` in a fork of a Python that has imported torch, see warm_python.py."""
+    done = warm_python.run(["-c", code], cwd=folder, env=_environment(folder, variables), timeout_s=180, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def fork_started(code: str, folder: Path, out: Path, **variables: str) -> AbstractContextManager[warm_python.Fork]:
+    """Starts `code` as `python_started` does, in such a fork; all that it prints is in the new file `out`."""
+    return warm_python.started(["-c", code], out=out, cwd=folder, env=_environment(folder, variables))

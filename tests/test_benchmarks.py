@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import programs
+import warm_python
 from source_tree import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "benchmarks"))
@@ -115,8 +115,8 @@ def children() -> set[str]:
 
 
 def test_the_hosts_work_for_a_bucket_is_counted_and_timed(tmp_path: Path) -> None:
-    program = [sys.executable, str(REPOSITORY / "benchmarks" / "host_time.py"), "--ranks", "2", "8", "64"]
-    run = programs.run([*program, "--rounds", "3", "--json", str(tmp_path / "result.json")], cwd=REPOSITORY)
+    program = [str(REPOSITORY / "benchmarks" / "host_time.py"), "--ranks", "2", "8", "64"]
+    run = warm_python.run([*program, "--rounds", "3", "--json", str(tmp_path / "result.json")], cwd=REPOSITORY)
     result = json.loads((tmp_path / "result.json").read_text())
     assert [row["ranks"] for row in result["results"]] == [2, 8, 64]
     for row in result["results"]:

@@ -1,6 +1,5 @@
 """The CUDA kernels without a GPU: nvcc needs no register more than there are, and loads come before their uses."""
 
-import functools
 import importlib.util
 import os
 import re
@@ -11,38 +10,40 @@ from pathlib import Path
 import pytest
 
 import programs
-from host_kernels import CSRC, KERNEL_FILES
+from host_kernels import CSRC, KERNEL_FILES, find_kernels, source_of
+from made_once import made_once
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, str]]:
-    """Compiles a file of kernels for an architecture, each once; returns the machine code and nvcc's report."""
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, str]]:
+    """Compiles all kernels for an architecture, once for all workers; returns the machine code and nvcc's report."""
 
-    @functools.cache
-    def compiled(file: str, architecture: str) -> tuple[Path, str]:
-        folder = tmp_path_factory.mktemp("cubin")
-        (folder / "main.cu").write_text(f'#include "kernels/{file}"\n')
-        command = ["nvcc", "-cubin", f"-arch={architecture}", "-std=c++17", "--fmad=false", "-Xptxas", "-v"]
-        command += ["-Werror", "all-warnings", "-Wno-deprecated-gpu-targets", f"-I{CSRC}"]
-        command += ["main.cu", "-o", "main.cubin"]
-        done = programs.run(command, cwd=folder, timeout_s=200)
-        return folder / "main.cubin", done.stdout + done.stderr
+    def compiled(architecture: str) -> tuple[Path, str]:
+        def compile_into(folder: Path) -> None:
+            (folder / "main.cu").write_text('#include "kernels/all.cuh"\n')
+            command = ["nvcc", "-cubin", f"-arch={architecture}", "-std=c++17", "--fmad=false", "-Xptxas", "-v"]
+            command += ["-Werror", "all-warnings", "-Wno-deprecated-gpu-targets", f"-I{CSRC}"]
+            command += ["main.cu", "-o", "main.cubin"]
+            done = programs.run(command, cwd=folder, timeout_s=200)
+            (folder / "report").write_text(done.stdout + done.stderr)
+
+        folder = made_once(tmp_path_factory, f"cubin_{architecture}", compile_into)
+        return folder / "main.cubin", (folder / "report").read_text()
 
     return compiled
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc, of the CUDA toolkit, is not on PATH")
-@pytest.mark.parametrize("file", KERNEL_FILES)
 @pytest.mark.parametrize(
     "architecture",
     [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90", pytest.param("sm_100", marks=pytest.mark.slow)],
 )
 def test_nvcc_compiles_the_kernels_without_spills(
-    file: str, architecture: str, compiled: Callable[[str, str], tuple[Path, str]]
+    architecture: str, compiled: Callable[[str], tuple[Path, str]]
 ) -> None:
-    _, report = compiled(file, architecture)
+    _, report = compiled(architecture)
     kernels = re.findall(r"Compiling entry function '(\w+)'", report)
-    assert kernels
+    assert set(kernels) >= {name for file in KERNEL_FILES for name in find_kernels(source_of(file))}
     assert not [name for name in kernels if name.startswith("_Z")], "found by its plain name: it must be extern C"
     # Also those of functions that were not inlined.
     properties = dict(re.findall(r"Function properties for (\w+)\n\s*(.*)", report))
@@ -88,10 +89,10 @@ def most_loads_on_their_way(instructions: list[str]) -> int:
 @pytest.mark.skipif(disassembler() is None, reason="nvdisasm, of the extra dev, is not installed")
 @pytest.mark.parametrize("architecture", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 def test_a_mean_loads_four_rows_before_it_decodes_one(
-    architecture: str, compiled: Callable[[str, str], tuple[Path, str]]
+    architecture: str, compiled: Callable[[str], tuple[Path, str]]
 ) -> None:
     """Else every row would wait for the memory once more."""
-    code, _ = compiled("minmax_uint8.cuh", architecture)
+    code, _ = compiled(architecture)
     assembly = programs.run([str(disassembler()), "-c", str(code)]).stdout
     # A thread has 32 elements of a row, 8 or 4 of them in a load.
     for kernel, num_loads in {"decode_mean_encode": 4 * 32 // 8, "decode_mean_float32": 4 * 32 // 4}.items():

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed.run
 
 import programs
+import warm_python
 from documentation import FENCED, PAGES, ROOT, Block, blocks_of
 
 # With their processes they run beside others, on two cores.
@@ -57,7 +58,11 @@ def run_program(program: str, folder: Path) -> None:
     (folder / script).parent.mkdir(parents=True, exist_ok=True)
     (folder / script).write_text(LAST_LINE.sub(ENDING, program), encoding="utf-8")
     with programs.ray_files() as of_ray:
-        programs.run(command, timeout_s=LIMIT_S, cwd=folder, env={**environment, **of_ray})
+        options = {"timeout_s": LIMIT_S, "cwd": folder, "env": {**environment, **of_ray}}
+        if command[1] == "-m":  # torchrun, with more than the number of ranks
+            programs.run(command, **options)
+        else:
+            warm_python.run(command[1:], **options)
 
 
 def side_of_diff(diff: str, marker: str) -> str:
@@ -98,7 +103,7 @@ def check_command(program: str, *arguments: str) -> None:
     elif program == "torchrun":
         torch.distributed.run.get_args_parser().parse_args(arguments)
     elif program == "torchbagua":
-        programs.run([sys.executable, "-m", "torchbagua.cli", *arguments, "--help"], cwd=ROOT)
+        warm_python.run(["-m", "torchbagua.cli", *arguments, "--help"], cwd=ROOT)
     elif (program, *arguments[:1]) == ("pip", "install"):
         dry = ["--dry-run", "--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
         programs.run([sys.executable, "-m", "pip", *arguments, *dry], timeout_s=200, cwd=ROOT)

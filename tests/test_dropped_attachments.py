@@ -20,7 +20,7 @@ from averaging import RARELY
 from ranks import run_ranks
 from training import build
 
-NUM_MODELS = 5
+NUM_MODELS = 3
 NUM_RANKS = 2
 
 
@@ -108,4 +108,4 @@ def test_nothing_is_left_of_what_nobody_has(attach: Any, algorithm: Any) -> None
             descriptors.append(num_descriptors())
         return descriptors[-1] - descriptors[0]
 
-    assert min(run_ranks(NUM_RANKS, body)) < 10  # each rank has five of a group
+    assert min(run_ranks(NUM_RANKS, body)) < 5  # each rank has five of a group

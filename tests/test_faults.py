@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import programs
+import warm_python
 
 FAULTY_RANK = Path(__file__).parent / "faulty_rank.py"
 SIZE = 3
@@ -24,25 +25,20 @@ PAUSE_S = 6.0
 def run_with_fault(fault: str, algorithm: str, store: Path, size: int = SIZE, *more: str) -> tuple[list[str], float]:
     """Run processes of which the last goes wrong; return what the others print, and their seconds until exit."""
     with contextlib.ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                programs.started(
-                    [sys.executable, str(FAULTY_RANK), str(rank), str(size), str(store), fault, algorithm, *more],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-            for rank in range(size)
-        ]
-        faulty = processes[-1].stdout
-        assert faulty is not None
-        assert any(line.strip() == "fault" for line in faulty)
+        ranks = []
+        for rank in range(size):
+            arguments = [str(FAULTY_RANK), str(rank), str(size), str(store), fault, algorithm, *more]
+            started = warm_python.started(arguments, out=store.with_name(f"rank {rank}"), ends_whole=True)
+            ranks.append(stack.enter_context(started))
+        *others, faulty = ranks
+        faulty.wait_for_line("fault")
         start = time.monotonic()
         if fault == "pause":
             time.sleep(PAUSE_S)
-            processes[-1].send_signal(signal.SIGCONT)
-        outputs = [process.communicate(timeout=60)[0] for process in processes[:-1]]
-        assert [process.returncode for process in processes[:-1]] == [0] * (size - 1), outputs
+            faulty.send_signal(signal.SIGCONT)
+        statuses = [rank.wait(60) for rank in others]
+        outputs = [rank.printed() for rank in others]
+        assert statuses == [0] * (size - 1), outputs
         return outputs, time.monotonic() - start
 
 

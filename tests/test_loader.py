@@ -9,13 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from source_tree import build_empty_library, compiler_that, copy_sources, finish, python_started, run_python
+from source_tree import (
+    build_empty_library,
+    compiler_that,
+    copy_sources,
+    finish,
+    fork_python,
+    fork_started,
+    python_started,
+)
 from torchbagua.native import build, loader, recipe
 from torchbagua.native.build import read_sealed, seal
 
 # Loads from two threads at once, then prints the path taken and the bytes of one operation.
 LOAD_AND_ENCODE = """
-import threading, torch
+import threading, torch, zlib
 from torchbagua import native
 threads = [threading.Thread(target=native.load) for _ in range(2)]
 [thread.start() for thread in threads], [thread.join() for thread in threads]
@@ -23,7 +31,7 @@ x = torch.randn(5000, generator=torch.Generator().manual_seed(0))
 wire = torch.zeros(5016, dtype=torch.uint8)
 table = torch.tensor([[0, 2048, 0, 16], [2048, 2952, 8, 2064]])
 torch.ops.torchbagua.minmax_uint8_encode(x, table, wire)
-print({row.path for row in native.status()}, hash(bytes(wire.tolist())))
+print({row.path for row in native.status()}, zlib.crc32(bytes(wire.tolist())))
 """
 
 # Prints whether there is a library, and of which kind.
@@ -46,10 +54,6 @@ def empty_checkout(checkout: Path) -> Path:
     return checkout
 
 
-def run(code: str, folder: Path, **variables: str) -> tuple[int, str, str]:
-    return run_python(code, folder, PYTHONHASHSEED="0", **variables)
-
-
 def announce(folder: Path) -> str:
     """The shell line by which a compiler leaves its process number in the file `pid`, whole or not at all."""
     return f"echo $$ >{folder}/new; mv {folder}/new {folder}/pid"
@@ -67,26 +71,28 @@ def test_processes_at_first_use_wait_for_the_one_that_compiles(empty_checkout: P
     variables = {"TORCHBAGUA_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
 
     with ExitStack() as stack:
-        processes = [stack.enter_context(python_started(LOAD, empty_checkout, **variables)) for _ in range(2)]
-        results = [finish(process) for process in processes]
+        outs = [tmp_path / f"out {number}" for number in range(2)]
+        forks = [stack.enter_context(fork_started(LOAD, empty_checkout, out, **variables)) for out in outs]
+        results = [(fork.wait(180), fork.printed()) for fork in forks]
 
-    assert results == [(0, "jit\n", "")] * 2
+    assert results == [(0, "jit\n")] * 2
     assert (tmp_path / "calls").read_text() == "\n"
 
 
 @pytest.mark.slow
 def test_many_processes_at_first_use_compile_once_and_agree(checkout: Path, tmp_path: Path) -> None:
     compiler = compiler_that(tmp_path / "counting-c++", f"echo >>{tmp_path}/calls")
-    variables = {"TORCHBAGUA_CACHE": str(tmp_path / "a cache"), "CXX": str(compiler), "PYTHONHASHSEED": "0"}
+    variables = {"TORCHBAGUA_CACHE": str(tmp_path / "a cache"), "CXX": str(compiler)}
 
     with ExitStack() as stack:
-        processes = [stack.enter_context(python_started(LOAD_AND_ENCODE, checkout, **variables)) for _ in range(8)]
-        results = [finish(process) for process in processes]
+        outs = [tmp_path / f"out {number}" for number in range(8)]
+        forks = [stack.enter_context(fork_started(LOAD_AND_ENCODE, checkout, out, **variables)) for out in outs]
+        results = [(fork.wait(180), fork.printed()) for fork in forks]
 
-    assert [(status, err) for status, _, err in results] == [(0, "")] * 8
-    _, reference, _ = run(LOAD_AND_ENCODE, checkout, TORCHBAGUA_NATIVE="reference")
+    assert [status for status, _ in results] == [0] * 8
+    _, reference, _ = fork_python(LOAD_AND_ENCODE, checkout, TORCHBAGUA_NATIVE="reference")
     assert reference.startswith("{'reference'} ")
-    assert {out for _, out, _ in results} == {reference.replace("reference", "jit")}
+    assert {printed for _, printed in results} == {reference.replace("reference", "jit")}
     assert (tmp_path / "calls").read_text() == "\n"
     (entry,) = (tmp_path / "a cache").iterdir()
     assert sorted(file.suffix for file in entry.iterdir()) == ["", ".so"], "a library, a lock and nothing left over"
@@ -99,6 +105,7 @@ def test_killed_compilation_blocks_nothing(empty_checkout: Path, tmp_path: Path)
     cache = tmp_path / "cache"
     variables = {"TORCHBAGUA_CACHE": str(cache), "CXX": str(compiler)}
 
+    # No fork, with which the compiler would be ended.
     with python_started(LOAD, empty_checkout, **variables) as first:
         wait_until((tmp_path / "pid").exists)
         first.send_signal(signal.SIGKILL)
@@ -106,7 +113,7 @@ def test_killed_compilation_blocks_nothing(empty_checkout: Path, tmp_path: Path)
 
         (tmp_path / "fast").touch()
         started_s = time.monotonic()
-        assert run(LOAD, empty_checkout, **variables) == (0, "jit\n", "")
+        assert fork_python(LOAD, empty_checkout, **variables) == (0, "jit\n", "")
     assert time.monotonic() - started_s < 120, "it waited for the process that is gone"
     assert not list(cache.glob("*/build-*")), "what the killed process left is removed"
 
@@ -114,6 +121,7 @@ def test_killed_compilation_blocks_nothing(empty_checkout: Path, tmp_path: Path)
 def test_interrupted_compilation_ends_the_compiler(empty_checkout: Path, tmp_path: Path) -> None:
     compiler = compiler_that(tmp_path / "slow-c++", f"{announce(tmp_path)}; exec sleep 60")
     variables = {"TORCHBAGUA_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
+    # No fork, with which the compiler would be ended.
     with python_started(LOAD, empty_checkout, **variables) as process:
         wait_until((tmp_path / "pid").exists)
         process.send_signal(signal.SIGINT)
@@ -135,7 +143,8 @@ def test_library_that_was_cut_short_in_the_cache_is_compiled_again(
     any_library = Path(torch.__file__).with_name("lib") / "libc10.so"
     library.write_bytes(any_library.read_bytes()[:4096])  # the page with the header, which promises more
 
-    assert run(LOAD, empty_checkout, TORCHBAGUA_CACHE=str(tmp_path / "cache"), CXX=str(compiler)) == (0, "jit\n", "")
+    variables = {"TORCHBAGUA_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
+    assert fork_python(LOAD, empty_checkout, **variables) == (0, "jit\n", "")
 
     assert (tmp_path / "called").exists()
 
@@ -162,7 +171,7 @@ def test_cache_folder_that_cannot_be_made_raises(tmp_path: Path) -> None:
 
 def test_compiler_that_fails_raises_its_message(checkout: Path, tmp_path: Path) -> None:
     compiler = compiler_that(tmp_path / "broken-c++", "echo no room for jokes >&2; exit 1")
-    status, out, err = run(LOAD, checkout, CXX=str(compiler), TORCHBAGUA_CACHE=str(tmp_path / "cache"))
+    status, out, err = fork_python(LOAD, checkout, CXX=str(compiler), TORCHBAGUA_CACHE=str(tmp_path / "cache"))
     assert (status, out) == (1, "")
     assert "RuntimeError" in err
     assert "no room for jokes" in err
@@ -171,7 +180,7 @@ def test_compiler_that_fails_raises_its_message(checkout: Path, tmp_path: Path) 
 
 def test_without_compiler_the_reference_runs_and_one_warning_says_so(checkout: Path) -> None:
     code = f"import warnings; warnings.simplefilter('always')\n{LOAD * 2}"
-    status, out, err = run(code, checkout, CXX="absent-c++")
+    status, out, err = fork_python(code, checkout, CXX="absent-c++")
     assert (status, out) == (0, "None\n" * 2)
     assert err.count("Warning") == 1
     for part in (
@@ -185,7 +194,7 @@ def test_without_compiler_the_reference_runs_and_one_warning_says_so(checkout: P
 def test_built_library_that_does_not_load_raises(checkout: Path) -> None:
     built = checkout / "torchbagua" / "native" / f"{recipe.stem(recipe.CPU, checkout / 'csrc_cuda')}.abi3.so"
     built.write_bytes(b"not a library")
-    status, out, err = run(LOAD, checkout)
+    status, out, err = fork_python(LOAD, checkout)
     assert (status, out) == (1, "")
     for part in ("RuntimeError", str(built), "TORCHBAGUA_NATIVE=reference"):
         assert part in err
@@ -194,7 +203,7 @@ def test_built_library_that_does_not_load_raises(checkout: Path) -> None:
 def test_variable_that_is_set_too_late_raises(checkout: Path) -> None:
     build_empty_library(checkout)
     code = f"{LOAD}\nimport os; os.environ['TORCHBAGUA_NATIVE'] = 'reference'; native.load()"
-    status, out, err = run(code, checkout, TORCHBAGUA_NATIVE="aot")
+    status, out, err = fork_python(code, checkout, TORCHBAGUA_NATIVE="aot")
     assert (status, out) == (1, "aot\n")
     assert "RuntimeError: TORCHBAGUA_NATIVE=reference was set after" in err
 

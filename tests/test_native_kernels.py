@@ -156,7 +156,10 @@ def test_same_bytes_at_any_address(codec: Codec) -> None:
     dense = torch.stack((lengths.cumsum(0) - lengths, lengths, header, payload), dim=1)
     table = torch.tensor([codec.row(*fields) for fields in dense.tolist()])
     wire_bytes = int(payload[-1] + payload_bytes[-1])
-    for dtype, x_shift, wire_shift in product(DTYPES, (0, 1, 3, 7), (0, 1, 4, 15)):
+    shifts = list(product((0, 1, 3, 7), (0, 1, 4, 15)))
+    # All pairs with float32; with the others every shift of both.
+    of_halves = [(dtype, *pair) for dtype in DTYPES[1:] for pair in shifts[::5]]
+    for dtype, x_shift, wire_shift in [*((torch.float32, *pair) for pair in shifts), *of_halves]:
         x = hostile_values("scaled", x_shift + int(lengths.sum()), 38).to(dtype)[x_shift:]
         wires = [torch.full((wire_shift + wire_bytes,), 7, dtype=torch.uint8)[wire_shift:] for _ in range(2)]
         decoded = [torch.full((x_shift + len(x),), 7.0, dtype=dtype)[x_shift:] for _ in range(2)]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import programs
+import warm_python
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 SMALL = [
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 def run_python(code: str) -> str:
     """What `code` prints in an interpreter that can import the benchmark's modules."""
-    return programs.run([sys.executable, "-c", code], cwd=BENCHMARKS).stdout.strip()
+    return warm_python.run(["-c", code], cwd=BENCHMARKS).stdout.strip()
 
 
 def namespaces_of(pid: int) -> list[str]:
@@ -190,5 +191,5 @@ def test_unknown_rate_is_refused(start: Callable[..., subprocess.Popen[str]]) ->
 
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("network-*.json")), ids=lambda path: path.stem)
 def test_recorded_results_can_be_shown(path: Path) -> None:
-    shown = programs.run([sys.executable, str(BENCHMARKS / "network.py"), "--show", str(path)])
+    shown = warm_python.run([str(BENCHMARKS / "network.py"), "--show", str(path)])
     assert shown.stdout.count("| compute only |") == len(json.loads(path.read_text())["networks"])

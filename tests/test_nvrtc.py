@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-import programs
+import warm_python
 from host_kernels import CSRC, KERNEL_FILES, find_kernels, source_of
 from source_tree import copy_sources
 from torchbagua.native import nvrtc, recipe
@@ -155,6 +155,6 @@ try:
 except Unavailable as why:
     print(why)
 """
-        printed = programs.run([sys.executable, "-c", code]).stdout
+        printed = warm_python.run(["-c", code]).stdout
         assert "cuda-python finds no NVRTC" in printed
         assert "and a cuda-python of torch's CUDA, 13" in printed

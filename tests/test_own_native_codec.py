@@ -9,7 +9,7 @@ from torch.utils.cpp_extension import include_paths
 
 import programs
 from host_kernels import find_kernels
-from source_tree import copy_sources, run_python
+from source_tree import copy_sources, fork_python
 from torchbagua.native import nvrtc, recipe
 
 OWN = Path(__file__).with_name("own_codec")
@@ -110,7 +110,7 @@ def add(file: Path, before: str, after: str) -> None:
 
 
 def check(checkout: Path, path: str, of_device: str = OF_CPU, **variables: str) -> None:
-    status, out, err = run_python(of_device + COMPARE.replace("PATH", path), checkout, **variables)
+    status, out, err = fork_python(of_device + COMPARE.replace("PATH", path), checkout, **variables)
     assert status == 0, err
     refused, table = out.splitlines()
     assert refused.startswith("torchbagua::largest_decode: table must be rows (start, length >= 1, ")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import programs
-from source_tree import compiler_that, copy_sources, run_python
+from source_tree import compiler_that, copy_sources, fork_python
 from torchbagua.native import recipe
 
 # What pip calls to build, without its three processes around it.
@@ -67,7 +67,7 @@ def test_isolated_install_is_pure_complete_and_fetches_no_torch(checkout: Path, 
     assert relative_files(installed) == relative_files(checkout / "csrc_cuda")
     assert Path("kernels/qadam.cuh") in relative_files(installed)
     code = "from torchbagua.native import loader; print(loader.sources())"
-    assert run_python(code, packages) == (0, f"{installed}\n", "")
+    assert fork_python(code, packages) == (0, f"{installed}\n", "")
 
 
 @pytest.mark.slow
@@ -81,11 +81,11 @@ def test_wheel_built_beside_torch_holds_the_library(checkout: Path, tmp_path: Pa
         wheel.extractall(tmp_path / "installed")
     code = "from torchbagua import native; native.load(); print({(row.path, row.why) for row in native.status()})"
     expected = (0, "{('aot', 'built ahead of time')}\n", "")
-    assert run_python(code, tmp_path / "installed", TORCHBAGUA_NATIVE="aot") == expected
+    assert fork_python(code, tmp_path / "installed", TORCHBAGUA_NATIVE="aot") == expected
 
 
 def test_without_compiler_the_wheel_is_pure_and_says_so(checkout: Path) -> None:
-    status, out, err = run_python(BUILD_WHEEL, checkout, CXX="absent-c++")
+    status, out, err = fork_python(BUILD_WHEEL, checkout, CXX="absent-c++")
     assert status == 0, err
     assert "torchbagua: pure wheel" in out
     assert "absent-c++, set by CXX, is not on PATH" in out
@@ -95,7 +95,7 @@ def test_without_compiler_the_wheel_is_pure_and_says_so(checkout: Path) -> None:
 
 def test_compiler_that_fails_fails_the_build(checkout: Path, tmp_path: Path) -> None:
     compiler = compiler_that(tmp_path / "broken-c++", "echo no room for jokes >&2; exit 1")
-    status, out, err = run_python(BUILD_WHEEL, checkout, CXX=str(compiler))
+    status, out, err = fork_python(BUILD_WHEEL, checkout, CXX=str(compiler))
     assert status != 0
     assert "no room for jokes" in out + err
     assert not list(Path("wheels").iterdir())
@@ -103,7 +103,7 @@ def test_compiler_that_fails_fails_the_build(checkout: Path, tmp_path: Path) -> 
 
 def test_source_distribution_holds_the_cpp_sources(checkout: Path, tmp_path: Path) -> None:
     build = "import setuptools.build_meta as backend; print(backend.build_sdist('wheels'))"
-    status, out, err = run_python(build, checkout, CXX="absent-c++")
+    status, out, err = fork_python(build, checkout, CXX="absent-c++")
     assert status == 0, err
     with tarfile.open(Path("wheels") / out.splitlines()[-1]) as archive:
         archive.extractall(tmp_path, filter="data")

@@ -9,12 +9,18 @@ import torch.distributed as dist
 import torchbagua as tb
 from ranks import run_ranks
 from torchbagua.codecs import Cast, Compressor, Identity, MinMaxUInt8, TensorSpec
-from torchbagua.collectives import first_runs
+from torchbagua.collectives import first_runs, two_phase_mean
 from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 
-SEGMENTS = (300 * 2048, 7, 500 * 2048, 200 * 2048 + 5)
+SEGMENTS = (30 * 2048, 7, 50 * 2048, 20 * 2048 + 5)
+
+
+@pytest.fixture(autouse=True)
+def _short_messages_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """About a tenth of what else is sent in pieces, so that these segments are long enough."""
+    monkeypatch.setattr(two_phase_mean, "SMALL_MESSAGE_BYTES", two_phase_mean.SMALL_MESSAGE_BYTES // 9)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import warm_python
 from programs import run, started
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
@@ -87,3 +88,72 @@ def test_what_takes_too_long_shows_what_it_printed() -> None:
         run([sys.executable, "-S", "-c", code], timeout_s=0.5)
     with pytest.raises(AssertionError, match=r"(?s)ended with 3.*there"):
         run([sys.executable, "-S", "-c", "import sys; print('there', file=sys.stderr); sys.exit(3)"])
+
+
+TELL = """
+import os, sys
+import own_module
+print(__name__, sys.argv, sys.path[:2], os.getcwd(), os.environ["WORD"], own_module.__file__)
+"""
+
+
+def test_a_fork_has_what_an_interpreter_of_its_own_would_have(tmp_path: Path) -> None:
+    (tmp_path / "own_module.py").touch()
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "own_script.py").write_text(TELL)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "WORD": "here"}
+    ways = (["-c", TELL, "x"], ["scripts/own_script.py", "y"], ["-m", "scripts.own_script", "z"])
+    for arguments in ways:
+        of_fork, of_own = (
+            start(arguments, cwd=tmp_path, env=environment).stdout
+            for start in (warm_python.run, lambda arguments, **options: run([sys.executable, *arguments], **options))
+        )
+        assert of_fork == of_own
+        assert "here" in of_own
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("pass", 0),
+        ("import sys; sys.exit(3)", 3),
+        ("raise SystemExit('words')", 1),
+        ("no_such_name", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        # Neither modules that only the process has imported which forks, nor its names.
+        ("import programs", 1),
+        ("Fork", 1),
+    ],
+)
+def test_a_fork_ends_as_an_interpreter_does(code: str, status: int) -> None:
+    for ends_whole in (False, True):
+        done = warm_python.run(["-c", code], check=False, ends_whole=ends_whole, cwd="/")
+        assert done.returncode == status
+        assert ("words" in done.stderr) == ("words" in code)
+
+
+def test_what_a_fork_leaves_for_the_end_is_done() -> None:
+    code = """
+import atexit, threading, time
+atexit.register(print, "third")
+threading.Thread(target=lambda: [time.sleep(0.1), print("second")]).start()
+print("first")
+"""
+    assert warm_python.run(["-c", code]).stdout.split() == ["first", "second", "third"]
+
+
+def test_nothing_of_a_fork_outlives_its_block(tmp_path: Path) -> None:
+    code = "import os, time\nprint(os.getpid(), os.fork() or os.getpid(), flush=True)\ntime.sleep(100)"
+    with warm_python.started(["-c", f"{PARENT}\n{code}"], out=tmp_path / "out") as fork:
+        deadline_s = time.monotonic() + 20
+        while len(fork.printed().split()) < 5:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+    assert all(is_gone(int(pid)) for pid in fork.printed().split())
+
+
+def test_a_fork_that_takes_too_long_shows_what_it_printed() -> None:
+    code = "import time; print('here', flush=True); time.sleep(100)"
+    with pytest.raises(AssertionError, match=r"(?s)not done after 0.5 s.*here"):
+        warm_python.run(["-c", code], timeout_s=0.5)
+    assert warm_python.run(["-c", "print('again')"]).stdout == "again\n"

@@ -4,15 +4,13 @@ import contextlib
 import json
 import re
 import signal
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import programs
+import warm_python
 from sharded_faults import ATTACH_TIMEOUT_S, Trial
 
 FAULTY_RANK = Path(__file__).with_name("sharded_faulty_rank.py")
@@ -32,18 +30,14 @@ NAMED = re.compile(
 @pytest.mark.parametrize(("way", "size"), [("flat", 3), ("weights", 3), ("hook", 4), ("backend", 4)])
 def test_survivors_raise_and_exit(way: str, size: int, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                programs.started(
-                    [sys.executable, str(FAULTY_RANK), str(rank), str(size), str(tmp_path / "store"), way],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-            for rank in range(size)
-        ]
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * (size - 1) + [-signal.SIGKILL], outputs
+        ranks = []
+        for rank in range(size):
+            arguments = [str(FAULTY_RANK), str(rank), str(size), str(tmp_path / "store"), way]
+            started = warm_python.started(arguments, out=tmp_path / f"rank {rank}", ends_whole=True)
+            ranks.append(stack.enter_context(started))
+        statuses = [rank.wait(120) for rank in ranks]
+        outputs = [rank.printed() for rank in ranks]
+    assert statuses == [0] * (size - 1) + [-signal.SIGKILL], outputs
     for output in outputs[:-1]:
         # Of the connections of a killed process the others hear at once; 20 s is the timeout.
         (seconds,) = re.findall(r"raised after ([\d.]+) s", output)
@@ -56,7 +50,7 @@ def test_survivors_raise_and_exit(way: str, size: int, tmp_path: Path) -> None:
 
 
 def run_trials(trials: list[str], timeout_s: float) -> list[dict[str, Any]]:
-    printed = programs.run([sys.executable, str(TRIALS), *trials], timeout_s=timeout_s).stdout
+    printed = warm_python.run([str(TRIALS), *trials], timeout_s=timeout_s).stdout
     results = [json.loads(line) for line in printed.splitlines()]
     assert len(results) == len(trials)
     assert None not in results, "the ranks did not get to a second step"

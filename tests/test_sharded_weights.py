@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import programs
 import torchbagua as tb
+import warm_python
 from ranks import init_default_group
 from sharded_module import assert_trains_as_without, optimizer_of, sharded
 from sharded_weights_rank import CASES, CHECKS
@@ -17,8 +17,8 @@ from sharded_weights_rank import CASES, CHECKS
 
 def run(script: str, *arguments: str, ranks: int) -> list[str]:
     """In real processes: a mesh is found by the names of its groups, which all threads of a process share."""
-    command = programs.forked_ranks(Path(__file__).with_name(script), *arguments, ranks=ranks)
-    printed = programs.run(command, timeout_s=300).stdout
+    program = Path(__file__).with_name(script)
+    printed = warm_python.run_ranks(program, *arguments, ranks=ranks, timeout_s=300).stdout
     return [line for line in printed.splitlines() if line.startswith("right: ")]
 
 

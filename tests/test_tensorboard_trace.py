@@ -1,7 +1,6 @@
 """TensorBoardTrace: event files, read back by TensorBoard's own reader."""
 
 import itertools
-import sys
 import time
 from pathlib import Path
 
@@ -9,8 +8,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-import programs
 import torchbagua as tb
+import warm_python
 from torchbagua.observe.charts import scalars as shown
 from torchbagua.observe.events import Run
 from torchbagua.observe.figures import Figures
@@ -255,7 +254,7 @@ for missing in "tensorboard", "matplotlib":
         print(missing, repr(str(error)))
     del sys.modules[missing]
 """
-    lines = programs.run([sys.executable, "-c", code]).stdout.splitlines()
+    lines = warm_python.run(["-c", code]).stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["tensorboard", "matplotlib"]
     for line in lines:
         assert "TensorBoardTrace: " in line

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import programs
+import warm_python
 
 # A rank that ends at once after a backward can abort in torch itself, see test_docs.py.
 ENDING = """
@@ -223,8 +224,8 @@ def test_a_run_that_is_started_again(tmp_path: Path) -> None:
     """As in the example of elastic training: it goes on from rank 0's file, and comes to the same weights."""
     script = tmp_path / "elastic.py"
     script.write_text(ELASTIC + ENDING)
-    whole = programs.run(programs.torchrun(script, str(tmp_path / "whole.pt"), "2")).stdout.splitlines()
-    first = programs.run(programs.torchrun(script, str(tmp_path / "parts.pt"), "1")).stdout.splitlines()
-    second = programs.run(programs.torchrun(script, str(tmp_path / "parts.pt"), "2")).stdout.splitlines()
+    whole = warm_python.run_ranks(script, str(tmp_path / "whole.pt"), "2").stdout.splitlines()
+    first = warm_python.run_ranks(script, str(tmp_path / "parts.pt"), "1").stdout.splitlines()
+    second = warm_python.run_ranks(script, str(tmp_path / "parts.pt"), "2").stdout.splitlines()
     assert [*first, *second] == whole
     assert len(whole) == 2
