@@ -14,7 +14,7 @@ PIP_INSTALL_ARGS = python -m pip install --disable-pip-version-check -c constrai
 PIP_INSTALL = $(BIN)/$(PIP_INSTALL_ARGS)
 NATIVE_SOURCES = $(shell find csrc_cuda -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-# Half as many tests again at once as there are cores: see tests/conftest.py.
+# As many tests at once as there are cores.
 PYTEST_PARALLEL = $(BIN)/pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 # A stamp is written when its step is complete, so a set-up that was interrupted goes on where it stopped.
@@ -35,7 +35,7 @@ demo: $(STAMPS)/package ## train a small GPT over 2 processes, plain DDP beside 
 	$(BIN)/torchbagua demo $(ARGS)
 
 .PHONY: test
-test: lint ## lint and run the tests, several at once; some minutes
+test: lint ## lint and run the tests, one a core; some minutes
 	$(PYTEST_PARALLEL) $(ARGS)
 
 .PHONY: test-all

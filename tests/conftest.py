@@ -27,18 +27,6 @@ hypothesis.settings.load_profile("torchbagua")
 torch.set_num_threads(1)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int | None:
-    """Has half as many tests again run at once as there are cores: they wait for a third of their time.
-
-    The variable that pytest-xdist has for it comes first.
-    """
-    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
-        return None
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return num_cores + (num_cores + 1) // 2
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Keeps the garbage collector from looking at what is imported while more is imported."""

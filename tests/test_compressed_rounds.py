@@ -27,7 +27,7 @@ class Component:
     """The means, and the weights; `is_compressed` says whether differences are."""
 
     def __init__(self, runner: tb.Runner, *, is_compressed: bool) -> None:
-        self.weights = runner.algorithm.average(runner, lambda: NO_PROGRESS)
+        self.weights = runner.algorithm.make_weights(runner, lambda: NO_PROGRESS)
         self.means = SnapshotMeans()
         self.is_compressed = is_compressed
 

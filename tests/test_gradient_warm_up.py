@@ -34,7 +34,7 @@ class Component:
     """The warm-up, and the weights whose gradients it averages."""
 
     def __init__(self, runner: tb.Runner) -> None:
-        self.weights = runner.algorithm.average(runner, lambda: NO_PROGRESS)
+        self.weights = runner.algorithm.make_weights(runner, lambda: NO_PROGRESS)
         self.warm_up = GradientWarmUp(self.weights, runner.process_group)
 
 

@@ -35,7 +35,7 @@ class Component:
 
     def __init__(self, runner: tb.Runner, nodes: Sequence[int] | None, *, has_feedback: bool) -> None:
         self.runner = runner
-        self.weights = runner.algorithm.average(runner, lambda: NO_PROGRESS)
+        self.weights = runner.algorithm.make_weights(runner, lambda: NO_PROGRESS)
         self.residuals = OuterResiduals(runner, nodes, has_feedback=has_feedback)
 
     def append(self, bucket: tb.BaguaBucket) -> None:

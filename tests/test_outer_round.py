@@ -227,7 +227,7 @@ def test_a_state_has_what_is_still_to_be_added() -> None:
             with torch.no_grad():
                 for name, tensor in module.state_dict().items():
                     tensor.copy_(before[name])
-            component.round.load_state_dict({**state, "has_differences": with_tensors}, with_tensors=with_tensors)
+            component.round.load_state_dict({**state, "has_differences": with_tensors})
             assert component.round.snapshot_step == 7
             assert component.round.is_in_flight == with_tensors
             component.round.apply()

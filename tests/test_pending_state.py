@@ -13,7 +13,7 @@ from torchbagua.algorithms.weights.pending_state import load_pending_state, pend
 from torchbagua.runtime.weight_bucket import DIFFERENCE, SNAPSHOT
 
 NO_PROGRESS: dict[str, int] = {}
-ALGORITHM = WeightComponent(make=lambda runner: runner.algorithm.average(runner, lambda: NO_PROGRESS))
+ALGORITHM = WeightComponent(make=lambda runner: runner.algorithm.make_weights(runner, lambda: NO_PROGRESS))
 
 
 def on_ranks(size: int, body: Any, num_features: int = 3) -> list[Any]:

@@ -19,7 +19,7 @@ from training import flat
 
 NO_PROGRESS: dict[str, int] = {}
 ALGORITHM = WeightComponent(
-    make=lambda runner: runner.algorithm.average(runner, lambda: NO_PROGRESS),
+    make=lambda runner: runner.algorithm.make_weights(runner, lambda: NO_PROGRESS),
     append=lambda weights, bucket: bucket.append_centralized_synchronous_op(),
     bucket_cap_mb=0.0001,  # several buckets
 )
