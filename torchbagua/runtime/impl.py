@@ -149,8 +149,7 @@ class AlgorithmImpl:
                 raise NotImplementedError(f"{type(self).__name__} must override AlgorithmImpl.averaged_weights")
             yield
             return
-        if self.need_reset():  # parameters were unfrozen or replaced since the last step
-            self.reset()
+        self.runner.reset_if_needed()  # parameters may have been unfrozen or replaced since the last step
         with weights.means.averaged():
             yield
 

@@ -313,6 +313,11 @@ class Runner:
             for bucket in self.buckets:
                 self.impl.init_operations(self._module, bucket)
 
+    def reset_if_needed(self) -> None:
+        """Have the impl make buckets again, if it says that it needs to; when no backward is under way."""
+        if self.impl.need_reset():
+            self.impl.reset()
+
     def use_device(self, device: torch.device) -> None:
         """Set the device of the tensors that the lane works on. The first call with a GPU is collective.
 
@@ -408,8 +413,12 @@ class Runner:
 
     # The end.
 
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Give all ranks the mean of their weights for a while. Collective; see `AlgorithmImpl.averaged_weights`."""
+        return self.impl.averaged_weights()
+
     def own_weights(self) -> AbstractContextManager[None]:
-        """Within `AlgorithmImpl.averaged_weights`, give this rank its own weights for a while. Not collective.
+        """Within `averaged_weights`, give this rank its own weights for a while. Not collective.
 
         `Attachment.rank_state_dict` needs it there.
 

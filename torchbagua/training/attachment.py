@@ -198,7 +198,7 @@ class Attachment:
         if self._is_detached or self._has_mean:
             yield
             return
-        with self.impl.averaged_weights():
+        with self.runner.averaged_weights():
             self._has_mean = self._loads.has_mean = True
             try:
                 if self._running_means is not None:

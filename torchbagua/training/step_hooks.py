@@ -54,8 +54,8 @@ def install_step_hooks(
             is_first = False
             after_first_step()
         try:
-            if runner.averages_weights and impl.need_reset():
-                impl.reset()
+            if runner.averages_weights:
+                runner.reset_if_needed()
             if on_step is not None:
                 on_step(optimizer)
         finally:

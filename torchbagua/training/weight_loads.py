@@ -85,8 +85,7 @@ class WeightLoads:
             if (name := self._name_of(path, parameter, tracked)) is not None:
                 values[name] = local_shard(parameter).clone()
         self._runner.impl.weights_loaded(values)
-        if self._runner.impl.need_reset():  # some were replaced
-            self._runner.impl.reset()
+        self._runner.reset_if_needed()  # some may have been replaced
 
     @contextmanager
     def superseded(self) -> Iterator[None]:

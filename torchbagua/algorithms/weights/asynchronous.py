@@ -251,8 +251,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         """Average gradients during warm-up."""
         if self._is_single_rank or self.mode != "warm-up":
             return
-        if self.need_reset():  # a layer was unfrozen or replaced since the last step
-            self.reset()
+        self.runner.reset_if_needed()  # a layer may have been unfrozen or replaced since the last step
         self._warm_up.average_gradients()
 
     def init_post_optimizer_step_hook(self, module: torch.nn.Module) -> Callable[[torch.optim.Optimizer], None]:
