@@ -25,7 +25,9 @@ def append_mean(component: object, bucket: tb.BaguaBucket) -> None:
 
 
 GRADIENTS = GradientComponent(make=lambda runner: None, append=append_mean)
-WEIGHTS = WeightComponent(make=lambda runner: runner.algorithm.make_weights(runner, lambda: NO_PROGRESS), append=append_mean)
+WEIGHTS = WeightComponent(
+    make=lambda runner: runner.algorithm.make_weights(runner, lambda: NO_PROGRESS), append=append_mean
+)
 
 
 def test_an_impl_has_few_names_and_a_runner_is_final() -> None:
