@@ -1,4 +1,4 @@
-"""A weight algorithm as somebody else would write it: local SGD of docs/extend/algorithm.md."""
+"""Weight algorithms as somebody else would write them: local SGD and an overlapped mean of docs/extend."""
 
 import copy
 import io
@@ -26,6 +26,9 @@ from ranks import run_ranks
 from training import Wide, build
 
 LocalSGD = names_in("extend/algorithm.md", "class LocalSGD", module=__name__)["LocalSGD"]
+OverlappedAveraging = names_in("extend/overlapped-rounds.md", "class OverlappedAveraging", module=__name__)[
+    "OverlappedAveraging"
+]
 TOPOLOGIES = [tb.topology.AllRanks(), tb.topology.Ring(), tb.topology.ShiftOne()]
 
 
@@ -61,8 +64,11 @@ def test_a_group_of_one_changes_nothing() -> None:
     check_unchanged(trace)
 
 
-def test_resumes_in_the_middle_of_a_round() -> None:
-    model, algorithm = build(Normed), LocalSGD(2, tb.topology.ShiftOne())
+@pytest.mark.parametrize(
+    "algorithm", [LocalSGD(2, tb.topology.ShiftOne()), OverlappedAveraging()], ids=["local SGD", "overlapped"]
+)
+def test_resumes_in_the_middle_of_a_round(algorithm: tb.Algorithm) -> None:
+    model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> None:
         first, second, file = Trainer(group, model), Trainer(group, model), io.BytesIO()
@@ -87,12 +93,37 @@ def test_resumes_in_the_middle_of_a_round() -> None:
     run_ranks(4, body)
 
 
-def test_the_mean_for_a_while() -> None:
+def test_an_overlapped_mean_is_that_of_the_built_in_algorithm() -> None:
+    """Every step, buffers too, to the bit; also where weights are loaded while a round is in flight."""
+    model = build(Normed)
+
+    def body(group: dist.ProcessGroup, algorithm: tb.Algorithm) -> tuple[Trace, Weights, Weights]:
+        trainer = Trainer(group, model)
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm):
+            for _ in range(3):
+                trainer.step()
+            trainer.module.load_state_dict(copy.deepcopy(model).state_dict())
+            for _ in range(3):
+                trainer.step()
+            last = weights_of(trainer.module)
+        return trainer.trace, last, weights_of(trainer.module)
+
+    own = run_ranks(2, lambda group: body(group, OverlappedAveraging()))
+    built_in = run_ranks(2, lambda group: body(group, tb.DecentralizedAlgorithm()))
+    for (trace, last, final), (other, other_last, other_final) in zip(own, built_in, strict=True):
+        for weights, others in zip(trace.start, other.start, strict=True):
+            assert_same_weights([weights, others])
+        assert_same_weights([last, other_last])
+        assert_same_weights([final, other_final])
+
+
+@pytest.mark.parametrize("algorithm", [LocalSGD(), OverlappedAveraging()], ids=["local SGD", "overlapped"])
+def test_the_mean_for_a_while(algorithm: tb.Algorithm) -> None:
     model = build(Normed)
 
     def body(group: dist.ProcessGroup) -> tuple[Weights, Weights, Weights]:
         trainer = Trainer(group, model)
-        with tb.attach(trainer.ddp, trainer.optimizer, LocalSGD()) as attachment:
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm) as attachment:
             trainer.step()
             before = weights_of(trainer.module)
             with attachment.averaged_weights():

@@ -180,10 +180,12 @@ def check_impl(runner: "Runner") -> None:
         )
     if averages_weights != runner.algorithm.averages_weights:
         if not averages_weights:
-            what = "gradients, because it neither calls runner.average nor overrides init_tensors"
-        else:
-            what = f"weights, because it {'overrides init_tensors' if overrides_tensors else 'calls runner.average'}"
+            raise TypeError(
+                f"{cls.__name__} averages gradients, because it neither calls runner.average nor overrides "
+                f"init_tensors, but {name}.averages_weights is True; call runner.average in its constructor, or set "
+                "averages_weights to False"
+            )
+        why = "overrides init_tensors" if overrides_tensors else "calls runner.average"
         raise TypeError(
-            f"{cls.__name__} averages {what}, but {name}.averages_weights is {runner.algorithm.averages_weights}; set "
-            f"it to {averages_weights}"
+            f"{cls.__name__} averages weights, because it {why}, but {name}.averages_weights is False; set it to True"
         )

@@ -27,6 +27,7 @@ class Lockstep:
         loads: the loads of weights, from `AlgorithmImpl.weights_loaded`. If one is new, `submit` has ranks
             compare them.
         layout_watch: looks whether a parameter's memory layout has changed. If one has, all ranks raise in `submit`.
+        num_overflow_checks: how often `agree_on_overflow` was called.
         fingerprint: a number below 2^40 that is the same on ranks with the same buckets; part of the progress.
     """
 
@@ -34,6 +35,7 @@ class Lockstep:
         self.loads = LoadRecord()
         self.layout_watch = LayoutWatch(OF_WEIGHTS)
         self.fingerprint = 0
+        self.num_overflow_checks = 0
         self._lane = lane
         self._world = world
         self._progress = progress
@@ -83,6 +85,14 @@ class Lockstep:
             return watch.has_flag(require_same_progress(world, progress, purpose, message, check))
 
         return compare
+
+    def agree_on_overflow(self, found_inf: bool, purpose: str = "the search for Inf") -> bool:
+        """Return whether any rank has found an Inf or NaN in its gradients. Collective.
+
+        Ranks compare their progress, and so they notice if one has skipped a step alone.
+        """
+        self.num_overflow_checks += 1
+        return self._lane.submit(self.comparison(purpose, flag=found_inf)).result()
 
     def refuse_changed_layout(self) -> None:
         """Raise on all ranks, at the next comparison, that a parameter's memory layout has changed on this rank.

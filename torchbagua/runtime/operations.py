@@ -1,6 +1,7 @@
 """What a bucket does with its flat tensor: operations with names, and the methods that check and append them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -84,15 +85,8 @@ class BucketOperations:
         name = getattr(python_function, "__qualname__", repr(python_function))
 
         def run(bucket: B) -> None:
-            try:
+            with _name_failures(name, bucket.name, group):
                 python_function(bucket, group)
-            except CommunicationError:
-                raise
-            except Exception as error:
-                cause = f"{type(error).__name__}: {cause_of(error)}"
-                raise RuntimeError(
-                    f"torchbagua: {name} on {bucket.name} failed on rank {group.rank}: {cause}"
-                ) from error
 
         return self._append(Operation(f"python_op {name}", group, run))
 
@@ -142,7 +136,12 @@ class BucketOperations:
             intra_compressor=intra,
             residuals=error_feedback,
         )
-        return self._append(Operation(f"centralized_mean in {compressor!r}", group, lambda bucket: mean(bucket.flat)))
+
+        def run(bucket: B) -> None:
+            with _name_failures(f"the mean in {compressor!r}", bucket.name, group):
+                mean(bucket.flat)
+
+        return self._append(Operation(f"centralized_mean in {compressor!r}", group, run))
 
     def append_decentralized_synchronous_op(
         self: B,
@@ -255,6 +254,18 @@ class BucketOperations:
     def _append(self: B, operation: Operation) -> B:
         self.operations.append(operation)
         return self
+
+
+@contextmanager
+def _name_failures(what: str, bucket_name: str, group: BaguaProcessGroup) -> Iterator[None]:
+    """Raise a RuntimeError that names function or codec, bucket and rank in place of an error of theirs."""
+    try:
+        yield
+    except CommunicationError:
+        raise
+    except Exception as error:
+        cause = f"{type(error).__name__}: {cause_of(error)}"
+        raise RuntimeError(f"torchbagua: {what} on {bucket_name} failed on rank {group.rank}: {cause}") from error
 
 
 def _compressor(compression: str | Compressor | None, dtype: torch.dtype) -> Compressor:

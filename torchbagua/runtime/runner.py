@@ -75,9 +75,9 @@ class Runner:
         parameter_state: what it keeps of each parameter, by `keep`.
         weights: the weights that it averages, by `average`.
         needs_grad_scaler: whether a loop that has a GradScaler must pass it to `attach`.
-        agree_on_overflow: returns whether the GradScaler has to skip the step, given whether the gradients of this rank
-            hold an Inf or NaN. By default what it is given; another function has ranks whose gradients are not averaged
-            skip a step together.
+        agree_on_overflow: a function of a bool, whether the gradients of this rank hold an Inf or NaN, that returns
+            whether the GradScaler has to skip the step. By default as this rank's gradients say, and for a weight
+            algorithm as those of any rank.
         replicas_diverge: returns whether ranks hold different weights now, that `detach` would make equal.
         open_node_gradients: returns the runner that averages gradients among the ranks of this node, for the hook of a
             DDP of all ranks; collective. None unless DDP goes on averaging gradients within nodes.
@@ -162,9 +162,16 @@ class Runner:
         return state
 
     def average(self, weights: WeightBuckets) -> WeightBuckets:
-        """Make this a weight algorithm, which averages `weights`. Return them."""
+        """Make this a weight algorithm, which averages `weights`. Return them.
+
+        If there are several ranks, all of them then skip a step together if the GradScaler of one does.
+        """
+        self._require_constructor("average")
         self.weights = weights
         self.replicas_diverge = lambda: weights.has_final_mean
+        if self.process_group.size > 1:
+            self.needs_grad_scaler = True
+            self.agree_on_overflow = weights.lockstep.agree_on_overflow
         return weights
 
     # Steps of the optimizers.

@@ -145,6 +145,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl):
         self._rounds: BackgroundRounds | None = None
         self._num_rounds_before = 0
         self._num_calls = 0
+        runner.needs_grad_scaler, runner.agree_on_overflow = False, bool  # each rank skips alone
         runner.replicas_diverge = lambda: self.mode == "running" and self._weights.has_final_mean
 
     @property

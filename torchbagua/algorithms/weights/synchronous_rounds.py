@@ -14,8 +14,6 @@ T = TypeVar("T")
 class SynchronousRounds:
     """Counts the steps and rounds of a weight algorithm, which are the same on all ranks; every round compares them.
 
-    With a GradScaler all ranks skip a step together, or none.
-
     Args:
         runner: that of the impl.
         algorithm: whose options say which weights are averaged.
@@ -32,11 +30,9 @@ class SynchronousRounds:
         self.step = 0
         self.num_rounds = 0
         self.num_backwards = 0
-        self._num_overflow_checks = 0
         self._runner = runner
         self.weights = algorithm.make_weights(runner, self._progress)
         if not self.is_single_rank:
-            runner.needs_grad_scaler = True
             runner.agree_on_overflow = self._agree_on_overflow
 
     @property
@@ -75,15 +71,13 @@ class SynchronousRounds:
             self._runner.lane.submit(partial(tracer.end_step_of_lane, tracer.step))
 
     def _agree_on_overflow(self, found_inf: bool) -> bool:
-        """Return whether any rank has found an Inf or NaN in its gradients. Collective."""
-        self._num_overflow_checks += 1
-        purpose = f"the search for Inf after {self.step} steps"
-        return self._runner.lane.submit(self.weights.lockstep.comparison(purpose, flag=found_inf)).result()
+        return self.weights.lockstep.agree_on_overflow(found_inf, f"the search for Inf after {self.step} steps")
 
     def _progress(self) -> dict[str, int]:
+        num_checks = self.weights.lockstep.num_overflow_checks
         return {
             "optimizer steps": self.step,
-            "searches for Inf": self._num_overflow_checks,
-            "backward passes": 0 if self._num_overflow_checks else self.num_backwards,
+            "searches for Inf": num_checks,
+            "backward passes": 0 if num_checks else self.num_backwards,
             "rounds": self.num_rounds,
         }

@@ -76,7 +76,7 @@ class OwnImpl(tb.AlgorithmImpl):
         runner.name = type(impl).__name__
         self._weights = runner.average(tb.WeightBuckets(runner, lambda: {"optimizer steps": self._num_steps}))
         runner.replicas_diverge = lambda: self._are_weights and runner.process_group.size > 1
-        runner.agree_on_overflow = self._agree_on_overflow
+        runner.needs_grad_scaler, runner.agree_on_overflow = False, self._agree_on_overflow
         runner.on_close(self._forget_tensors)
         self._of_core: dict[tb.BaguaBucket, BucketFacade] = {}
         self._order: deque[BucketFacade] = deque()
@@ -132,8 +132,7 @@ class OwnImpl(tb.AlgorithmImpl):
     def _agree_on_overflow(self, found_inf: bool) -> bool:
         if not self.runner.replicas_diverge():
             return found_inf
-        agree = self._weights.lockstep.comparison("the search for Inf", flag=found_inf)
-        return self.runner.lane.submit(agree).result()
+        return self._weights.lockstep.agree_on_overflow(found_inf)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
