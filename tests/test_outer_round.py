@@ -21,6 +21,7 @@ from torchbagua.algorithms.weights.outer_residuals import OuterResiduals
 from torchbagua.algorithms.weights.outer_round import IN_FLIGHT, OuterRound
 from torchbagua.algorithms.weights.shadow_weights import ShadowWeights
 from torchbagua.algorithms.weights.synchronous_rounds import SynchronousRounds
+from torchbagua.codecs.cast import Cast, Identity
 from torchbagua.observe import Recorder
 
 LR = 0.5
@@ -39,13 +40,14 @@ class Shared(nn.Module):
 class Component:
     """A round, and what it works with."""
 
-    def __init__(self, runner: tb.Runner, *, overlaps: bool, num_fragments: int) -> None:
+    def __init__(self, runner: tb.Runner, *, overlaps: bool, num_fragments: int, has_feedback: bool) -> None:
         self.tracer = runner.tracer
         self.recorder = Recorder()
         self.rounds = SynchronousRounds(runner, runner.algorithm)
         self.weights = self.rounds.weights
         self.fragments = Fragments(num_fragments, interval=num_fragments)
-        self.residuals = OuterResiduals(runner, None, has_feedback=False)
+        self.codec = runner.codec
+        self.residuals = OuterResiduals(runner, None, has_feedback=has_feedback)
         self.shadow = ShadowWeights("a test", lambda shadows: torch.optim.SGD(shadows, lr=LR))
         self.round = OuterRound(
             self.rounds, self.shadow, self.residuals, self.fragments, runner.tracer, overlaps=overlaps
@@ -58,17 +60,23 @@ class Component:
                 [tensor for each in self.weights if not each.are_buffers for tensor in each.bucket.tensors]
             )
             self.shadow.rebuild(self.weights)
-        (bucket if one.are_buffers else self.shadow[one].gradient).append_centralized_synchronous_op()
+        if one.are_buffers:
+            bucket.append_centralized_synchronous_op()
+            return
+        gradient = self.shadow[one].gradient
+        residuals = self.residuals.of_bucket(one, gradient)
+        gradient.append_centralized_synchronous_op(compression=self.codec, error_feedback=residuals)
 
     def start(self, fragment: int | None = None) -> None:
         self.round.start([one for one in self.weights if fragment in (None, self.fragments.of_bucket(one))])
 
 
-def on_ranks(body: Any, *, overlaps: bool, num_fragments: int = 1) -> list[Any]:
+def on_ranks(body: Any, *, overlaps: bool, num_fragments: int = 1, has_feedback: bool = False) -> list[Any]:
     def make(runner: tb.Runner) -> Component:
-        return Component(runner, overlaps=overlaps, num_fragments=num_fragments)
+        return Component(runner, overlaps=overlaps, num_fragments=num_fragments, has_feedback=has_feedback)
 
-    algorithm = WeightComponent(make=make, append=Component.append)
+    codec = Cast() if has_feedback else Identity()
+    algorithm = WeightComponent(make=make, append=Component.append, codec=codec)
 
     def run(group: dist.ProcessGroup) -> Any:
         module, recorder = Shared(), Recorder()
@@ -208,6 +216,28 @@ def test_a_round_that_is_not_finite_is_dropped_on_all_ranks(
         on_ranks(body, overlaps=overlaps)
     messages = [str(one.message) for one in told if "is dropped on all ranks" in str(one.message)]
     assert len(messages) == (2 if is_dropped else 0)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.filterwarnings("ignore:torchbagua. the round after")
+def test_a_round_that_is_applied_commits_its_residuals(overlaps: bool) -> None:
+    def body(rank: int, module: Shared, component: Component) -> list[torch.Tensor]:
+        sent = []
+        for number in range(3):
+            with torch.no_grad():
+                module.first.copy_(dyadic(5, 3, seed=50 + 10 * number + rank))
+                if number == 1 and rank == 0:
+                    module.first[0, 0] = torch.nan
+            component.start()
+            component.round.receive()
+            sent.append(component.residuals.state_dict()["sent"]["first"])
+            component.round.apply()
+        return sent
+
+    for first, dropped, third in on_ranks(body, overlaps=overlaps, has_feedback=True):
+        assert first.any()
+        assert torch.equal(first, dropped)
+        assert not torch.equal(first, third)
 
 
 def test_a_state_has_what_is_still_to_be_added() -> None:
