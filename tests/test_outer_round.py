@@ -267,7 +267,8 @@ def test_a_state_has_what_is_still_to_be_added() -> None:
     on_ranks(load, overlaps=True)
 
 
-def test_a_fragment_goes_on_its_own() -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_fragment_goes_on_its_own(overlaps: bool) -> None:
     """And observers are told of it when it is applied."""
 
     def body(rank: int, module: Shared, component: Component) -> None:
@@ -285,4 +286,4 @@ def test_a_fragment_goes_on_its_own() -> None:
         applied = [event.values for event in component.recorder.events if event.phase == "apply" and event.values]
         assert applied == [{"rounds": 1, "fragment": fragment, "staleness in steps": 2}]
 
-    on_ranks(body, overlaps=True, num_fragments=2)
+    on_ranks(body, overlaps=overlaps, num_fragments=2)
