@@ -267,6 +267,31 @@ def test_a_state_has_what_is_still_to_be_added() -> None:
     on_ranks(load, overlaps=True)
 
 
+def test_a_state_of_one_fragment_changes_no_other() -> None:
+    def save(rank: int, module: Shared, component: Component) -> tuple[Any, ...]:
+        train(module, rank)
+        component.start(1)
+        before, state = weights_of(module), component.round.state_dict()
+        assert state["fragment"] == 1
+        component.round.apply()
+        return state, before, weights_of(module), component.fragments.by_name
+
+    saved = on_ranks(save, overlaps=True, num_fragments=2)
+
+    def load(rank: int, module: Shared, component: Component) -> None:
+        state, before, after, by_name = saved[rank]
+        with torch.no_grad():
+            for name, tensor in module.state_dict().items():
+                tensor.copy_(before[name])
+        differences = {name: torch.ones_like(one) for name, one in state["differences"].items()}
+        differences |= {name: one for name, one in state["differences"].items() if by_name.get(name, 1) == 1}
+        component.round.load_state_dict({**state, "differences": differences}, with_tensors=True)
+        component.round.apply()
+        assert_same_weights([weights_of(module), after])
+
+    on_ranks(load, overlaps=True, num_fragments=2)
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_fragment_goes_on_its_own(overlaps: bool) -> None:
     """And observers are told of it when it is applied."""
@@ -285,5 +310,10 @@ def test_a_fragment_goes_on_its_own(overlaps: bool) -> None:
         component.tracer.deliver()
         applied = [event.values for event in component.recorder.events if event.phase == "apply" and event.values]
         assert applied == [{"rounds": 1, "fragment": fragment, "staleness in steps": 2}]
+        theta = component.shadow.state_dict()["theta"]
+        component.start(1 - fragment)
+        component.round.apply()
+        assert torch.equal(component.shadow.state_dict()["theta"]["first"], theta["first"])
+        assert not torch.equal(component.shadow.state_dict()["theta"]["second"], theta["second"])
 
     on_ranks(body, overlaps=overlaps, num_fragments=2)
