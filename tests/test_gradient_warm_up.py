@@ -99,6 +99,18 @@ def test_what_another_backward_has_added_is_averaged_again() -> None:
     assert all(torch.equal(gradient, torch.full((4, 6), 4.0)) for gradient in on_ranks(2, body))
 
 
+def test_a_gradient_that_was_cleared_counts_as_zero() -> None:
+    """And not as that of the last backward, which the buckets still hold."""
+
+    def body(rank: int, module: Parts, warm_up: GradientWarmUp) -> torch.Tensor:
+        for has_gradient in (True, rank == 1):
+            module.everywhere.grad = torch.full_like(module.everywhere, 2.0) if has_gradient else None
+            warm_up.average_gradients()
+        return module.everywhere.grad
+
+    assert all(torch.equal(gradient, torch.full((4, 6), 1.0)) for gradient in on_ranks(2, body))
+
+
 def test_each_step_has_averaged_gradients() -> None:
     def body(rank: int, module: Parts, warm_up: GradientWarmUp) -> None:
         for _ in range(2):

@@ -10,6 +10,7 @@ from torch import nn
 
 import torchbagua as tb
 from ranks import run_ranks
+from torchbagua.observe import Recorder
 from torchbagua.runtime.bucket import BaguaTensor
 from torchbagua.runtime.lane import Lane
 from torchbagua.runtime.lockstep import Lockstep
@@ -20,13 +21,15 @@ class Rank:
 
     Attributes:
         ran: what has run on the lane.
+        recorder: observes the group.
     """
 
-    def __init__(self, group: tb.BaguaProcessGroup, lane: Lane) -> None:
+    def __init__(self, group: tb.BaguaProcessGroup, lane: Lane, recorder: Recorder) -> None:
         self.number = group.rank
         self.num_steps = 5
         self.lockstep = Lockstep(lane, group.world, lambda: {"steps": self.num_steps})
         self.ran: list[str] = []
+        self.recorder = recorder
 
     def submit(self, **options: Any) -> str:
         def run() -> str:
@@ -44,11 +47,12 @@ class Rank:
 
 def on_ranks(size: int, body: Callable[[Rank], Any]) -> list[Any]:
     def run(group: dist.ProcessGroup) -> Any:
-        own = tb.BaguaProcessGroup(group)
+        recorder = Recorder()
+        own = tb.BaguaProcessGroup(group, observers=[recorder])
         own.open()
         lane = Lane("a test", on_failure=own.close)
         try:
-            return body(Rank(own, lane))
+            return body(Rank(own, lane, recorder))
         finally:
             lane.close()
             own.close()
@@ -105,13 +109,20 @@ def test_a_flag_of_any_rank_is_known_to_all() -> None:
 
 
 def test_loads_are_compared_once() -> None:
-    def body(rank: Rank) -> None:
-        for number in range(2):
-            rank.lockstep.loads.add({"weight": torch.full((3,), float(number))})
-            for _ in range(2):
-                rank.submit()
+    """By a second message, when there is a new one on any rank."""
 
-    on_ranks(2, body)
+    def body(rank: Rank) -> list[int]:
+        num_messages = []
+        for number in range(4):
+            if number % 2:
+                rank.lockstep.loads.add({"weight": torch.full((3,), float(number))})
+            rank.recorder.clear()
+            rank.submit()
+            num_messages.append(sum(event.phase == "send" for event in rank.recorder.events))
+            rank.ran.clear()
+        return num_messages
+
+    assert on_ranks(2, body) == [[1, 2, 1, 2]] * 2
 
 
 @pytest.mark.parametrize(

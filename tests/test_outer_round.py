@@ -21,6 +21,7 @@ from torchbagua.algorithms.weights.outer_residuals import OuterResiduals
 from torchbagua.algorithms.weights.outer_round import IN_FLIGHT, OuterRound
 from torchbagua.algorithms.weights.shadow_weights import ShadowWeights
 from torchbagua.algorithms.weights.synchronous_rounds import SynchronousRounds
+from torchbagua.codecs.cast import Cast, Identity
 from torchbagua.observe import Recorder
 from torchbagua.runtime.weight_bucket import WeightBucket
 
@@ -40,13 +41,14 @@ class Shared(nn.Module):
 class Component:
     """A round, and what it works with."""
 
-    def __init__(self, runner: tb.Runner, *, overlaps: bool, num_fragments: int) -> None:
+    def __init__(self, runner: tb.Runner, *, overlaps: bool, num_fragments: int, has_feedback: bool) -> None:
         self.tracer = runner.tracer
         self.recorder = Recorder()
         self.rounds = SynchronousRounds(runner, runner.algorithm)
         self.weights = self.rounds.weights
         self.fragments = Fragments(num_fragments, interval=num_fragments)
-        self.residuals = OuterResiduals(runner, None, has_feedback=False)
+        self.codec = runner.codec
+        self.residuals = OuterResiduals(runner, None, has_feedback=has_feedback)
         self.shadow = ShadowWeights("a test", lambda shadows: torch.optim.SGD(shadows, lr=LR))
         self.round = OuterRound(
             self.rounds, self.shadow, self.residuals, self.fragments, runner.tracer, overlaps=overlaps
@@ -57,17 +59,23 @@ class Component:
         if not self.shadow.tensors:  # of the first bucket
             self.fragments.assign([tensor for each in self.weights if not each.are_buffers for tensor in each.tensors])
             self.shadow.rebuild(self.weights)
-        (bucket if bucket.are_buffers else self.shadow[bucket].gradient).append_centralized_synchronous_op()
+        if bucket.are_buffers:
+            bucket.append_centralized_synchronous_op()
+            return
+        gradient = self.shadow[bucket].gradient
+        residuals = self.residuals.of_bucket(bucket, gradient)
+        gradient.append_centralized_synchronous_op(compression=self.codec, error_feedback=residuals)
 
     def start(self, fragment: int | None = None) -> None:
         self.round.start([each for each in self.weights if fragment in (None, self.fragments.of_bucket(each))])
 
 
-def on_ranks(body: Any, *, overlaps: bool, num_fragments: int = 1) -> list[Any]:
+def on_ranks(body: Any, *, overlaps: bool, num_fragments: int = 1, has_feedback: bool = False) -> list[Any]:
     def make(runner: tb.Runner) -> Component:
-        return Component(runner, overlaps=overlaps, num_fragments=num_fragments)
+        return Component(runner, overlaps=overlaps, num_fragments=num_fragments, has_feedback=has_feedback)
 
-    algorithm = WeightComponent(make=make, append=Component.append)
+    codec = Cast() if has_feedback else Identity()
+    algorithm = WeightComponent(make=make, append=Component.append, codec=codec)
 
     def run(group: dist.ProcessGroup) -> Any:
         module, recorder = Shared(), Recorder()
@@ -209,6 +217,28 @@ def test_a_round_that_is_not_finite_is_dropped_on_all_ranks(
     assert len(messages) == (2 if is_dropped else 0)
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.filterwarnings("ignore:torchbagua. the round after")
+def test_a_round_that_is_applied_commits_its_residuals(overlaps: bool) -> None:
+    def body(rank: int, module: Shared, component: Component) -> list[torch.Tensor]:
+        sent = []
+        for number in range(3):
+            with torch.no_grad():
+                module.first.copy_(dyadic(5, 3, seed=50 + 10 * number + rank))
+                if number == 1 and rank == 0:
+                    module.first[0, 0] = torch.nan
+            component.start()
+            component.round.receive()
+            sent.append(component.residuals.state_dict()["sent"]["first"])
+            component.round.apply()
+        return sent
+
+    for first, dropped, third in on_ranks(body, overlaps=overlaps, has_feedback=True):
+        assert first.any()
+        assert torch.equal(first, dropped)
+        assert not torch.equal(first, third)
+
+
 def test_a_state_has_what_is_still_to_be_added() -> None:
     def save(rank: int, module: Shared, component: Component) -> tuple[Any, ...]:
         train(module, rank)
@@ -236,7 +266,33 @@ def test_a_state_has_what_is_still_to_be_added() -> None:
     on_ranks(load, overlaps=True)
 
 
-def test_a_fragment_goes_on_its_own() -> None:
+def test_a_state_of_one_fragment_changes_no_other() -> None:
+    def save(rank: int, module: Shared, component: Component) -> tuple[Any, ...]:
+        train(module, rank)
+        component.start(1)
+        before, state = weights_of(module), component.round.state_dict()
+        assert state["fragment"] == 1
+        component.round.apply()
+        return state, before, weights_of(module), component.fragments.by_name
+
+    saved = on_ranks(save, overlaps=True, num_fragments=2)
+
+    def load(rank: int, module: Shared, component: Component) -> None:
+        state, before, after, by_name = saved[rank]
+        with torch.no_grad():
+            for name, tensor in module.state_dict().items():
+                tensor.copy_(before[name])
+        differences = {name: torch.ones_like(one) for name, one in state["differences"].items()}
+        differences |= {name: one for name, one in state["differences"].items() if by_name.get(name, 1) == 1}
+        component.round.load_state_dict({**state, "differences": differences})
+        component.round.apply()
+        assert_same_weights([weights_of(module), after])
+
+    on_ranks(load, overlaps=True, num_fragments=2)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_fragment_goes_on_its_own(overlaps: bool) -> None:
     """And observers are told of it when it is applied."""
 
     def body(rank: int, module: Shared, component: Component) -> None:
@@ -253,5 +309,10 @@ def test_a_fragment_goes_on_its_own() -> None:
         component.tracer.deliver()
         applied = [event.values for event in component.recorder.events if event.phase == "apply" and event.values]
         assert applied == [{"rounds": 1, "fragment": fragment, "staleness in steps": 2}]
+        theta = component.shadow.state_dict()["theta"]
+        component.start(1 - fragment)
+        component.round.apply()
+        assert torch.equal(component.shadow.state_dict()["theta"]["first"], theta["first"])
+        assert not torch.equal(component.shadow.state_dict()["theta"]["second"], theta["second"])
 
-    on_ranks(body, overlaps=True, num_fragments=2)
+    on_ranks(body, overlaps=overlaps, num_fragments=2)

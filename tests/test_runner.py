@@ -14,7 +14,9 @@ from torch import nn
 import torchbagua as tb
 from components import GradientComponent, WeightComponent, backward
 from ranks import run_ranks
+from torchbagua.algorithms.gradient.feedback import ErrorFeedback
 from torchbagua.runtime.impl import AlgorithmImpl
+from torchbagua.runtime.parameter_state import residual_state
 from torchbagua.runtime.runner import Runner
 
 NO_PROGRESS: dict[str, int] = {}
@@ -24,7 +26,18 @@ def append_mean(component: object, bucket: tb.BaguaBucket) -> None:
     bucket.append_centralized_synchronous_op()
 
 
-GRADIENTS = GradientComponent(make=lambda runner: None, append=append_mean)
+def append_feedback(feedback: ErrorFeedback[Any], bucket: tb.BaguaBucket) -> None:
+    def append(part: tb.BaguaBucket) -> None:
+        residuals = feedback.state.of_bucket(part)
+        part.append_centralized_synchronous_op(compression="bfloat16", error_feedback=residuals)
+
+    feedback.append(bucket, append)
+
+
+# It watches the steps of optimizers, and has hooks of parameters.
+GRADIENTS = GradientComponent(
+    make=lambda runner: ErrorFeedback(runner, residual_state("a test")), append=append_feedback
+)
 WEIGHTS = WeightComponent(
     make=lambda runner: runner.algorithm.make_weights(runner, lambda: NO_PROGRESS), append=append_mean
 )
@@ -109,7 +122,9 @@ def test_what_nobody_holds_is_collected_and_its_lane_ends(algorithm: Any) -> Non
         runner.set_module(module)
         parameters = list(module.parameters())
         if algorithm is GRADIENTS:
-            backward(runner, parameters, [torch.ones_like(parameter) for parameter in parameters])
+            for _ in range(2):
+                backward(runner, parameters, [torch.ones_like(parameter) for parameter in parameters])
+                optimizer.step()
         else:
             runner.lane.submit(lambda: [bucket.run() for bucket in runner.buckets]).result()
         return weakref.ref(runner), weakref.ref(runner.impl), lane_of(runner)

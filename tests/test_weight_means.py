@@ -78,8 +78,12 @@ def test_the_mean_for_a_while_and_each_ranks_own_within() -> None:
             assert_same_weights([weights_of(module), found])
             raise ZeroDivisionError
         assert_same_weights([weights_of(module), before])
+        with torch.no_grad():
+            for one in module.parameters():
+                one.add_(1)
+        later = weights_of(module)
         with means.own():  # it has them
-            assert_same_weights([weights_of(module), before])
+            assert_same_weights([weights_of(module), later])
         assert all(bool((bucket.flat == number).all()) for number, bucket in enumerate(weights))
         return found
 
