@@ -267,7 +267,11 @@ def test_what_is_no_state_of_a_rank_is_refused() -> None:
                 with pytest.raises(ValueError, match=message):
                     attachment.load_rank_state_dict(wrong)
             with attachment.averaged_weights():
-                for call in (attachment.detach, lambda: attachment.load_rank_state_dict(state)):
+                for call in (
+                    attachment.detach,
+                    lambda: attachment.load_rank_state_dict(state),
+                    lambda: attachment.load_state_dict(state["attachment"]),
+                ):
                     with pytest.raises(RuntimeError, match="is called within averaged_weights, whose end undoes"):
                         call()
 

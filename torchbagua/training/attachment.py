@@ -355,8 +355,10 @@ class Attachment:
 
         Raises:
             ValueError: it is the state of another algorithm, of a later format, or of arguments that may not change.
+            RuntimeError: it is called within `averaged_weights`.
             CommunicationError: ranks have states of different parameters, or communication failed.
         """
+        self._check_no_mean("load_state_dict")
         with self._loads.superseded():
             load_state(self.runner, state)
 

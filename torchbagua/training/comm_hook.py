@@ -48,9 +48,8 @@ def comm_hook(state: Runner, bucket: dist.GradBucket) -> torch.futures.Future[to
             bfloat16, float16, complex128 and complex64.
     """
     if not isinstance(state, Runner) or state.averages_weights:
-        raise TypeError(
-            f"comm_hook: state must be what a gradient algorithm's reify returned, got {type(state).__name__}"
-        )
+        got = f"that of {state.name}, which averages weights" if isinstance(state, Runner) else type(state).__name__
+        raise TypeError(f"comm_hook: state must be what a gradient algorithm's reify returned, got {got}")
     if isinstance(bucket, tuple):  # (gradient, parameter); what a hook returns is then thrown away
         raise TypeError(
             "comm_hook: bucket must be a torch.distributed.GradBucket, got a tuple of gradient and parameter: the "

@@ -129,7 +129,7 @@ class DiLoCoAlgorithm(ModelAveragingAlgorithm):
         """Raise ValueError for other arguments, or where residuals are those of another rank."""
         super().check_state(saved, state, process_group)
         owner = type(self).__name__
-        check_keys(owner, state, ["step", "num_rounds", "theta", "outer", "residuals", *IN_FLIGHT])
+        check_keys(owner, state, _KEYS)
         check_residuals(owner, state["residuals"], process_group)
 
     def make_codec(self) -> Compressor:
@@ -312,6 +312,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         Of another number of ranks, of other nodes, or where attached is full precision, residuals are dropped, with a
         RuntimeWarning. Where a single rank has saved it, which keeps no shadow weights, they are what was attached to.
         """
+        check_keys(self.runner.name, state, _KEYS)
         self._round.abandon()
         self._weights.lockstep.loads.forget()
         if self.rounds.is_single_rank:
@@ -328,6 +329,9 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         self.rounds.step, self.rounds.num_rounds = state["step"], state["num_rounds"]
         also = {"as a digest of the shadow weights": self.shadow.digest()}
         self._weights.lockstep.submit(lambda: None, "loading the state", also=also).result()
+
+
+_KEYS = ["step", "num_rounds", "theta", "outer", "residuals", *IN_FLIGHT]
 
 
 def _outer_optimizer(algorithm: DiLoCoAlgorithm, shadows: list[torch.Tensor]) -> torch.optim.Optimizer:
