@@ -97,7 +97,9 @@ def backward(
     bucket = runner.gradient_bucket(parameters, flat, index=0)
     runner.lane.submit(bucket.run).result()
     if not has_joined:
-        for parameter, part in zip(parameters, flat.split([one.numel() for one in parameters]), strict=True):
+        for parameter, part in zip(
+            parameters, flat.split([parameter.numel() for parameter in parameters]), strict=True
+        ):
             parameter.grad = part.view_as(parameter).clone()
     return bucket
 

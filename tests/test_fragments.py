@@ -55,7 +55,7 @@ def test_rounds_of_fragments_take_turns(num_fragments: int, interval: int, due_a
         own = tb.BaguaProcessGroup(group)
         buffer = BaguaTensor("running_mean", torch.zeros(6))
         buckets = [
-            WeightBucket("a test", [tensor], own, torch.zeros(tensor.parameter.numel()), are_buffers=tensor is buffer)
+            WeightBucket("a test", [tensor], own, torch.zeros(tensor.parameter.numel()))
             for tensor in [*tensors, buffer]
         ]
         return [[step for step in range(1, 13) if fragments.is_due(bucket, step)] for bucket in buckets]

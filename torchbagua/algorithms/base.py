@@ -203,9 +203,9 @@ class Algorithm:
         where = f"{type(self).__name__}.reify"
         check_observers(where, observers)
         given = optimizer if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
-        optimizers = [unwrap(one) for one in given]
-        for one in optimizers:
-            check_optimizer(where, one)
+        optimizers = [unwrap(each) for each in given]
+        for unwrapped in optimizers:
+            check_optimizer(where, unwrapped)
         return bind(self, process_group, optimizers, observers, timeout)
 
 

@@ -82,9 +82,6 @@ class BlockCodec(Compressor):
         num_headers = num_blocks if self.block else min(num_blocks, 1)
         return pad_bytes(self.block_format.most_bytes(num_elements, num_headers))
 
-    def _most_bytes(self, lengths: torch.Tensor) -> int:
-        return self.block_format.most_bytes(int(lengths.sum()), len(lengths))
-
     def block_table(self, bounds_B: torch.Tensor, first_byte: int) -> torch.Tensor:
         bounds = bounds_B if self.block else bounds_B[[0, -1]].unique()
         starts, lengths = bounds[:-1], bounds.diff()
@@ -92,11 +89,12 @@ class BlockCodec(Compressor):
         headers = first_byte + header_bytes * torch.arange(len(starts))
         payload_bytes = self.block_format.payload_bytes(lengths)
         payloads = first_byte + header_bytes * len(starts) + payload_bytes.cumsum(0) - payload_bytes
-        needed, most = header_bytes * len(starts) + int(payload_bytes.sum()), self._most_bytes(lengths)
+        needed, num_elements = header_bytes * len(starts) + int(payload_bytes.sum()), int(lengths.sum())
+        most = self.block_format.most_bytes(num_elements, len(starts))
         if needed > most:
             raise ValueError(
                 f"{type(self).__name__}: block_format.most_bytes must be at least the bytes of all headers and "
-                f"payloads, got {most} where {len(starts)} blocks of {int(lengths.sum())} elements take {needed}"
+                f"payloads, got {most} where {len(starts)} blocks of {num_elements} elements take {needed}"
             )
         return torch.stack([starts, lengths, headers, payloads], dim=1)
 

@@ -34,6 +34,11 @@ class BaguaTensor:
     def __post_init__(self, kept_order: MemoryOrder | None) -> None:
         object.__setattr__(self, "order", kept_order or MemoryOrder(self.parameter))
 
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is a parameter, and not a buffer."""
+        return isinstance(self.parameter, torch.nn.Parameter)
+
 
 _CARRIED_DTYPES = (
     torch.float64,

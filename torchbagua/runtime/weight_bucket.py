@@ -1,6 +1,6 @@
 """WeightBucket: one bucket of weights, and the flat tensors that a weight algorithm keeps beside it."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from functools import cached_property
 from operator import attrgetter
 
@@ -8,8 +8,7 @@ import torch
 
 from torchbagua.codecs.base import sum_dtype
 from torchbagua.collectives.low_precision_ring import Replicas
-from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
+from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.memory_order import flat_length
 
 FlatOf = Callable[["WeightBucket"], torch.Tensor]
@@ -24,13 +23,6 @@ class WeightBucket(BaguaBucket):
     """A bucket of weights, with the tensors that an algorithm keeps beside the flat one; see `WeightBuckets`.
 
     Each tensor is made when it is first asked for, on the current stream of that thread.
-
-    Args:
-        name, tensors, group, flat: see `BaguaBucket`.
-        are_buffers: True if they are buffers, False if they are parameters.
-
-    Attributes:
-        are_buffers: the same.
     """
 
     # What they hold, and which thread's they are: T, the training thread, and L, the lane. Where nothing else is said,
@@ -49,17 +41,10 @@ class WeightBucket(BaguaBucket):
     # | DiLoCo, delay  | outer gradient, its mean, then | the snapshot          | of buffers, mean -       |          |
     # |                | theta' - snapshot; or mean     |                       | snapshot                 |          |
 
-    def __init__(
-        self,
-        name: str,
-        tensors: Sequence[BaguaTensor],
-        group: BaguaProcessGroup,
-        flat: torch.Tensor,
-        *,
-        are_buffers: bool,
-    ) -> None:
-        super().__init__(name, tensors, group, flat)
-        self.are_buffers = are_buffers
+    @cached_property
+    def are_buffers(self) -> bool:
+        """Whether it holds buffers, and not parameters."""
+        return not self.tensors[0].is_parameter
 
     @cached_property
     def snapshot(self) -> torch.Tensor:

@@ -103,19 +103,19 @@ class WeightBuckets:
             tensors += [BaguaTensor(name, buffer) for name, buffer in buffers if _is_inexact(buffer)]
         tensors = [tensor for tensor in tensors if tensor.name not in ignored_names]
         for tensor in tensors:
-            kind = "parameter" if _is_parameter(tensor) else "buffer"
+            kind = "parameter" if tensor.is_parameter else "buffer"
             check_elements(f"{self._owner}: {kind} {tensor.name}", tensor.parameter)
         devices = sorted({str(tensor.parameter.device) for tensor in tensors})
         if len(devices) > 1:
             raise ValueError(f"{self._owner}: the module must be on one device, got {', '.join(devices)}")
-        self._averaged = {tensor.name: tensor.parameter for tensor in tensors if _is_parameter(tensor)}
+        self._averaged = {tensor.name: tensor.parameter for tensor in tensors if tensor.is_parameter}
         if self._group.size == 1:
             return []
         named = [
             BaguaTensor(name_of_shard(tensor.name, tensor.parameter), tensor.parameter, self._kept_order(tensor))
             for tensor in tensors
         ]
-        self.lockstep.layout_watch.watch(list(filter(_is_parameter, named)))
+        self.lockstep.layout_watch.watch([tensor for tensor in named if tensor.is_parameter])
         return named
 
     def _kept_order(self, tensor: BaguaTensor) -> MemoryOrder:
@@ -167,14 +167,14 @@ class WeightBuckets:
         """
         kinds: dict[tuple[str, torch.dtype, bool], list[BaguaTensor]] = {}
         for tensor in tensors:
-            kinds.setdefault((part_of(tensor), tensor.parameter.dtype, _is_parameter(tensor)), []).append(tensor)
+            kinds.setdefault((part_of(tensor), tensor.parameter.dtype, tensor.is_parameter), []).append(tensor)
         self._buckets = []
         for (part, dtype, are_parameters), alike in kinds.items():
             for members in parted(alike, self._cap_bytes, lambda tensor: local_shard(tensor.parameter).nbytes):
                 name = f"{part}{'weight' if are_parameters else 'buffer'} bucket {len(self._buckets)}"
                 num_elements = sum(flat_length(tensor.parameter) for tensor in members)
                 flat = torch.zeros(num_elements, dtype=dtype.to_real(), device=members[0].parameter.device)
-                self._buckets.append(WeightBucket(name, members, self._group, flat, are_buffers=not are_parameters))
+                self._buckets.append(WeightBucket(name, members, self._group, flat))
         self._shapes = {tensor.name: local_shard(tensor.parameter).shape for tensor in tensors}
         kinds_of = [
             (tensor.name, tuple(self._shapes[tensor.name]), str(tensor.parameter.dtype), tensor.order)
@@ -272,10 +272,6 @@ class WeightBuckets:
             )
         for name, part in parts.items():
             part.copy_(state[name])
-
-
-def _is_parameter(tensor: BaguaTensor) -> bool:
-    return isinstance(tensor.parameter, torch.nn.Parameter)
 
 
 def _is_inexact(tensor: torch.Tensor) -> bool:

@@ -205,7 +205,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
         return node_gradients
 
     def tensors_to_buckets(self, tensors: list[BaguaTensor], do_flatten: bool) -> list[BaguaBucket]:
-        parameters = [tensor for tensor in tensors if isinstance(tensor.parameter, torch.nn.Parameter)]
+        parameters = [tensor for tensor in tensors if tensor.is_parameter]
         num_fragments = self.algorithm.fragments
         if num_fragments > len(parameters) and not self.rounds.is_single_rank:
             raise ValueError(
