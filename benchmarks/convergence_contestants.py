@@ -137,7 +137,7 @@ BASELINE = "ddp"
 CONTESTANTS: dict[str, Contestant] = {
     BASELINE: hooked("DDP, float32", lambda ddp, _: None, tasks=list(TASKS)),
     # Its records say flat. It runs on one node, where it is flat anyway.
-    "gradient_allreduce": attached("GradientAllReduce", tb.GradientAllReduceAlgorithm(hierarchical=False)),
+    "gradient_allreduce": attached("GradientAllReduce", tb.GradientAllReduceAlgorithm(in_rank_order=True)),
     "bf16": hooked("DDP, bf16 hook", lambda ddp, _: ddp.register_comm_hook(None, cast_hook(torch.bfloat16))),
     "fp16": hooked("DDP, fp16 hook", lambda ddp, _: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)),
     "powersgd_hook": hooked(

@@ -149,8 +149,11 @@ def load(path: Path, settings: Mapping[str, Any], steps: Mapping[str, int]) -> t
 
 
 def _settings_of(record: Record) -> str:
-    """Those recorded; recorded names of codecs may have the spelling of their classes."""
+    """Those recorded, as they are written now: codecs by name, and the all-reduce with its order, that of ranks."""
     settings: str = record["settings"]
+    settings = settings.replace(
+        "(hierarchical=False, average=True)", "(hierarchical=False, average=True, in_rank_order=True)"
+    )
     return settings.replace("'MinMaxUInt4'", "'minmax_uint4'").replace("'MinMaxUInt8'", "'minmax_uint8'")
 
 

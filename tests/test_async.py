@@ -17,7 +17,9 @@ import torchbagua as tb
 from averaging import Normed, Trainer, Weights, assert_same_weights, stacked, weights_of
 from ranks import run_ranks
 from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl
+from torchbagua.transport import TransportMaker
 from training import build
+from transports import MessagesAlone
 
 
 def run_async(
@@ -25,13 +27,15 @@ def run_async(
     body: Callable[[int, Trainer, tb.Attachment], Any],
     algorithm: tb.Algorithm,
     timeout: timedelta = timedelta(seconds=30),
+    transport: TransportMaker | None = None,
 ) -> list[Any]:
     """Run `body(rank, trainer, attachment)` on every rank; no lane may stay behind."""
     model = build(Normed)
 
     def run(group: dist.ProcessGroup) -> Any:
         trainer = Trainer(group, model, lr=0.001)
-        with tb.attach(trainer.ddp, trainer.optimizer, algorithm, timeout=timeout) as attachment:
+        own = tb.BaguaProcessGroup(group, timeout=timeout, transport=transport)
+        with tb.attach(trainer.ddp, trainer.optimizer, algorithm, process_group=own) as attachment:
             result = body(group.rank(), trainer, attachment)
         trainer.trace.final = weights_of(trainer.module)
         return result, trainer.trace.final
@@ -142,7 +146,9 @@ def test_warm_up_averages_gradients_in_full_precision() -> None:
         wait_for_rounds(attachment.impl, 1)
         return seen
 
-    seen = run_async(4, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=4))
+    seen = run_async(
+        4, body, tb.AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=4), transport=MessagesAlone
+    )
     for by_rank in zip(*seen, strict=True):
         for name in by_rank[0][0]:
             expected = oracle.gradient_allreduce(stacked([local for local, _ in by_rank], name))

@@ -16,7 +16,7 @@ import torchbagua as tb
 from ranks import run_ranks
 from training import Branches, OneElement, Run, Tower, build, flat, train
 
-ALGORITHMS = [tb.ByteGradAlgorithm(), tb.GradientAllReduceAlgorithm()]
+ALGORITHMS = [tb.ByteGradAlgorithm(), tb.GradientAllReduceAlgorithm(in_rank_order=True)]
 IN_4_BITS = tb.CompressedAllReduceAlgorithm()
 
 
@@ -97,9 +97,10 @@ NODES = [[0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 1], [0, 0, 0, 1, 1], [0, 0, 1, 1, 2,
 )
 def test_hierarchical(device: torch.device, nodes: list[int], algorithm: tb.Algorithm) -> None:
     model = build(Tower).to(device)
+    of_nodes = dataclasses.replace(algorithm, hierarchical=True)
 
     def body(group: torch.distributed.ProcessGroup) -> Run:
-        return train(group, model, algorithm, nodes=nodes, bucket_cap_mb=0.01)
+        return train(group, model, of_nodes, nodes=nodes, bucket_cap_mb=0.01)
 
     runs = run_ranks(len(nodes), body, device=device)
     check_runs(runs, algorithm, nodes)
@@ -120,7 +121,7 @@ def test_flat_over_nodes(device: torch.device, algorithm: tb.Algorithm) -> None:
 def test_sum_instead_of_mean(algorithm: tb.Algorithm) -> None:
     """On two ranks a sum is exactly twice the mean, in both codecs."""
     model = build(Tower)
-    summed = type(algorithm)(average=False)
+    summed = dataclasses.replace(algorithm, average=False)
     runs = run_ranks(2, lambda group: train(group, model, summed, num_steps=1))
     for name, gradient in runs[0].averaged[0].items():
         expected = 2 * expected_average(algorithm, [run.local[0][name] for run in runs], None)

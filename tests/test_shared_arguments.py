@@ -22,6 +22,8 @@ def defaults_of(argument: str, functions: list[Callable[..., Any]]) -> dict[str,
 
 
 def test_hierarchical_is_true_by_default() -> None:
+    """But where the backend's all-reduce knows of nodes itself."""
     defaults = defaults_of("hierarchical", [*CONSTRUCTORS, *METHODS])
     assert {"GradientAllReduceAlgorithm", "GroupOperations.all_reduce"} <= defaults.keys()
+    assert not defaults.pop("GradientAllReduceAlgorithm")
     assert set(defaults.values()) == {True}, defaults

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
@@ -135,30 +136,37 @@ def build(make_model: Callable[[], nn.Module]) -> nn.Module:
 def train(
     group: dist.ProcessGroup,
     model: nn.Module,
-    algorithm: tb.Algorithm,
+    algorithm: tb.Algorithm | None,
     *,
     nodes: Sequence[int] | None = None,
+    own_group: tb.BaguaProcessGroup | None = None,
     num_micro_batches: int = 1,
     num_steps: int = NUM_STEPS,
     tells_optimizer: bool = False,
     before_hook: Callable[[int], None] = lambda step: None,
     **ddp_options: Any,
 ) -> Run:
-    """Train a copy of `model`, where that is, with SGD through the standalone hook; data differ by rank and step."""
+    """Train a copy of `model`, where that is, with SGD through the standalone hook; data differ by rank and step.
+
+    Without an algorithm, through torch's `allreduce_hook`.
+    """
     rank, device = group.rank(), device_of(model)
     ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, **ddp_options)
     names = {parameter: name for name, parameter in ddp.module.named_parameters()}
     run = Run()
 
-    def recording_hook(state: tb.AlgorithmImpl, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def recording_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         before_hook(len(run.local))
         run.local[-1].update({names[parameter]: gradient.clone() for parameter, gradient in gradients_in(bucket)})
-        return tb.comm_hook(state, bucket)
+        return (allreduce_hook if algorithm is None else tb.comm_hook)(state, bucket)
 
     optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.1)
-    own_group = group if nodes is None else tb.BaguaProcessGroup(group, nodes=nodes)
-    impl = algorithm.reify(own_group, optimizer=optimizer if tells_optimizer else None)
-    ddp.register_comm_hook(impl, recording_hook)
+    runner = None
+    if algorithm is not None:
+        if nodes is not None:
+            own_group = tb.BaguaProcessGroup(group, nodes=nodes)
+        runner = algorithm.reify(own_group or group, optimizer=optimizer if tells_optimizer else None)
+    ddp.register_comm_hook(group if runner is None else runner, recording_hook)
     data = torch.Generator().manual_seed(1000 + rank)
     for step in range(num_steps):
         optimizer.zero_grad()
@@ -171,7 +179,8 @@ def train(
             {name: p.grad.clone() for p, name in names.items() if p.grad is not None and name in run.local[-1]}
         )
         optimizer.step()
-    impl.close()
+    if runner is not None:
+        runner.close()
     # Not sooner: a copy to the CPU waits for the GPU, and hides what is not waited for.
     run.local, run.averaged = list(map(on_cpu, run.local)), list(map(on_cpu, run.averaged))
     run.weights = on_cpu({name: parameter.detach().clone() for parameter, name in names.items()})

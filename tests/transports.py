@@ -18,6 +18,12 @@ QueueTransport: type[Transport] = names_in("extend/transport.md", "class QueueTr
 ]
 
 
+class MessagesAlone(GlooTransport):
+    """A gloo transport without collectives: all that is summed is then added in rank order, as by the oracle."""
+
+    abilities = replace(GlooTransport.abilities, collectives=frozenset())
+
+
 class PlayedNccl(GlooTransport):
     """A gloo transport that does what NCCL's can, and writes down which thread asked for a collective."""
 

@@ -12,44 +12,49 @@ class AllReduceMean:
     """Mean (or sum) of a flat tensor, reduced in the backend's own order: the same bits on all ranks.
 
     Args:
-        communicator: over all ranks; it posts no messages of tensors on this device.
+        communicator: over all ranks.
         spec: the tensor.
         divisor: the number of ranks; 1 for the sum.
+        divides_first: divide each value and then add, as torch's `allreduce_hook` does and by the same call, for its
+            bits. float16 is always divided first, since a sum of many ranks may leave its range.
     """
 
-    def __init__(self, communicator: Communicator, spec: TensorSpec, divisor: float) -> None:
+    def __init__(
+        self, communicator: Communicator, spec: TensorSpec, divisor: float, *, divides_first: bool = False
+    ) -> None:
         self._communicator = communicator
         self._name = spec.name
-        # A tensor: division by a Python number would be a multiplication by its reciprocal.
-        self._divisor = None if divisor == 1.0 else torch.full((1,), divisor, device=spec.device)
-        # A sum of many ranks may leave the range of float16, so there each value is divided first, as DDP does.
-        self._divides_first = spec.dtype == torch.float16
+        self._is_mean = divisor != 1
+        self._divides_first = divides_first or spec.dtype == torch.float16
+        # By a tensor, where the bits are not torch's: a GPU divides by a number as it multiplies by the reciprocal.
+        self._divisor = divisor if divides_first else torch.full((1,), divisor, device=spec.device)
 
     def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
         """Write the mean of `x_N` to `out_N`, another tensor like it; by default in place.
 
         Raises:
-            CommunicationError: the backend refuses, see `Communicator.all_reduce`.
+            CommunicationError: the backend refuses, or a rank is gone or did not take part within the group's timeout.
         """
         communicator = self._communicator
         if out_N is None:
             out_N = x_N
         else:
             out_N.copy_(x_N)
-        if self._divisor is not None and self._divides_first:
+        if self._is_mean and self._divides_first:
             out_N.div_(self._divisor)
         # What a rank has to send in a ring; its neighbours there stand for the peers that the backend chooses.
         num_bytes = 2 * out_N.nbytes * (communicator.size - 1) // communicator.size
         details = Details(
             "all_reduce", self._name, num_elements=out_N.numel(), raw_bytes=num_bytes, wire_bytes=num_bytes
         )
+        on_host = communicator.posts_messages(out_N.device)
 
         def messages() -> list[Span]:
             return [
-                communicator.message_span("send", communicator.rank_after(1), details, on_host=False),
-                communicator.message_span("receive", communicator.rank_before(1), details, on_host=False),
+                communicator.message_span("send", communicator.rank_after(1), details, on_host=on_host),
+                communicator.message_span("receive", communicator.rank_before(1), details, on_host=on_host),
             ]
 
         communicator.all_reduce(out_N, f"all_reduce of {self._name}", messages)
-        if self._divisor is not None and not self._divides_first:
+        if self._is_mean and not self._divides_first:
             out_N.div_(self._divisor)

@@ -11,7 +11,8 @@ from torchbagua.codecs.base import Compressor, sum_dtype
 from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name
-from torchbagua.collectives.centralized_mean import centralized_mean
+from torchbagua.collectives.all_reduce_mean import AllReduceMean
+from torchbagua.collectives.centralized_mean import Mean, centralized_mean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.low_precision_ring import Replicas, check_ring_compression, low_precision_ring
 from torchbagua.collectives.neighbourhood_mean import check_topology, neighbourhood_mean
@@ -143,6 +144,22 @@ class BucketOperations:
 
         return self._append(Operation(f"centralized_mean in {compressor!r}", group, run))
 
+    def append_all_reduce_op(self: B, average: bool = True, group: BaguaProcessGroup | None = None) -> B:
+        """Append the mean (or sum) of the flat tensor by the backend's all-reduce, in the backend's order of summation.
+
+        The bits are those of torch's `allreduce_hook`, which divides and then adds, and the same on all ranks. A
+        transport that has messages and no all-reduce sends them as `append_centralized_synchronous_op` does.
+
+        Args:
+            average: divide by the number of ranks.
+            group: the group; by default that of the bucket.
+        """
+        group = group or self.group
+        if group.size == 1 or not group.world.has_all_reduce(self.spec.device):
+            return self.append_centralized_synchronous_op(False, average, group=group)
+        mean = AllReduceMean(group.world, self.spec, group.size if average else 1, divides_first=True)
+        return self._append(Operation("all_reduce", group, lambda bucket: mean(bucket.flat)))
+
     def append_decentralized_synchronous_op(
         self: B,
         peer_weight: torch.Tensor,
@@ -225,8 +242,9 @@ class BucketOperations:
     ) -> B:
         """Append the mean over all ranks in full precision, for a thread that runs beside training.
 
-        It takes no codec, since what it averages are weights: an error of compression would be relative to these, and
-        not to their changes, and would come back in every round.
+        The all-reduce of the backend forms it, in the order of the backend. It takes no codec, since what it averages
+        are weights: an error of compression would be relative to these, and not to their changes, and would come back
+        in every round.
 
         Args:
             peer_selection_mode: "all"; there is no other.
@@ -240,16 +258,22 @@ class BucketOperations:
             raise ValueError(
                 f"append_asynchronous_model_average_op: peer_selection_mode must be 'all', got {peer_selection_mode!r}"
             )
-        if snapshot is None:
-            return self.append_centralized_synchronous_op(hierarchical=False, group=group)
-        _check_like_flat("snapshot", snapshot, self.spec, self.spec.dtype)
-        group, codec = group or self.group, Identity()
-        mean = centralized_mean(group, codec, self.spec, hierarchical=False)
+        if snapshot is not None:
+            _check_like_flat("snapshot", snapshot, self.spec, self.spec.dtype)
+        group = group or self.group
+        mean: Mean
+        if group.size > 1 and group.world.has_all_reduce(self.spec.device):
+            mean = AllReduceMean(group.world, self.spec, group.size)
+        else:
+            mean = centralized_mean(group, Identity(), self.spec, hierarchical=False)
 
         def run(bucket: B) -> None:
-            mean(snapshot, bucket.flat)
+            if snapshot is None:
+                mean(bucket.flat)
+            else:
+                mean(snapshot, bucket.flat)
 
-        return self._append(Operation(f"centralized_mean in {codec!r}", group, run))
+        return self._append(Operation("all_reduce", group, run))
 
     def _append(self: B, operation: Operation) -> B:
         self.operations.append(operation)

@@ -217,6 +217,10 @@ class Communicator(NamedRanks):
         """Return whether tensors on `device` are sent by `post` and `wait`, one by one; else by one collective."""
         return self._transport(device).abilities.has_messages
 
+    def has_all_reduce(self, device: torch.device) -> bool:
+        """Return whether the transport of tensors on `device` has an all-reduce of its own."""
+        return "all_reduce" in self._transport(device).abilities.collectives
+
     def all_reduce(self, tensor: torch.Tensor, purpose: str, messages: Callable[[], Sequence[Span]]) -> None:
         """Replace `tensor` by its sum over the ranks.
 

@@ -10,11 +10,11 @@ import torch
 from torchbagua.transport.base import Transport, TransportError, bytes_of
 from torchbagua.transport.streams import wait_on_host
 
-_Key = tuple[int, Literal["send", "receive"], int]
+_Key = tuple[int, Literal["send", "receive", "sum"], int | None]
 
 
 class StagedTransport(Transport):
-    """Messages between GPUs that `host` moves, each through a pinned buffer of its own.
+    """Messages between GPUs, and sums over them, that `host` moves, each through a pinned buffer of its own.
 
     Buffers are allocated once, for the longest message. All copies are made on the current stream of the tensor's GPU.
 
@@ -26,7 +26,10 @@ class StagedTransport(Transport):
     def __init__(self, host: Transport, timeout: timedelta) -> None:
         self.name = host.name
         self.abilities = replace(
-            host.abilities, devices=frozenset({"cuda"}), has_torch_group=False, collectives=frozenset()
+            host.abilities,
+            devices=frozenset({"cuda"}),
+            has_torch_group=False,
+            collectives=host.abilities.collectives & {"all_reduce"},
         )
         self._host = host
         self._timeout = timeout
@@ -38,10 +41,7 @@ class StagedTransport(Transport):
         self._host.connect(peers)
 
     def post_send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
-        on_host = self._buffer((tag, "send", peer), tensor)
-        on_host.copy_(bytes_of(tensor), non_blocking=True)
-        self._wait_for(torch.cuda.current_stream(tensor.device).record_event(), peer)
-        self._host.post_send(peer, on_host, tag)
+        self._host.post_send(peer, self._copy_to_host((tag, "send", peer), tensor), tag)
 
     def post_receive(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
         key: _Key = (tag, "receive", peer)
@@ -56,11 +56,26 @@ class StagedTransport(Transport):
         key: _Key = (tag, "receive", peer)
         tensor = self._receives.pop(key, None)
         if tensor is not None:
-            bytes_of(tensor).copy_(self._buffers[key][: tensor.nbytes], non_blocking=True)
-            self._last_reads[key] = torch.cuda.current_stream(tensor.device).record_event()
+            self._copy_from_host(key, tensor)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        key: _Key = (0, "sum", None)
+        on_host = self._copy_to_host(key, tensor)
+        self._host.all_reduce(on_host.view(tensor.dtype))
+        self._copy_from_host(key, tensor)
 
     def abort(self) -> None:
         self._receives.clear()
+
+    def _copy_to_host(self, key: _Key, tensor: torch.Tensor) -> torch.Tensor:
+        on_host = self._buffer(key, tensor)
+        on_host.copy_(bytes_of(tensor), non_blocking=True)
+        self._wait_for(torch.cuda.current_stream(tensor.device).record_event(), key[2])
+        return on_host
+
+    def _copy_from_host(self, key: _Key, tensor: torch.Tensor) -> None:
+        bytes_of(tensor).copy_(self._buffers[key][: tensor.nbytes], non_blocking=True)
+        self._last_reads[key] = torch.cuda.current_stream(tensor.device).record_event()
 
     def _buffer(self, key: _Key, tensor: torch.Tensor) -> torch.Tensor:
         """Return pinned memory for the bytes of `tensor`, once what was there before has been read."""
@@ -71,7 +86,7 @@ class StagedTransport(Transport):
             buffer = self._buffers[key] = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
         return buffer[: tensor.nbytes]
 
-    def _wait_for(self, mark: torch.cuda.Event, peer: int) -> None:
+    def _wait_for(self, mark: torch.cuda.Event, peer: int | None) -> None:
         try:
             wait_on_host(mark, self._timeout.total_seconds())
         except TimeoutError as error:

@@ -1,10 +1,12 @@
 """GradientAllReduce: the mean of gradients in full precision."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 
 from torchbagua.algorithms.base import Algorithm, check_flags, register
+from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.impl import AlgorithmImpl
 from torchbagua.runtime.runner import Runner
@@ -14,25 +16,35 @@ from torchbagua.runtime.runner import Runner
 class GradientAllReduceAlgorithm(Algorithm):
     """Average gradients in full precision, as plain DDP does.
 
-    Sums are formed in rank order, over several nodes first within each: in float32, and in float64 for float64
-    gradients. An all-reduce of the backend sums in another order, so the result equals plain DDP's bit for bit only
-    with two ranks, or if the sums are exact.
+    By default by the backend's own all-reduce, on private connections: the bits are those of torch's `allreduce_hook`,
+    and, if the number of ranks is a power of two, of plain DDP.
 
     Args:
         hierarchical: with several nodes of several ranks: sum within nodes first, so that each part of a gradient
             crosses between nodes once per node. The result is the mean of all ranks, also if nodes have different
-            numbers of ranks. It has no effect in stream order.
+            numbers of ranks. It implies `in_rank_order=True`.
         average: divide by the number of ranks; False gives the sum.
+        in_rank_order: add up in rank order, or with `hierarchical` in that of the nodes, in float32, or in float64 for
+            float64 gradients, and round once. The result then depends on no backend. A state can be loaded with the
+            same value only.
 
     Raises:
         TypeError: an argument is not True or False.
     """
 
-    hierarchical: bool = True
+    hierarchical: bool = False
     average: bool = True
+    _: KW_ONLY
+    in_rank_order: bool = False
 
     def __post_init__(self) -> None:
-        check_flags(self, "hierarchical", "average")
+        check_flags(self, "hierarchical", "average", "in_rank_order")
+        if self.hierarchical:
+            object.__setattr__(self, "in_rank_order", True)
+
+    def state_arguments(self, process_group: BaguaProcessGroup) -> dict[str, Any]:
+        """Return `in_rank_order`: with the other order a resumed run gets other bits."""
+        return {"in_rank_order": self.in_rank_order}
 
     def prepare(self) -> None:
         """Nothing: full precision needs no native kernel."""
@@ -47,9 +59,11 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl):
     algorithm: GradientAllReduceAlgorithm
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
-        bucket.append_centralized_synchronous_op(
-            hierarchical=self.algorithm.hierarchical, average=self.algorithm.average
-        )
+        algorithm = self.algorithm
+        if algorithm.in_rank_order:
+            bucket.append_centralized_synchronous_op(algorithm.hierarchical, algorithm.average)
+        else:
+            bucket.append_all_reduce_op(algorithm.average)
 
 
 register("gradient_allreduce", GradientAllReduceAlgorithm, "mean of gradients in full precision")

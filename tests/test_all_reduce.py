@@ -1,0 +1,156 @@
+"""GradientAllReduce by the backend's own all-reduce: the bits of torch's own hook, on private connections."""
+
+import copy
+import time
+from contextlib import closing
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import torchbagua as tb
+from ranks import run_ranks
+from training import Branches, OneElement, Run, Tower, Wide, build, train
+from transports import MessagesAlone, StagedOnCpu, play_pinned_memory
+
+OF_SEVERAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCENARIOS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "several buckets": (Tower, {"bucket_cap_mb": 0.01}),
+    "mixed dtypes": (lambda: Tower(dtypes=OF_SEVERAL_DTYPES), {"bucket_cap_mb": 0.01}),
+    "float64 and complex": (Wide, {"bucket_cap_mb": 0.01}),
+    "unused parameters": (Branches, {"find_unused_parameters": True, "bucket_cap_mb": 0.005}),
+    "one element": (OneElement, {}),
+}
+
+
+def check_same_gradients(runs: list[Run], others: list[Run]) -> None:
+    for run, other in zip(runs, others, strict=True):
+        for step, averaged in enumerate(run.averaged):
+            assert averaged.keys() == other.averaged[step].keys()
+            for name, gradient in averaged.items():
+                assert torch.equal(gradient, other.averaged[step][name]), f"step {step}, {name}"
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+def test_gradients_are_those_of_torchs_hook(scenario: str, size: int) -> None:
+    make_model, options = SCENARIOS[scenario]
+    model = build(make_model)
+    by_torch, own = (
+        run_ranks(size, lambda group, algorithm=algorithm: train(group, model, algorithm, **options))
+        for algorithm in (None, tb.GradientAllReduceAlgorithm())
+    )
+    check_same_gradients(own, by_torch)
+
+
+@pytest.mark.parametrize(("size", "is_equal"), [(2, True), (3, False), (4, True), (8, True)])
+def test_weights_are_those_of_plain_ddp_for_powers_of_two(size: int, is_equal: bool) -> None:
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> bool:
+        weights = []
+        for attaches in (False, True):
+            ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group, bucket_cap_mb=0.01)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            if attaches:
+                tb.attach(ddp, optimizer, "gradient_allreduce")
+            data = torch.Generator().manual_seed(group.rank())
+            for _ in range(4):
+                optimizer.zero_grad()
+                ddp(torch.randn(6, 10, generator=data), 0).square().sum().backward()
+                optimizer.step()
+            weights.append(torch.nn.utils.parameters_to_vector(ddp.parameters()))
+        return torch.equal(*weights)
+
+    assert run_ranks(size, body) == [is_equal] * size
+
+
+def test_a_sum_is_not_divided() -> None:
+    """With four ranks the mean is a fourth of the sum to the last bit."""
+    model = build(Tower)
+
+    def averaged(average: bool) -> dict[str, torch.Tensor]:
+        algorithm = tb.GradientAllReduceAlgorithm(average=average)
+        return run_ranks(4, lambda group: train(group, model, algorithm, num_steps=1))[0].averaged[0]
+
+    sums = averaged(False)
+    for name, mean in averaged(True).items():
+        assert torch.equal(4 * mean, sums[name]), name
+
+
+def test_staged_gradients_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_pinned_memory(monkeypatch, [], [])
+    model, algorithm = build(Tower), tb.GradientAllReduceAlgorithm()
+
+    def staged(group: dist.ProcessGroup) -> Run:
+        own = tb.BaguaProcessGroup(group, transport=StagedOnCpu)
+        return train(group, model, algorithm, own_group=own, bucket_cap_mb=0.01)
+
+    straight = run_ranks(3, lambda group: train(group, model, algorithm, bucket_cap_mb=0.01))
+    check_same_gradients(run_ranks(3, staged), straight)
+
+
+def test_a_transport_with_messages_alone_adds_in_rank_order() -> None:
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup, in_rank_order: bool) -> Run:
+        own = None if in_rank_order else tb.BaguaProcessGroup(group, transport=MessagesAlone)
+        algorithm = tb.GradientAllReduceAlgorithm(in_rank_order=in_rank_order)
+        return train(group, model, algorithm, own_group=own, bucket_cap_mb=0.01)
+
+    check_same_gradients(*(run_ranks(3, partial(body, in_rank_order=in_rank_order)) for in_rank_order in (False, True)))
+
+
+def test_a_rank_that_does_not_come_is_an_error_with_names_within_the_timeout() -> None:
+    timeout = timedelta(seconds=1)
+
+    def body(group: dist.ProcessGroup) -> str:
+        ddp = DistributedDataParallel(torch.nn.Linear(10, 1), process_group=group)
+        runner = tb.GradientAllReduceAlgorithm().reify(tb.BaguaProcessGroup(group, timeout=timeout))
+        ddp.register_comm_hook(runner, tb.comm_hook)
+        with closing(runner):
+            if group.rank() == 2:
+                time.sleep(3 * timeout.total_seconds())
+                return ""
+            with pytest.raises(RuntimeError) as caught:
+                ddp(torch.ones(1, 10)).sum().backward()
+        return str(caught.value)
+
+    *messages, _ = run_ranks(3, body)
+    for rank, message in enumerate(messages):
+        assert f"all_reduce of gradient bucket 0 over the world group failed on rank {rank}" in message
+
+
+def test_a_state_says_in_which_order_sums_are_formed() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        states = {}
+        for algorithm in (tb.GradientAllReduceAlgorithm(), tb.GradientAllReduceAlgorithm(hierarchical=True)):
+            ddp = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
+            with tb.attach(ddp, torch.optim.SGD(ddp.parameters()), algorithm) as attachment:
+                states[algorithm] = attachment.state_dict()
+                for saved_with, state in states.items():
+                    if saved_with == algorithm:
+                        attachment.load_state_dict(state)
+                        continue
+                    with pytest.raises(ValueError, match=r"saved with in_rank_order=False, .* is in_rank_order=True"):
+                        attachment.load_state_dict(state)
+
+    run_ranks(2, body)
+
+
+def test_the_mean_of_snapshots_is_the_sum_of_the_backend_divided() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        snapshot = torch.randn(3000, generator=torch.Generator().manual_seed(group.rank()))
+        parameter = torch.zeros(3000)
+        bucket = tb.BaguaBucket("b", [tb.BaguaTensor("w", parameter)], tb.BaguaProcessGroup(group), parameter)
+        kept = snapshot.clone()
+        bucket.append_asynchronous_model_average_op(snapshot=snapshot).run()
+        assert torch.equal(snapshot, kept)
+        dist.all_reduce(kept, group=group)
+        assert torch.equal(bucket.flat, kept / 3.0)
+
+    run_ranks(3, body)
