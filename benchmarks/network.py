@@ -69,6 +69,8 @@ def run_plan(arguments: argparse.Namespace, limits: Limits, plan: Plan) -> Secti
             nodes=nodes,
             contestants=plan.contestants,
             num_parameters=round(arguments.params * 1e6),
+            is_idle=arguments.compute == "idle",
+            compute_ms=arguments.compute_ms,
             bucket_cap_mb=arguments.bucket_cap_mb,
             block_steps=arguments.steps,
             free_block_s=arguments.free_block,
@@ -86,6 +88,7 @@ def run_plan(arguments: argparse.Namespace, limits: Limits, plan: Plan) -> Secti
         "congestion_control": network.congestion_control if network else None,
         "nodes": nodes,
         "bucket_cap_mb": arguments.bucket_cap_mb,
+        "is_idle": arguments.compute == "idle",
     }
     if plan.slow_rank is not None:
         return summarise_straggler(about, results, plan.slow_rank)
@@ -124,6 +127,25 @@ def make_plans(arguments: argparse.Namespace) -> list[Plan]:
     return plans
 
 
+def add_compute_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--compute",
+        choices=["real", "idle"],
+        default="real",
+        help="idle: as with an accelerator, processors wait as long as they were recorded to compute (default real)",
+    )
+    parser.add_argument("--compute-ms", type=float, help="how long they wait; default: as long as recorded")
+
+
+def check_compute_arguments(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, contestants: list[str]
+) -> None:
+    if arguments.compute == "idle" and any(CONTESTANTS[name].is_sharded for name in contestants):
+        parser.error("--compute idle: FSDP2 and HSDP compute with weights that they gather; choose other contestants")
+    if arguments.compute_ms is not None and (arguments.compute != "idle" or arguments.compute_ms <= 0):
+        parser.error(f"--compute-ms must be positive, and is for --compute idle, got {arguments.compute_ms:g}")
+
+
 def parse_arguments() -> argparse.Namespace:
     def shaped_rate(text: str) -> str:
         bits_per_second(text)
@@ -138,6 +160,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rates", type=rate, nargs="*", help="default 200mbit 1gbit unshaped")
     parser.add_argument("--link-rates", type=shaped_rate, nargs="*", default=["200mbit"], help="between two nodes")
     parser.add_argument("--params", type=float, default=12.5, help="millions of parameters (default 12.5)")
+    add_compute_arguments(parser)
     parser.add_argument("--bucket-cap-mb", type=float, default=8.0, help="DDP's, for all but PowerSGD (default 8)")
     parser.add_argument("--steps", type=int, default=2, help="steps of one block (default 2)")
     parser.add_argument(
@@ -162,6 +185,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.ranks < 2:
         parser.error(f"--ranks must be at least 2, got {arguments.ranks}")
+    check_compute_arguments(parser, arguments, arguments.only or [])
     if arguments.rates is None:
         arguments.rates = ["200mbit", "unshaped"] if arguments.quick else ["200mbit", "1gbit", "unshaped"]
     if arguments.quick:
