@@ -85,7 +85,7 @@ def find_idle_model(module: nn.Module) -> IdleModel | None:
 
 
 class IdleOptimizer(torch.optim.Optimizer):
-    """Leaves the weights as they are: an accelerator updates them at the speed of its memory, within microseconds."""
+    """Leaves the weights as they are: an accelerator updates them in a fraction of a millisecond."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-3})

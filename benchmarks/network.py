@@ -23,7 +23,7 @@ from contestants import (
     STRAGGLER_CONTESTANTS,
 )
 from environment import RESULTS, dated, write_record
-from namespaces import EmulatedNetwork, NetworkError, remove_stale_namespaces, why_unavailable
+from namespaces import BURST, SMALL_BURST, EmulatedNetwork, NetworkError, remove_stale_namespaces, why_unavailable
 from processes import LOOPBACK, Limits, RankFailure, Stopped, free_port, run_ranks
 from rank import SLOWDOWN, Settings
 from report import (
@@ -86,6 +86,7 @@ def run_plan(arguments: argparse.Namespace, limits: Limits, plan: Plan) -> Secti
         "rank_rate": network.rank_rate if network else None,
         "link_rate": network.link_rate if network else None,
         "congestion_control": network.congestion_control if network else None,
+        "burst": network.burst if network else None,
         "nodes": nodes,
         "bucket_cap_mb": arguments.bucket_cap_mb,
         "is_idle": arguments.compute == "idle",
@@ -109,16 +110,16 @@ def make_plans(arguments: argparse.Namespace) -> list[Plan]:
         return [Plan("loopback, unshaped", None, [COMPUTE_ONLY, *flat])]
     for name in remove_stale_namespaces():
         print(f"Removed {name}, left behind by a run that was killed.")
-    control = arguments.congestion_control
+    options = {"congestion_control": arguments.congestion_control, "burst": burst_of(arguments)}
 
     def one_node(rate: str) -> EmulatedNetwork:
         shape = None if rate == "unshaped" else rate
-        return EmulatedNetwork([0] * arguments.ranks, rank_rate=shape, congestion_control=control)
+        return EmulatedNetwork([0] * arguments.ranks, rank_rate=shape, **options)
 
     plans = [Plan(rate, one_node(rate), [COMPUTE_ONLY, *flat]) for rate in arguments.rates]
     nodes = [2 * rank // arguments.ranks for rank in range(arguments.ranks)]
     for rate in arguments.link_rates:
-        network = EmulatedNetwork(nodes, link_rate=rate, congestion_control=control)
+        network = EmulatedNetwork(nodes, link_rate=rate, **options)
         plans.append(Plan(f"{rate} between two nodes", network, [COMPUTE_ONLY, *hierarchical]))
     if arguments.straggler and not arguments.only:
         for rate in ("200mbit", "unshaped"):
@@ -144,6 +145,11 @@ def check_compute_arguments(
         parser.error("--compute idle: FSDP2 and HSDP compute with weights that they gather; choose other contestants")
     if arguments.compute_ms is not None and (arguments.compute != "idle" or arguments.compute_ms <= 0):
         parser.error(f"--compute-ms must be positive, and is for --compute idle, got {arguments.compute_ms:g}")
+
+
+def burst_of(arguments: argparse.Namespace) -> str:
+    """What a link lets pass at once: while models compute, links pause little."""
+    return SMALL_BURST if arguments.compute == "idle" else BURST
 
 
 def parse_arguments() -> argparse.Namespace:

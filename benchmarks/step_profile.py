@@ -16,7 +16,7 @@ from bucket_times import BucketTimes, table_of_buckets
 from contestants import CONTESTANTS
 from environment import write_record
 from namespaces import EmulatedNetwork
-from network import RANK_ENVIRONMENT, add_compute_arguments, check_compute_arguments
+from network import RANK_ENVIRONMENT, add_compute_arguments, burst_of, check_compute_arguments
 from processes import Limits, RankFailure, Stopped, run_ranks
 from report import bits_per_second
 from step_profile_rank import Settings
@@ -42,7 +42,7 @@ def main() -> int:
     profiles = {}
     for contestant in arguments.contestants:
         rate = None if arguments.rate == "unshaped" else arguments.rate
-        network = EmulatedNetwork([0] * arguments.ranks, rank_rate=rate)
+        network = EmulatedNetwork([0] * arguments.ranks, rank_rate=rate, burst=burst_of(arguments))
         prefixes = [["ip", "netns", "exec", network.namespace(rank)] for rank in range(arguments.ranks)]
         try:
             with tempfile.TemporaryDirectory(prefix="torchbagua-step-profile-") as folder, network:
