@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchbagua as tb
 from background_traffic import BackgroundAllReduce
+from idle import IdleModel, IdleOptimizer, IdleQAdamOptimizer, find_idle_model
+from schedule import Schedule
 
 NUM_LAYERS = 12
 BATCH_SIZE = 32
@@ -48,19 +50,23 @@ class Setup:
 
     Attributes:
         nodes: node of each rank. Network namespaces share a host name, so they cannot be found from it.
+        idle_schedule: what models wait for instead of computing; None where they compute.
     """
 
     model: nn.Module
     bucket_cap_mb: float
     nodes: list[int]
+    idle_schedule: Schedule | None = None
 
     def own_model(self) -> nn.Module:
-        return copy.deepcopy(self.model)
+        return copy.deepcopy(self.model) if self.idle_schedule is None else IdleModel(self.model, self.idle_schedule)
 
     def ddp(self, bucket_cap_mb: float | None = None) -> DistributedDataParallel:
         # All ranks build the same model: init_sync would only send it over the slow network.
         bucket_cap_mb = bucket_cap_mb or self.bucket_cap_mb
-        return DistributedDataParallel(self.own_model(), bucket_cap_mb=bucket_cap_mb, init_sync=False)
+        # An idle model leaves its gradients in the buckets.
+        options = {"init_sync": False, "gradient_as_bucket_view": self.idle_schedule is not None}
+        return DistributedDataParallel(self.own_model(), bucket_cap_mb=bucket_cap_mb, **options)
 
     def mesh(self) -> DeviceMesh:
         """All ranks, by their nodes, which have equally many: on each a copy of what is sharded within."""
@@ -98,10 +104,17 @@ class Entry:
     pause: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-3)
+        self.idle_model = find_idle_model(self.module)
+        parameters = self.module.parameters()
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD(parameters, lr=1e-3) if self.idle_model is None else IdleOptimizer(parameters)
+        )
 
     def train_step(self, batch: torch.Tensor) -> None:
-        self.optimizer.zero_grad()
+        if self.idle_model is None:
+            self.optimizer.zero_grad()
+        else:
+            self.idle_model.begin_step()
         self.module(batch).square().mean().backward()
         self.optimizer.step()
 
@@ -127,6 +140,7 @@ class Contestant:
     Where communication is not `tied_to_steps`, blocks last as long as a round of it, and a slow rank takes fewer steps.
     Who averages once every `steps_a_round` steps has blocks of whole rounds.
     Those, and who shards the model, compete only where they are named.
+    Who `waits_for_gradients` sends nothing else: no bucket before its gradients are ready, and each step waits for all.
     """
 
     label: str
@@ -135,6 +149,8 @@ class Contestant:
     tied_to_steps: bool = True
     steps_a_round: int = 1
     is_sharded: bool = False
+    waits_for_gradients: bool = True
+    has_one_bucket: bool = False
 
     @property
     def must_be_named(self) -> bool:
@@ -147,7 +163,8 @@ def _alone(setup: Setup) -> Entry:
 
 def _alone_with_adam(setup: Setup) -> Entry:
     entry = _alone(setup)
-    entry.optimizer = torch.optim.Adam(entry.module.parameters(), fused=True)
+    if setup.idle_schedule is None:
+        entry.optimizer = torch.optim.Adam(entry.module.parameters(), fused=True)
     return entry
 
 
@@ -233,7 +250,8 @@ def _attached(algorithm: tb.Algorithm) -> Wrap:
 def _qadam(**arguments: Any) -> Wrap:
     def wrap(setup: Setup) -> Entry:
         entry = Entry(setup.ddp())
-        optimizer = entry.optimizer = tb.QAdamOptimizer(entry.module.parameters(), warmup_steps=1, fused=True)
+        kind = tb.QAdamOptimizer if setup.idle_schedule is None else IdleQAdamOptimizer
+        optimizer = entry.optimizer = kind(entry.module.parameters(), warmup_steps=1, fused=True)
         entry.attach(tb.QAdamAlgorithm(optimizer, **arguments), setup)
         return entry
 
@@ -256,7 +274,9 @@ def _averaged(algorithm: type[tb.Algorithm], **arguments: Any) -> Wrap:
 def _diloco(label: str, **arguments: Any) -> Contestant:
     """DiLoCo in 4 bits."""
     wrap = _averaged(tb.DiLoCoAlgorithm, inner_steps=INNER_STEPS, **arguments)
-    return Contestant(f"DiLoCo, {INNER_STEPS} steps{label}", wrap, _uint4_bytes, steps_a_round=INNER_STEPS)
+    return Contestant(
+        f"DiLoCo, {INNER_STEPS} steps{label}", wrap, _uint4_bytes, steps_a_round=INNER_STEPS, waits_for_gradients=False
+    )
 
 
 def _asynchronous(setup: Setup) -> Entry:
@@ -317,7 +337,7 @@ def _sharded(
         # Of a mean, of which a rank sends 2 (c-1)/c; each of these three is sent (c-1)/c times.
         return (2 * weight_bytes(numel) + gradient_bytes(numel)) // 2
 
-    return Contestant(f"FSDP2, {label}", wrap, wire_bytes, is_sharded=True)
+    return Contestant(f"FSDP2, {label}", wrap, wire_bytes, is_sharded=True, waits_for_gradients=False)
 
 
 def _replicated(label: str, algorithm: tb.Algorithm | None = None) -> Contestant:
@@ -332,7 +352,7 @@ def _replicated(label: str, algorithm: tb.Algorithm | None = None) -> Contestant
         entry.recorder = None  # it hears nothing of the weights and gradients that torch sends within nodes
         return entry
 
-    return Contestant(f"HSDP, {label}", wrap, None, is_sharded=True)
+    return Contestant(f"HSDP, {label}", wrap, None, is_sharded=True, waits_for_gradients=False)
 
 
 COMPUTE_ONLY = "compute"
@@ -340,12 +360,12 @@ CONTROL = "control"
 BASELINE = "ddp"
 # Contestants take turns in this order; GradientAllReduce is next to plain DDP, to which it is held most closely.
 CONTESTANTS: dict[str, Contestant] = {
-    COMPUTE_ONLY: Contestant("compute only", _alone, _dense(0), tied_to_steps=False),
+    COMPUTE_ONLY: Contestant("compute only", _alone, _dense(0), tied_to_steps=False, waits_for_gradients=False),
     BASELINE: Contestant("DDP float32", _plain_ddp, _dense(4)),
     "gradient_allreduce": Contestant("GradientAllReduce", _hooked(tb.GradientAllReduceAlgorithm()), _dense(4)),
     "bf16": Contestant("DDP bf16 hook", _cast_to(torch.bfloat16), _dense(2)),
     "fp16": Contestant("DDP fp16 hook", _cast_to(torch.float16), _dense(2)),
-    "powersgd": Contestant(f"DDP PowerSGD rank {POWERSGD_RANK}, one bucket", _powersgd, None),
+    "powersgd": Contestant(f"DDP PowerSGD rank {POWERSGD_RANK}, one bucket", _powersgd, None, has_one_bucket=True),
     "low_rank": Contestant(
         f"PowerSGD rank {POWERSGD_RANK}", _attached(tb.PowerSGDAlgorithm(rank=POWERSGD_RANK, start_step=2)), None
     ),
@@ -361,15 +381,30 @@ CONTESTANTS: dict[str, Contestant] = {
         _attached(tb.CompressedAllReduceAlgorithm(error_feedback=True)),
         _uint4_bytes,
     ),
+    "one_bit_feedback": Contestant(
+        "CompressedAllReduce, 1 bit, error feedback",
+        _attached(tb.CompressedAllReduceAlgorithm(compression="sign1bit", error_feedback=True)),
+        _one_bit_bytes,
+    ),
     "topk": Contestant("TopK, 1 %", _attached(tb.TopKAlgorithm(0.01)), _sparse_bytes(11)),
-    "compute_adam": Contestant("compute only, Adam", _alone_with_adam, _dense(0)),
+    "compute_adam": Contestant("compute only, Adam", _alone_with_adam, _dense(0), waits_for_gradients=False),
     "qadam": Contestant("QAdam", _qadam(), _uint8_bytes),
     "qadam_1bit": Contestant("QAdam, 1 bit", _qadam(compression="sign1bit", error_feedback=True), _one_bit_bytes),
-    "decentralized": Contestant("Decentralized, all", _averaged(tb.DecentralizedAlgorithm), _dense(4)),
-    "shift_one": Contestant(
-        "Decentralized, shift_one", _averaged(tb.DecentralizedAlgorithm, peer_selection_mode="shift_one"), None
+    "decentralized": Contestant(
+        "Decentralized, all", _averaged(tb.DecentralizedAlgorithm), _dense(4), waits_for_gradients=False
     ),
-    "low_precision": Contestant("LowPrecisionDecentralized", _averaged(tb.LowPrecisionDecentralizedAlgorithm), None),
+    "shift_one": Contestant(
+        "Decentralized, shift_one",
+        _averaged(tb.DecentralizedAlgorithm, peer_selection_mode="shift_one"),
+        None,
+        waits_for_gradients=False,
+    ),
+    "low_precision": Contestant(
+        "LowPrecisionDecentralized",
+        _averaged(tb.LowPrecisionDecentralizedAlgorithm),
+        None,
+        waits_for_gradients=False,
+    ),
     "diloco": _diloco(""),
     "diloco_delay": _diloco(", delay 5", delay=5),
     "diloco_long_delay": _diloco(", delay 18", delay=18),
@@ -377,9 +412,13 @@ CONTESTANTS: dict[str, Contestant] = {
     "diloco_fragments": _diloco(", 4 fragments, delay 5", fragments=4, delay=5),
     "diloco_fragments_longer": _diloco(", 4 fragments, delay 7", fragments=4, delay=7),
     CONTROL: Contestant(
-        "compute only, torch's all-reduce beside it", _beside_all_reduce, _dense(0), tied_to_steps=False
+        "compute only, torch's all-reduce beside it",
+        _beside_all_reduce,
+        _dense(0),
+        tied_to_steps=False,
+        waits_for_gradients=False,
     ),
-    "async": Contestant("AsyncModelAverage", _asynchronous, _dense(0), tied_to_steps=False),
+    "async": Contestant("AsyncModelAverage", _asynchronous, _dense(0), tied_to_steps=False, waits_for_gradients=False),
     "bytegrad_flat": Contestant("ByteGrad flat", _hooked(tb.ByteGradAlgorithm(hierarchical=False)), _uint8_bytes),
     "bytegrad_hierarchical": Contestant(
         "ByteGrad hierarchical", _hooked(tb.ByteGradAlgorithm(hierarchical=True)), None

@@ -18,6 +18,10 @@ PREFIX = "tbnet"
 SUBNET = "10.77.0"
 MAX_RANKS = 200
 COMMAND_TIMEOUT_S = 10
+BURST = "256kb"  # that pass at once after a pause: 10 ms worth of 200 Mbit/s
+# Little more than a packet of the kernel's, which has up to 64 KiB: for links that pause in each step, which could else
+# be faster than their rate.
+SMALL_BURST = "80kb"
 
 
 class NetworkError(RuntimeError):
@@ -116,6 +120,7 @@ class EmulatedNetwork:
         rank_rate: rate of each rank's interface, both directions, as `tc` writes it (`200mbit`); None: not shaped.
         link_rate: the same for the link between the nodes.
         congestion_control: TCP congestion control inside the namespaces.
+        burst: how much passes at once after a pause, as `tc` writes it.
 
     A context manager: entering builds it, leaving deletes it (processes inside must have ended).
     Raises NetworkError where the kernel or the tools refuse.
@@ -128,6 +133,7 @@ class EmulatedNetwork:
         rank_rate: str | None = None,
         link_rate: str | None = None,
         congestion_control: str = "reno",
+        burst: str = BURST,
     ) -> None:
         if not 1 <= len(nodes) <= MAX_RANKS or not set(nodes) <= {0, 1}:
             raise ValueError(f"EmulatedNetwork: nodes must be 1 to {MAX_RANKS} entries of 0 or 1, got {list(nodes)}")
@@ -135,6 +141,7 @@ class EmulatedNetwork:
         self.rank_rate = rank_rate
         self.link_rate = link_rate
         self.congestion_control = congestion_control
+        self.burst = burst
         self.switch = f"{PREFIX}-{os.getpid()}-switch"
 
     def namespace(self, rank: int) -> str:
@@ -192,7 +199,7 @@ class EmulatedNetwork:
 
     def _shape(self, namespace: str, device: str, rate: str | None) -> None:
         if rate is not None:
-            limits = ("rate", rate, "burst", "256kb", "latency", "100ms")
+            limits = ("rate", rate, "burst", self.burst, "latency", "100ms")
             run_command("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limits)
 
     def _delete(self) -> None:

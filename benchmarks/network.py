@@ -23,7 +23,7 @@ from contestants import (
     STRAGGLER_CONTESTANTS,
 )
 from environment import RESULTS, dated, write_record
-from namespaces import EmulatedNetwork, NetworkError, remove_stale_namespaces, why_unavailable
+from namespaces import BURST, SMALL_BURST, EmulatedNetwork, NetworkError, remove_stale_namespaces, why_unavailable
 from processes import LOOPBACK, Limits, RankFailure, Stopped, free_port, run_ranks
 from rank import SLOWDOWN, Settings
 from report import (
@@ -69,6 +69,8 @@ def run_plan(arguments: argparse.Namespace, limits: Limits, plan: Plan) -> Secti
             nodes=nodes,
             contestants=plan.contestants,
             num_parameters=round(arguments.params * 1e6),
+            is_idle=arguments.compute == "idle",
+            compute_ms=arguments.compute_ms,
             bucket_cap_mb=arguments.bucket_cap_mb,
             block_steps=arguments.steps,
             free_block_s=arguments.free_block,
@@ -84,8 +86,10 @@ def run_plan(arguments: argparse.Namespace, limits: Limits, plan: Plan) -> Secti
         "rank_rate": network.rank_rate if network else None,
         "link_rate": network.link_rate if network else None,
         "congestion_control": network.congestion_control if network else None,
+        "burst": network.burst if network else None,
         "nodes": nodes,
         "bucket_cap_mb": arguments.bucket_cap_mb,
+        "is_idle": arguments.compute == "idle",
     }
     if plan.slow_rank is not None:
         return summarise_straggler(about, results, plan.slow_rank)
@@ -106,22 +110,46 @@ def make_plans(arguments: argparse.Namespace) -> list[Plan]:
         return [Plan("loopback, unshaped", None, [COMPUTE_ONLY, *flat])]
     for name in remove_stale_namespaces():
         print(f"Removed {name}, left behind by a run that was killed.")
-    control = arguments.congestion_control
+    options = {"congestion_control": arguments.congestion_control, "burst": burst_of(arguments)}
 
     def one_node(rate: str) -> EmulatedNetwork:
         shape = None if rate == "unshaped" else rate
-        return EmulatedNetwork([0] * arguments.ranks, rank_rate=shape, congestion_control=control)
+        return EmulatedNetwork([0] * arguments.ranks, rank_rate=shape, **options)
 
     plans = [Plan(rate, one_node(rate), [COMPUTE_ONLY, *flat]) for rate in arguments.rates]
     nodes = [2 * rank // arguments.ranks for rank in range(arguments.ranks)]
     for rate in arguments.link_rates:
-        network = EmulatedNetwork(nodes, link_rate=rate, congestion_control=control)
+        network = EmulatedNetwork(nodes, link_rate=rate, **options)
         plans.append(Plan(f"{rate} between two nodes", network, [COMPUTE_ONLY, *hierarchical]))
     if arguments.straggler and not arguments.only:
         for rate in ("200mbit", "unshaped"):
             title = f"{rate}, the last rank takes {SLOWDOWN} times as long"
             plans.append(Plan(title, one_node(rate), STRAGGLER_CONTESTANTS, slow_rank=arguments.ranks - 1))
     return plans
+
+
+def add_compute_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--compute",
+        choices=["real", "idle"],
+        default="real",
+        help="idle: as with an accelerator, processors wait as long as they were recorded to compute (default real)",
+    )
+    parser.add_argument("--compute-ms", type=float, help="how long they wait; default: as long as recorded")
+
+
+def check_compute_arguments(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, contestants: list[str]
+) -> None:
+    if arguments.compute == "idle" and any(CONTESTANTS[name].is_sharded for name in contestants):
+        parser.error("--compute idle: FSDP2 and HSDP compute with weights that they gather; choose other contestants")
+    if arguments.compute_ms is not None and (arguments.compute != "idle" or arguments.compute_ms <= 0):
+        parser.error(f"--compute-ms must be positive, and is for --compute idle, got {arguments.compute_ms:g}")
+
+
+def burst_of(arguments: argparse.Namespace) -> str:
+    """What a link lets pass at once: while models compute, links pause little."""
+    return SMALL_BURST if arguments.compute == "idle" else BURST
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -138,6 +166,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rates", type=rate, nargs="*", help="default 200mbit 1gbit unshaped")
     parser.add_argument("--link-rates", type=shaped_rate, nargs="*", default=["200mbit"], help="between two nodes")
     parser.add_argument("--params", type=float, default=12.5, help="millions of parameters (default 12.5)")
+    add_compute_arguments(parser)
     parser.add_argument("--bucket-cap-mb", type=float, default=8.0, help="DDP's, for all but PowerSGD (default 8)")
     parser.add_argument("--steps", type=int, default=2, help="steps of one block (default 2)")
     parser.add_argument(
@@ -162,6 +191,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.ranks < 2:
         parser.error(f"--ranks must be at least 2, got {arguments.ranks}")
+    check_compute_arguments(parser, arguments, arguments.only or [])
     if arguments.rates is None:
         arguments.rates = ["200mbit", "unshaped"] if arguments.quick else ["200mbit", "1gbit", "unshaped"]
     if arguments.quick:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from contestants import COMPUTE_ONLY, CONTESTANTS, Contestant, Entry, Setup, build_batch, build_model
 from namespaces import Traffic, read_loopback_traffic, read_traffic
 from processes import begin_rank, leave_process_group, report_progress
+from schedule import choose_schedule
 
 MAX_ROUNDS = 40
 SLOWDOWN = 3
@@ -34,6 +35,8 @@ class Settings:
     nodes: list[int]  # node of each rank
     contestants: list[str]
     num_parameters: int
+    is_idle: bool  # models wait instead of computing
+    compute_ms: float | None  # how long; None: as long as they were recorded to compute
     bucket_cap_mb: float
     block_steps: int  # of a contestant whose communication is tied to steps
     free_block_s: float  # length of the others' blocks
@@ -83,7 +86,8 @@ class Race:
         model = build_model(settings.num_parameters)
         self.numels = [parameter.numel() for parameter in model.parameters()]
         self.batch = build_batch(model, rank)
-        setup = Setup(model, settings.bucket_cap_mb, settings.nodes)
+        self.schedule = choose_schedule(model, self.batch, settings.compute_ms)
+        setup = Setup(model, settings.bucket_cap_mb, settings.nodes, self.schedule if settings.is_idle else None)
         self.entries: dict[str, Entry] = {name: CONTESTANTS[name].wrap(setup) for name in settings.contestants}
         self.pause_s = 0.0  # after each step
         self.num_done = 0
@@ -168,7 +172,11 @@ def main() -> None:
     race = Race(settings, rank)
     blocks = race.run()
     race.close()
-    result = {"numels": race.numels, "blocks": [asdict(block) for block in blocks]}
+    result = {
+        "numels": race.numels,
+        "schedule": asdict(race.schedule),
+        "blocks": [asdict(block) for block in blocks],
+    }
     (Path(settings.scratch) / f"result{rank}.json").write_text(json.dumps(result))
 
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from contestants import BASELINE, COMPUTE_ONLY, CONTESTANTS, ring_payload_bytes
-from table import table
+from contestants import BASELINE, COMPUTE_ONLY, CONTESTANTS, ONE_BUCKET_MB, ring_payload_bytes
+from schedule import Schedule, schedule_floor_s, transfer_s
+from table import MISSING, table
 
-# A full TCP/IPv4 segment on Ethernet carries 1448 bytes in a frame of 1514: `tbf` counts the frame.
-FRAME_BYTES_PER_PAYLOAD_BYTE = 1.045
 # The library's own count of bytes and the interface counters may differ by this much: headers, acknowledgements.
 BYTES_TOLERANCE = 0.03
 
@@ -66,11 +65,13 @@ def _bytes_a_step(results: list[dict[str, Any]], name: str) -> Row:
 def summarise(network: dict[str, Any], results: list[dict[str, Any]], block_steps: int) -> Section:
     """One network's rows, from the results of its ranks, rank 0 first.
 
-    `network` has `rank_rate` and `link_rate` (None: not shaped); its other entries are kept as they are.
-    The floor of a contestant is what its bytes take at the rate of the network, or the compute-only step where that is
-    longer. Speed-ups compare blocks of the same round.
+    `network` has `bucket_cap_mb`, and `rank_rate` and `link_rate` (None: not shaped); its other entries are kept as
+    they are. The floor of a contestant is what its bytes take at the rate of the network, or the compute-only step if
+    that is longer. The schedule floor takes into account that no bucket is sent before its gradients are ready.
+    Speed-ups compare blocks of the same round.
     """
     numels, num_ranks = results[0]["numels"], len(results)
+    schedule = Schedule(**results[0]["schedule"])
     names = _contestants(results)
     step_ms = {name: _slowest_ms(results, name) for name in names}
     compute_ms = statistics.median(step_ms[COMPUTE_ONLY])
@@ -84,14 +85,20 @@ def summarise(network: dict[str, Any], results: list[dict[str, Any]], block_step
         else:
             payload = ring_payload_bytes(CONTESTANTS[name], numels, num_ranks)
             floor_bytes, rate = row["counted_bytes"] if payload is None else payload, network["rank_rate"]
-        network_ms = 0.0 if rate is None else 8e3 * floor_bytes * FRAME_BYTES_PER_PAYLOAD_BYTE / bits_per_second(rate)
-        row["floor_ms"] = max(compute_ms, network_ms)
-        row["floor_ratio"] = row["step_ms"] / row["floor_ms"]
+        network_ms = 0.0 if rate is None else 1e3 * transfer_s(floor_bytes, bits_per_second(rate))
+        row["floor_ms"] = row["schedule_floor_ms"] = max(compute_ms, network_ms)
+        if rate is not None and CONTESTANTS[name].waits_for_gradients:
+            bucket_cap_mb = ONE_BUCKET_MB if CONTESTANTS[name].has_one_bucket else network["bucket_cap_mb"]
+            averaged_s = schedule_floor_s(schedule, numels, bucket_cap_mb, floor_bytes, bits_per_second(rate))
+            row["schedule_floor_ms"] = max(compute_ms, 1e3 * averaged_s)
+        for floor in ("floor", "schedule_floor"):
+            row[f"{floor}_ratio"] = row["step_ms"] / row[f"{floor}_ms"]
         if BASELINE in step_ms:
             pairs = zip(step_ms[BASELINE], step_ms[name], strict=True)
             row["speedup_quartiles"] = _quartiles([baseline / own for baseline, own in pairs])
         rows.append(row)
-    return network | {"num_ranks": num_ranks, "num_parameters": sum(numels), "block_steps": block_steps, "rows": rows}
+    numbers = {"num_ranks": num_ranks, "num_parameters": sum(numels), "block_steps": block_steps}
+    return network | numbers | {"schedule": results[0]["schedule"], "rows": rows}
 
 
 def summarise_straggler(network: dict[str, Any], results: list[dict[str, Any]], slow_rank: int) -> Section:
@@ -137,9 +144,10 @@ def straggler_table(section: Section) -> str:
 
 
 def _title(section: Section) -> str:
-    return "{}: {} ranks, {:.1f} M parameters".format(
+    title = "{}: {} ranks, {:.1f} M parameters".format(
         section["title"], section["num_ranks"], section["num_parameters"] / 1e6
     )
+    return title + ", processors idle while gradients are computed" * section.get("is_idle", False)
 
 
 def _with_range(quartiles: Sequence[float]) -> str:
@@ -167,20 +175,33 @@ def _speedup(row: Row) -> str:
     return _with_range(row["speedup_quartiles"])
 
 
+def _floor_cells(row: Row, floor: str) -> list[str]:
+    """A floor in ms and the ratio to it. Results of before 2026-11-26 have no schedule floor."""
+    if f"{floor}_ms" not in row:
+        return [MISSING] * 2
+    return [f"{row[f'{floor}_ms']:.0f}", f"{row[f'{floor}_ratio']:.2f}"]
+
+
 def markdown_table(section: Section) -> str:
     """The rows as a Markdown table under one line that says what the network was. MB are 1e6 bytes."""
     with_link = any(row["link_bytes"] is not None for row in section["rows"])
     head = ["", "ms/step", "MB sent/step/rank: counters", "library"]
-    head += ["MB over the link/step"] * with_link + ["floor ms", "x floor", "speed-up (quartiles)"]
+    head += ["MB over the link/step"] * with_link
+    head += ["floor ms", "x floor", "schedule floor ms", "x schedule floor", "speed-up (quartiles)"]
     rows = []
     for row in section["rows"]:
         cells = [row["label"], f"{row['step_ms']:.0f}"]
         cells += [_megabytes(row["counted_bytes"]), _megabytes(row["recorded_bytes"])]
         cells += [_megabytes(row["link_bytes"])] * with_link
-        rows.append([*cells, f"{row['floor_ms']:.0f}", f"{row['floor_ratio']:.2f}", _speedup(row)])
+        cells += _floor_cells(row, "floor") + _floor_cells(row, "schedule_floor")
+        rows.append([*cells, _speedup(row)])
     num_rounds = len(section["rows"][0]["rounds_ms"])
     rounds = f"{num_rounds} rounds of {section['block_steps']} steps each"
     others = "of seconds where communication is not tied to steps"
     if any(CONTESTANTS[row["contestant"]].steps_a_round > 1 for row in section["rows"]):
         others += ", of at least three rounds where weights are averaged once in some steps"
-    return f"{_title(section)}, {rounds}, {others}\n\n{table(head, rows)}"
+    without_waiting = [
+        row["label"] for row in section["rows"] if not CONTESTANTS[row["contestant"]].waits_for_gradients
+    ]
+    note = f"Schedule floor is floor, since they do not wait for gradients: {'; '.join(without_waiting)}."
+    return f"{_title(section)}, {rounds}, {others}\n\n{table(head, rows)}\n\n{note}"

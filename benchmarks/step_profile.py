@@ -1,8 +1,9 @@
-"""What a rank does in a training step: processor time of each thread, memory, and a picture of one step.
+"""What a rank does in a training step: processor time of each thread, memory, buckets, and a picture of one step.
 
     python benchmarks/step_profile.py bytegrad --ranks 2 --rate 1gbit --picture step.png     # root, Linux
 
-The contestants are those of network.py; only those with a Recorder give a picture.
+The contestants are those of network.py; only those with a Recorder give a picture. If they wait for gradients, a table
+has what each bucket's average is late by, against the schedule floor.
 """
 
 import argparse
@@ -11,11 +12,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bucket_times import BucketTimes, table_of_buckets
 from contestants import CONTESTANTS
 from environment import write_record
 from namespaces import EmulatedNetwork
-from network import RANK_ENVIRONMENT
+from network import RANK_ENVIRONMENT, add_compute_arguments, burst_of, check_compute_arguments
 from processes import Limits, RankFailure, Stopped, run_ranks
+from report import bits_per_second
 from step_profile_rank import Settings
 from table import table
 
@@ -26,18 +29,20 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rate", default="1gbit", help="of each rank, or 'unshaped'")
     parser.add_argument("--params", type=float, default=12.5, help="millions of parameters (default 12.5)")
+    add_compute_arguments(parser)
     parser.add_argument("--bucket-cap-mb", type=float, default=8.0)
     parser.add_argument("--steps", type=int, default=30, help="steps that are measured (default 30)")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="of the last step, of rank 0 and one contestant")
     parser.add_argument("--json", type=Path, metavar="PATH")
     arguments = parser.parse_args()
+    check_compute_arguments(parser, arguments, arguments.contestants)
     if arguments.picture is not None and len(arguments.contestants) > 1:
         parser.error("--picture is of one contestant")
     limits = Limits(600.0)
     profiles = {}
     for contestant in arguments.contestants:
         rate = None if arguments.rate == "unshaped" else arguments.rate
-        network = EmulatedNetwork([0] * arguments.ranks, rank_rate=rate)
+        network = EmulatedNetwork([0] * arguments.ranks, rank_rate=rate, burst=burst_of(arguments))
         prefixes = [["ip", "netns", "exec", network.namespace(rank)] for rank in range(arguments.ranks)]
         try:
             with tempfile.TemporaryDirectory(prefix="torchbagua-step-profile-") as folder, network:
@@ -47,6 +52,9 @@ def main() -> int:
                     num_ranks=arguments.ranks,
                     contestant=contestant,
                     num_parameters=round(arguments.params * 1e6),
+                    is_idle=arguments.compute == "idle",
+                    compute_ms=arguments.compute_ms,
+                    bits_per_second=None if rate is None else bits_per_second(rate),
                     bucket_cap_mb=arguments.bucket_cap_mb,
                     num_steps=arguments.steps,
                     picture=None if arguments.picture is None else str(arguments.picture.resolve()),
@@ -69,7 +77,12 @@ def main() -> int:
         for name, profile in profiles.items()
     ]
     print(table(["rank 0", "ms/step", *(f"{thread}, processor ms" for thread in threads), "peak MiB"], rows))
+    for name, profile in profiles.items():
+        if "buckets" in profile:
+            buckets = [BucketTimes(**bucket) for bucket in profile["buckets"]]
+            print(f"\n{CONTESTANTS[name].label}, medians of {arguments.steps} steps\n\n{table_of_buckets(buckets)}")
     about = {"ranks": arguments.ranks, "rate": arguments.rate, "num_parameters": round(arguments.params * 1e6)}
+    about |= {"is_idle": arguments.compute == "idle"}
     write_record(arguments.json, {**about, "profiles": profiles})
     return 0
 

@@ -5,13 +5,16 @@ import statistics
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from bucket_times import measure_buckets
 from contestants import CONTESTANTS, Setup, build_batch, build_model
 from processes import begin_rank, leave_process_group, report_progress
+from schedule import choose_schedule, group_into_buckets
 from torchbagua.observe.timeline import draw
 
 WARM_UP_STEPS = 6  # the first means find out whether chunks travel in pieces
@@ -27,6 +30,9 @@ class Settings:
     num_ranks: int
     contestant: str
     num_parameters: int
+    is_idle: bool  # the model waits instead of computing
+    compute_ms: float | None  # how long; None: as long as it was recorded to compute
+    bits_per_second: float | None  # of the network
     bucket_cap_mb: float
     num_steps: int
     picture: str | None  # where rank 0 draws its last step
@@ -36,29 +42,43 @@ def main() -> None:
     settings, rank = begin_rank(Settings)
     dist.init_process_group("gloo", init_method=settings.init_method, rank=rank, world_size=settings.num_ranks)
     model = build_model(settings.num_parameters)
-    entry = CONTESTANTS[settings.contestant].wrap(Setup(model, settings.bucket_cap_mb, [0] * settings.num_ranks))
     batch = build_batch(model, rank)
-    del model
+    schedule = choose_schedule(model, batch, settings.compute_ms)
+    nodes = [0] * settings.num_ranks
+    setup = Setup(model, settings.bucket_cap_mb, nodes, schedule if settings.is_idle else None)
+    contestant = CONTESTANTS[settings.contestant]
+    entry = contestant.wrap(setup)
+    numels = [parameter.numel() for parameter in model.parameters()]
+    del model, setup
     entry.resume()
-    seconds, before = [], Counter[str]()
+    steps_ns, before = [], Counter[str]()
     for step in range(WARM_UP_STEPS + settings.num_steps):
         if step == WARM_UP_STEPS:
             dist.barrier()
             before = processor_ns()
-        start_s = time.perf_counter()
+        start_ns = time.perf_counter_ns()
         entry.train_step(batch)
-        seconds.append(time.perf_counter() - start_s)
+        steps_ns.append((start_ns, time.perf_counter_ns()))
         if rank == 0:
             report_progress(Path(settings.scratch), step + 1, WARM_UP_STEPS + settings.num_steps, "step")
     used = processor_ns() - before
     entry.finish_round()
     entry.pause()
     if rank == 0:
-        profile = {
-            "step_ms": 1e3 * statistics.median(seconds[WARM_UP_STEPS:]),
+        profile: dict[str, Any] = {
+            "step_ms": statistics.median(end_ns - start_ns for start_ns, end_ns in steps_ns[WARM_UP_STEPS:]) / 1e6,
             "processor_ms": {name: ns / 1e6 / settings.num_steps for name, ns in used.most_common()},
             "peak_mib": peak_mib(),
         }
+        if entry.recorder is not None and contestant.waits_for_gradients:
+            buckets = group_into_buckets(numels, schedule.ready_s, settings.bucket_cap_mb)
+            times = measure_buckets(
+                entry.recorder.events,
+                steps_ns[WARM_UP_STEPS:],
+                schedule.buckets_ready_s(buckets),
+                settings.bits_per_second,
+            )
+            profile["buckets"] = list(map(asdict, times))
         Path(settings.scratch, "profile.json").write_text(json.dumps(profile))
         if settings.picture is not None and entry.recorder is not None:
             last = max(event.step for event in entry.recorder.events if event.phase == "step")

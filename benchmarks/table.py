@@ -3,9 +3,11 @@
 import re
 from collections.abc import Iterable, Sequence
 
+MISSING = "\N{EN DASH}"  # a number that was not measured
+
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table. A column whose cells begin with numbers, where they are not empty, is aligned to the right."""
+    """A Markdown table. A column whose cells begin with numbers, or are empty or MISSING, is aligned to the right."""
     body = list(rows)
     columns = zip(*body, strict=True) if body else [()] * len(head)
     rule = ["---:" if _is_of_numbers(column) else "---" for column in columns]
@@ -13,4 +15,4 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _is_of_numbers(column: Sequence[str]) -> bool:
-    return any(column) and all(re.match(r"[-+]?\d|$", cell) for cell in column)
+    return any(column) and all(re.match(rf"[-+]?\d|{MISSING}?$", cell) for cell in column)

@@ -9,6 +9,7 @@ those that are recorded in that file already.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from environment import git_revision, write_record
-from table import table
+from table import MISSING, table
 
 NAMES = ("before", "after")
+TIMES = ("step_ms", "floor_ms", "schedule_floor_ms")
 Rows = dict[tuple[int, str, str], dict[str, Any]]  # by number of ranks, network and contestant
 
 
@@ -41,15 +43,22 @@ def add_run(rows: Rows, name: str, networks: list[dict[str, Any]]) -> None:
         for row in network["rows"]:
             key = (network["num_ranks"], network["title"], row["contestant"])
             entry = rows.setdefault(key, dict(zip(("ranks", "network", "contestant"), key, strict=True)))
-            entry.setdefault(name, []).append({which: round(row[which], 2) for which in ("step_ms", "floor_ms")})
+            # Revisions of before 2026-11-26 have no schedule floor.
+            entry.setdefault(name, []).append({which: round(row[which], 2) for which in TIMES if which in row})
 
 
 def table_of(rows: Rows) -> str:
     """Medians over the runs, beside what `ddp` took in the same ones."""
-    head = ["ranks", "network", "contestant", *(f"{name}, ms/step" for name in NAMES), "runs", "DDP / after", "floor"]
+    head = ["ranks", "network", "contestant", *(f"{name}, ms/step" for name in NAMES), "runs", "DDP / after"]
+    head += ["x floor", "x schedule floor"]
 
     def median(key: tuple[int, str, str], name: str, which: str) -> float:
-        return statistics.median(one[which] for one in rows[key][name]) if name in rows.get(key, {}) else float("nan")
+        values = [one[which] for one in rows.get(key, {}).get(name, []) if which in one]
+        return statistics.median(values) if values else float("nan")
+
+    def ratio_to(floor: str, key: tuple[int, str, str]) -> str:
+        ratio = median(key, "after", "step_ms") / median(key, "after", floor)
+        return MISSING if math.isnan(ratio) else f"{ratio:.2f}x"
 
     cells = [
         [
@@ -58,7 +67,8 @@ def table_of(rows: Rows) -> str:
             *(f"{median(key, name, 'step_ms'):.1f}" for name in NAMES),
             "/".join(str(len(rows[key].get(name, []))) for name in NAMES),
             f"{median((*key[:2], 'ddp'), 'after', 'step_ms') / median(key, 'after', 'step_ms'):.2f}x",
-            f"{median(key, 'after', 'step_ms') / median(key, 'after', 'floor_ms'):.2f}x",
+            ratio_to("floor_ms", key),
+            ratio_to("schedule_floor_ms", key),
         ]
         for key in sorted(rows)
     ]

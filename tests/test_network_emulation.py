@@ -127,6 +127,29 @@ def test_shaped_network_is_as_slow_as_it_should_be(start: Callable[..., subproce
     assert namespaces_of(benchmark.pid) == []
 
 
+@pytest.mark.alone
+@pytest.mark.network
+@pytest.mark.usefixtures("_emulation")
+def test_idle_processors_wait_as_long_as_they_are_told(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    only = ("--only", "bytegrad", "four_bits_feedback", "qadam", "decentralized", "async")
+    benchmark = start("--compute", "idle", "--compute-ms", "100", "--rates", "50mbit", *only)
+    output, errors = benchmark.communicate(timeout=2 * LIMIT_S)
+    assert benchmark.returncode == 0, errors
+    assert "processors idle while gradients are computed" in output
+    [network] = json.loads((tmp_path / "r.json").read_text())["networks"]
+    assert max(network["schedule"]["ready_s"]) == pytest.approx(0.1)
+    rows = {row["contestant"]: row for row in network["rows"]}
+    assert rows["compute"]["step_ms"] > 100
+    # All gradients are in one bucket, which is ready after 100 ms, and takes 87 ms.
+    assert rows["bytegrad"]["schedule_floor_ms"] == pytest.approx(187, rel=0.03)
+    # 80 KiB of its 0.5 MB pass unshaped.
+    assert rows["bytegrad"]["step_ms"] > 0.9 * rows["bytegrad"]["schedule_floor_ms"]
+    for name in ("decentralized", "async"):
+        assert rows[name]["schedule_floor_ms"] == rows[name]["floor_ms"]
+
+
 @pytest.mark.network
 @pytest.mark.usefixtures("_emulation")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -179,6 +202,13 @@ def test_without_the_tools_it_says_so_and_runs_over_loopback(
     assert "No emulated network: " in output
     assert "Not measured: 50mbit" in output
     assert "| DDP bf16 hook |" in output
+
+
+def test_sharded_contestants_do_not_wait(start: Callable[..., subprocess.Popen[str]]) -> None:
+    benchmark = start("--compute", "idle", "--only", "fsdp")
+    _, errors = benchmark.communicate(timeout=LIMIT_S)
+    assert benchmark.returncode == 2
+    assert "--compute idle: FSDP2 and HSDP" in errors
 
 
 def test_unknown_rate_is_refused(start: Callable[..., subprocess.Popen[str]]) -> None:
