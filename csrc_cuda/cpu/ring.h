@@ -6,7 +6,7 @@
 
 #include "arguments.h"
 #include "element/ring.h"
-#include "instruction_set.h"
+#include "parallel.h"
 
 namespace torchbagua::cpu {
 
@@ -18,17 +18,17 @@ inline void ring_difference(const binding::Tensor& weights, const binding::Tenso
   const auto of_left = binding::span_of<const float>(call, {"left", left, x.size});
   const auto of_right = binding::span_of<const float>(call, {"right", right, x.size});
   const auto result = binding::span_of<float>(call, {"difference", difference, x.size});
-  run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED {
+  in_parallel(x.size, [=](long long begin, long long end) TORCHBAGUA_INLINED {
     if (of_left.data == of_right.data) {  // a ring of two: division is what takes the time
 #pragma omp simd
-      for (long long i = 0; i < x.size; ++i) {
+      for (long long i = begin; i < end; ++i) {
         const float third = of_left.data[i] / 3.0f;
         result.data[i] = torchbagua::ring_difference(x.data[i], of_self.data[i], third, third);
       }
       return;
     }
 #pragma omp simd
-    for (long long i = 0; i < x.size; ++i) {
+    for (long long i = begin; i < end; ++i) {
       const float third_of_left = of_left.data[i] / 3.0f, third_of_right = of_right.data[i] / 3.0f;
       result.data[i] = torchbagua::ring_difference(x.data[i], of_self.data[i], third_of_left, third_of_right);
     }
@@ -41,9 +41,9 @@ inline void ring_advance(const binding::Tensor& difference, const binding::Tenso
   const auto change = binding::span_of<const float>(call, {"difference", difference});
   const auto replica = binding::span_of<float>(call, {"own", own, change.size});
   const auto x = binding::span_of<float>(call, {"weights", weights, change.size});
-  run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED {
+  in_parallel(change.size, [=](long long begin, long long end) TORCHBAGUA_INLINED {
 #pragma omp simd
-    for (long long i = 0; i < change.size; ++i) {
+    for (long long i = begin; i < end; ++i) {
       x.data[i] = replica.data[i] += change.data[i];
     }
   });
