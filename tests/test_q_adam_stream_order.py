@@ -20,7 +20,9 @@ import torchbagua as tb
 from q_adam_life import NUM_STEPS, NUM_WARM, Trainer
 from ranks import TIMEOUT, run_ranks
 from test_gpu_lanes import PlayedSideStream
+from test_q_adam_reads import Reads
 from torchbagua.algorithms.qadam.warmup_agreement import WarmupAgreement
+from torchbagua.runtime import unstaging
 from torchbagua.runtime.lane import Job
 from torchbagua.transport.communicator import Communicator
 from training import Tower, build
@@ -70,17 +72,27 @@ def let_ranks_agree(runner: tb.Runner) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"error_feedback": True}], ids=str)
-def test_no_host_waits_for_another_rank_after_the_first_step(waits: list[str], arguments: dict[str, Any]) -> None:
-    """Neither in the warm-up, nor at its end, nor past it; the weights are those of a lane that orders all."""
+def test_no_host_waits_for_another_rank_after_the_first_step(
+    waits: list[str], monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
+) -> None:
+    """Neither in the warm-up, nor at its end, nor past it; the weights are those of a lane that orders all.
+
+    Nor for its GPU, past the warm-up and the first step that sends momenta.
+    """
     model = build(Tower)
+    monkeypatch.setattr(unstaging, "is_read_with_a_wait", lambda tensor: True)
+    counted = Reads(monkeypatch, torch.device("cpu"))
 
     def body(group: dist.ProcessGroup) -> list[dict[str, torch.Tensor]]:
         with training(group, model, **arguments) as (trainer, runner):
-            for _ in range(NUM_STEPS):
+            for step in range(NUM_STEPS):
+                counted.take()
                 trainer.step()
+                num_reads = counted.take()
+                assert num_reads == 0 or step <= NUM_WARM
                 let_ranks_agree(runner)
                 dist.barrier(group)
-                if len(trainer.life.weights) == 1:
+                if step == 0:
                     dist.barrier(group)
                     waits.clear()
                     dist.barrier(group)
@@ -97,9 +109,8 @@ def test_no_host_waits_for_another_rank_after_the_first_step(waits: list[str], a
         runner.close()
         return trainer.life.weights
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Communicator, "in_stream_order", lambda communicator, device: False)
-        expected = run_ranks(2, in_the_lane)
+    monkeypatch.undo()
+    expected = run_ranks(2, in_the_lane)
     for own, others in zip(found, expected, strict=True):
         for weights, others_weights in zip(own, others, strict=True):
             assert all(torch.equal(weight, others_weights[name]) for name, weight in weights.items())
@@ -141,13 +152,17 @@ def test_a_state_that_one_rank_loads_ends_all(waits: list[str], loads: int) -> N
                     state = copy.deepcopy(trainer.optimizer.state_dict())
                 trainer.step()
                 let_ranks_agree(runner)
+            launches: list[object] = []
+            launch = runner.lane.launch
+            runner.lane.launch = lambda run: (launches.append(run), launch(run))[1]
             if group.rank() == loads:
                 trainer.optimizer.load_state_dict(state)
             with pytest.raises(Exception, match="out of step") as caught:  # noqa: PT012  # at the next bucket or step
                 for _ in range(2):
                     trainer.step()
             if group.rank() == loads:
-                assert len(trainer.life.weights) == NUM_STEPS, "in its first backward, and it has sent nothing"
+                assert len(trainer.life.weights) == NUM_STEPS, "in its first backward"
+                assert not launches
             return str(caught.value)
 
     num_parameters = len(list(model.parameters()))
@@ -170,23 +185,17 @@ def test_steps_without_a_backward_between_them_are_agreed_on(waits: list[str]) -
     assert run_ranks(2, body) == [[2 * NUM_STEPS] * len(list(model.parameters()))] * 2
 
 
-def test_the_optimizer_keeps_no_runner_that_was_forgotten(waits: list[str]) -> None:
-    model = build(Tower)
-
+def test_the_optimizer_keeps_no_runner_that_was_forgotten() -> None:
     def body(group: dist.ProcessGroup) -> None:
-        trainer = Trainer(group, model)
-        runner: Any = trainer.hook()
-        runner.lane._side = PlayedSideStream([])
-        for _ in range(2):
-            trainer.step()
-        let_ranks_agree(runner)
-        dist.barrier(group)
-        forgotten, optimizer = weakref.ref(agreement_of(runner)), trainer.optimizer
-        del runner, trainer
-        dist.barrier(group)  # a collection on one thread leaves out what another lets go meanwhile
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = tb.QAdamOptimizer([parameter])
+        runner = tb.QAdamAlgorithm(optimizer).reify(group)
+        agreement_of(runner)._listen()
+        forgotten = weakref.ref(agreement_of(runner))
+        del runner
         gc.collect()
-        dist.barrier(group)
         assert forgotten() is None
+        parameter.grad = torch.ones(3)
         optimizer.step()
 
-    run_ranks(2, body)
+    run_ranks(1, body)
