@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 
 import torchbagua as tb
 from q_adam_life import NUM_STEPS, NUM_WARM, Trainer
@@ -183,6 +184,20 @@ def test_steps_without_a_backward_between_them_are_agreed_on(waits: list[str]) -
             return trainer.optimizer.num_updates
 
     assert run_ranks(2, body) == [[2 * NUM_STEPS] * len(list(model.parameters()))] * 2
+
+
+def test_ranks_end_in_order_after_one_has_run_out_of_data(waits: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no step, at whose end it would announce something, and yet the others must not wait for it."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())  # the registry knows no group made by hand
+    model = build(Tower)
+
+    def body(group: dist.ProcessGroup) -> bool:
+        with training(group, model) as (trainer, runner), Join([trainer.ddp]):
+            for _ in range(NUM_STEPS - 2 * group.rank()):
+                trainer.step()
+        return bool(runner.lane.has_failed)
+
+    assert run_ranks(2, body) == [False, False]
 
 
 def test_the_optimizer_keeps_no_runner_that_was_forgotten() -> None:

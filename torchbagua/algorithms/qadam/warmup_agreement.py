@@ -102,6 +102,12 @@ class WarmupAgreement:
         watch.add(after_step, reads_overflow=False)
         weakref.finalize(self, watch.remove, after_step).atexit = False
         self._runner.on_close(partial(watch.remove, after_step), first=True)
+        self._runner.on_close(self._announce_if_joined, first=True)
+
+    def _announce_if_joined(self) -> None:
+        """Take part in what the others have announced last, on a rank that took no step since it ran out of data."""
+        if self._runner.has_joined and self._runner.ends_in_order and not self._runner.lane.has_failed:
+            self._announce()
 
     def _announce(self) -> None:
         if self._announced is None:  # steps without a backward between them: the first one's stands
