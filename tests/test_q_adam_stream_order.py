@@ -21,7 +21,7 @@ import torchbagua as tb
 from q_adam_life import NUM_STEPS, NUM_WARM, Trainer
 from ranks import TIMEOUT, run_ranks
 from test_gpu_lanes import PlayedSideStream
-from test_q_adam_reads import Reads
+from test_host_reads import Reads
 from torchbagua.algorithms.qadam.warmup_agreement import WarmupAgreement
 from torchbagua.runtime import unstaging
 from torchbagua.runtime.lane import Job

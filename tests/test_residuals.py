@@ -11,17 +11,10 @@ import torch.distributed as dist
 import torchbagua as tb
 from q_adam_life import NUM_STEPS, NUM_WARM, Trainer, equal, initial_of, tensors_in
 from ranks import run_ranks
-from torchbagua.runtime import unstaging
 from training import Branches, Tower, build
 
 ONE_BIT: dict[str, Any] = {"compression": "sign1bit", "error_feedback": True}
-
-
-@pytest.fixture(autouse=True, params=["host", "device"])
-def _where_it_is_decided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step commits: on the host, or as on a GPU, where reading a value would be a wait."""
-    if request.param == "device":
-        monkeypatch.setattr(unstaging, "is_read_with_a_wait", lambda tensor: True)
+pytestmark = pytest.mark.usefixtures("where_commits_are_decided")
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, None), (3, [0, 0, 1])])

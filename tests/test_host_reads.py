@@ -3,6 +3,8 @@
 import copy
 import threading
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,14 +69,35 @@ def device_of_reads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> to
     return device
 
 
-def reads_of_steps(device: torch.device, arguments: dict[str, Any], scaler: torch.amp.GradScaler) -> list[list[int]]:
+Attached = tuple[torch.optim.Optimizer, tb.Algorithm]
+
+
+def with_q_adam(parameters: list[torch.nn.Parameter], **arguments: Any) -> Attached:
+    optimizer = tb.QAdamOptimizer(parameters, warmup_steps=NUM_WARM, fused=True)
+    return optimizer, tb.QAdamAlgorithm(optimizer, **arguments)
+
+
+def with_sgd(parameters: list[torch.nn.Parameter], algorithm: tb.Algorithm) -> Attached:
+    return torch.optim.SGD(parameters, lr=1e-3), algorithm
+
+
+CASES: dict[str, Callable[[list[torch.nn.Parameter]], Attached]] = {
+    "qadam": with_q_adam,
+    "qadam, one bit": partial(with_q_adam, **FEEDBACK),
+    "bytegrad": partial(with_sgd, algorithm=tb.ByteGradAlgorithm(error_feedback=True)),
+    "topk": partial(with_sgd, algorithm=tb.TopKAlgorithm()),
+    "powersgd": partial(with_sgd, algorithm=tb.PowerSGDAlgorithm(rank=2, start_step=NUM_WARM, min_rate=1.0)),
+}
+
+
+def reads_of_steps(device: torch.device, case: str, scaler: torch.amp.GradScaler) -> list[list[int]]:
     """The reads of two ranks in each step in which no bucket is new.
 
     The first is the last of the warm-up; a scaler that is not disabled skips one after it.
 
     Args:
         device: of the model.
-        arguments: of QAdamAlgorithm.
+        case: which optimizer and algorithm.
         scaler: of one rank, the others have their own; it may be disabled.
     """
     model = build(lambda: Tower((10,) * 12)).to(device)
@@ -82,8 +105,7 @@ def reads_of_steps(device: torch.device, arguments: dict[str, Any], scaler: torc
     def body(group: dist.ProcessGroup) -> list[int]:
         own_scaler = copy.deepcopy(scaler)
         ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
-        optimizer = tb.QAdamOptimizer(ddp.parameters(), warmup_steps=NUM_WARM, fused=True)
-        algorithm = tb.QAdamAlgorithm(optimizer, **arguments)
+        optimizer, algorithm = CASES[case](list(ddp.parameters()))
         reads = []
         with tb.attach(ddp, optimizer, algorithm, grad_scaler=own_scaler):
             for step in range(2 * NUM_WARM + 2):
@@ -106,25 +128,25 @@ def reads_of_steps(device: torch.device, arguments: dict[str, Any], scaler: torc
         return run_ranks(2, body, device=device)
 
 
-@pytest.mark.parametrize("arguments", [{}, FEEDBACK], ids=str)
-def test_a_step_reads_nothing_of_a_gpu(device_of_reads: torch.device, arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_reads_nothing_of_a_gpu(device_of_reads: torch.device, case: str) -> None:
     disabled = torch.amp.GradScaler(device_of_reads.type, enabled=False)
-    for reads in reads_of_steps(device_of_reads, arguments, disabled):
+    for reads in reads_of_steps(device_of_reads, case, disabled):
         assert reads == [0] * len(reads)
 
 
-@pytest.mark.parametrize("arguments", [{}, FEEDBACK], ids=str)
-def test_with_a_grad_scaler_it_reads_what_that_reads(device_of_reads: torch.device, arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_with_a_grad_scaler_it_reads_what_that_reads(device_of_reads: torch.device, case: str) -> None:
     """Whether there was an overflow, once a step; also where it skips the step, which changes the scale."""
     scaler = torch.amp.GradScaler(device_of_reads.type, init_scale=1024.0)
-    for reads in reads_of_steps(device_of_reads, arguments, scaler):
+    for reads in reads_of_steps(device_of_reads, case, scaler):
         assert reads == [1] * len(reads)
 
 
 def test_reads_of_a_cpu_do_not_grow_with_the_parameters() -> None:
     """Where no read is a wait, it looks at all gradients at once, which of them have been averaged."""
     disabled = torch.amp.GradScaler("cpu", enabled=False)
-    for reads in reads_of_steps(torch.device("cpu"), FEEDBACK, disabled):
+    for reads in reads_of_steps(torch.device("cpu"), "qadam, one bit", disabled):
         assert reads[0] == 0
         assert 0 < max(reads[1:]) <= 2
 
