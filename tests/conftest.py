@@ -65,6 +65,13 @@ def gpu() -> torch.device:
     return require_gpu()
 
 
+@pytest.fixture(params=["host", "device"])
+def where_commits_are_decided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step commits is decided on the host, or as on a GPU, where reading a value would be a wait."""
+    if request.param == "device":
+        monkeypatch.setattr("torchbagua.runtime.unstaging.is_read_with_a_wait", lambda tensor: True)
+
+
 @pytest.fixture(scope="session")
 def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
     """The CUDA kernels, compiled for the CPU, once for all workers; skips where there is no compiler."""

@@ -147,6 +147,16 @@ Value __shfl_xor_sync(unsigned int lanes, Value value, int mask) {
   return value;
 }
 
+template <typename Value>
+Value __shfl_sync(unsigned int lanes, Value value, int lane) {
+  static_assert(sizeof(Value) == sizeof(unsigned int));
+  std::memcpy(&cuda_on_host::own().exchanged, &value, sizeof(Value));
+  cuda_on_host::wait_for_lanes(lanes);
+  std::memcpy(&value, &cuda_on_host::threads[threadIdx.x / 32 * 32 + lane].exchanged, sizeof(Value));
+  cuda_on_host::wait_for_lanes(lanes);
+  return value;
+}
+
 inline unsigned int __ballot_sync(unsigned int lanes, int is_set) {
   cuda_on_host::own().exchanged = is_set != 0;
   cuda_on_host::wait_for_lanes(lanes);

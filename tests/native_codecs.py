@@ -32,7 +32,6 @@ class Codec:
     name: str
     header_bytes: int
     elements_per_byte: int
-    has_cuda_kernels: bool  # without them the reference runs on a GPU, too
     device: torch.device = CPU
     kept_of_64: int | None = None
     index_bytes: int | None = None
@@ -43,8 +42,7 @@ class Codec:
         native.load()
         rows = [row for row in native.status() if row.device == device.type and row.operation.startswith(self.name)]
         assert rows
-        if device == CPU or self.has_cuda_kernels:
-            assert not [row for row in rows if row.path == "reference"], rows
+        assert not [row for row in rows if row.path == "reference"], rows
         return replace(self, device=device)
 
     def payload_bytes(self, length: int) -> int:
@@ -80,10 +78,10 @@ class Codec:
         torch.library.opcheck(self.native(operation), tuple(there))
 
 
-MINMAX_UINT8 = Codec("minmax_uint8", header_bytes=8, elements_per_byte=1, has_cuda_kernels=True)
-MINMAX_UINT4 = Codec("minmax_uint4", header_bytes=4, elements_per_byte=2, has_cuda_kernels=True)
-SIGN_1BIT = Codec("sign1bit", header_bytes=4, elements_per_byte=8, has_cuda_kernels=False)
-TOPK = Codec("topk", header_bytes=4, elements_per_byte=0, has_cuda_kernels=True, kept_of_64=8, longest=4096)
+MINMAX_UINT8 = Codec("minmax_uint8", header_bytes=8, elements_per_byte=1)
+MINMAX_UINT4 = Codec("minmax_uint4", header_bytes=4, elements_per_byte=2)
+SIGN_1BIT = Codec("sign1bit", header_bytes=4, elements_per_byte=8)
+TOPK = Codec("topk", header_bytes=4, elements_per_byte=0, kept_of_64=8, longest=4096)
 BLOCKK = replace(TOPK, name="blockk", index_bytes=2)
 CODECS = (MINMAX_UINT8, MINMAX_UINT4, SIGN_1BIT, TOPK, BLOCKK)
 

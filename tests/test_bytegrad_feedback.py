@@ -227,6 +227,7 @@ def test_a_step_that_amp_skips_leaves_no_trace(size: int, nodes: list[int] | Non
         assert all(residuals) == (index == 3)  # a rank that owns no shard has none that could move
 
 
+@pytest.mark.usefixtures("where_commits_are_decided")
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_what_nobody_uses_keeps_its_residual(set_to_none: bool) -> None:
     model = build(Branches)
@@ -288,6 +289,7 @@ def test_a_step_that_uses_local_gradients_alone_counts_nothing() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.usefixtures("where_commits_are_decided")
 def test_nothing_is_lost_or_counts_twice_of_several_synchronised_backward_passes() -> None:
     """What went in is what came out and what is in the residuals. DDP forms its buckets anew after the first of all."""
     model = build(Tower)
@@ -322,6 +324,7 @@ def test_nothing_is_lost_or_counts_twice_of_several_synchronised_backward_passes
         assert total_in.numel() == 1 or (total_in - total_out).norm() > 1e-5 * total_in.norm()
 
 
+@pytest.mark.usefixtures("where_commits_are_decided")
 @pytest.mark.parametrize("bucket_cap_mb", [25, 0.01])
 def test_several_optimizers_are_as_one(bucket_cap_mb: float) -> None:
     """Each commits what it has used, in whatever order, and leaves the others' in the same bucket staged."""
@@ -341,6 +344,7 @@ def test_several_optimizers_are_as_one(bucket_cap_mb: float) -> None:
         assert all(equal(first, other) for other in others)
 
 
+@pytest.mark.usefixtures("where_commits_are_decided")
 def test_an_optimizer_that_steps_seldom_commits_seldom() -> None:
     model = build(Tower)
 

@@ -12,6 +12,7 @@ import pytest
 import programs
 from host_kernels import CSRC, KERNEL_FILES, find_kernels, source_of
 from made_once import made_once
+from torchbagua.native import recipe
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +37,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc, of the CUDA toolkit, is not on PATH")
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90", pytest.param("sm_100", marks=pytest.mark.slow)],
+    [
+        pytest.param(f"sm_{architecture}", marks=[] if architecture == 90 else pytest.mark.slow)
+        for architecture in recipe.ARCHITECTURES
+    ],
 )
 def test_nvcc_compiles_the_kernels_without_spills(
     architecture: str, compiled: Callable[[str], tuple[Path, str]]

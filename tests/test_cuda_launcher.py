@@ -16,7 +16,16 @@ from torch import Tensor
 
 import low_rank
 from host_kernels import KERNEL_FILES, HostKernels, QAdamForm, QAdamStep, Rows, Span, source_of
-from native_codecs import DTYPES, MINMAX_UINT4, MINMAX_UINT8, Codec, assert_same_values, lay_out, num_elements
+from native_codecs import (
+    DTYPES,
+    MINMAX_UINT4,
+    MINMAX_UINT8,
+    SIGN_1BIT,
+    Codec,
+    assert_same_values,
+    lay_out,
+    num_elements,
+)
 from torchbagua.native import launcher, nvrtc, tensor_tables
 from torchbagua.native.cuda_driver import Driver
 from torchbagua.native.launcher import CudaKernels
@@ -184,7 +193,9 @@ CASES += [(operation, dtype) for operation in ("encode", "decode") for dtype in 
 
 @pytest.mark.parametrize(("operation", "dtype"), CASES)
 @pytest.mark.parametrize("lengths", [[130, 1, 16, 7, 64, 2000, 3, 9, 128], [3 * TILE, 5000]])
-@pytest.mark.parametrize(("codec", "num_teams"), [(MINMAX_UINT8, 1), (MINMAX_UINT4, 8)], ids=["8 bits", "4 bits"])
+@pytest.mark.parametrize(
+    ("codec", "num_teams"), [(MINMAX_UINT8, 1), (MINMAX_UINT4, 8), (SIGN_1BIT, 2)], ids=["8 bits", "4 bits", "1 bit"]
+)
 def test_launches_give_the_bytes_of_the_reference(
     host_kernels: HostKernels, codec: Codec, num_teams: int, operation: str, dtype: torch.dtype, lengths: list[int]
 ) -> None:

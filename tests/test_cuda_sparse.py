@@ -6,7 +6,7 @@ from torch import Tensor
 
 from host_kernels import HostKernels
 from native_codecs import BLOCKK, DTYPES, KINDS, TOPK, Codec, assert_same_values, lay_out
-from test_cuda_minmax import NAMES, Guarded, num_elements, run, values_of
+from test_cuda_dense import NAMES, Guarded, num_elements, run, values_of
 from torchbagua.native.ops import NATIVE_OPS
 
 OPERATIONS = ("encode", "decode", "decode_mean", "decode_mean_encode", "encode_feedback")

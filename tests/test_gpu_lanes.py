@@ -230,6 +230,24 @@ def test_what_fails_when_it_is_enqueued_ends_the_lane(
             lane.launch(enqueued)
 
 
+def test_what_is_enqueued_while_a_job_fails_raises_what_that_has_raised(
+    played: tuple[Lane, list[str], Callable[[], torch.Tensor]],
+) -> None:
+    """The job has closed the groups, which is all that the other knows."""
+    lane, _, _ = played
+
+    def fail() -> None:
+        raise ValueError("why")
+
+    def run() -> torch.Tensor:
+        with pytest.raises(ValueError, match="why"):
+            lane.submit(fail).result()
+        raise RuntimeError("the group is closed")
+
+    with pytest.raises(ValueError, match="why"):
+        lane.launch(run)
+
+
 def test_tensors_of_two_gpus_are_refused(played: tuple[Lane, list[str], Callable[[], torch.Tensor]]) -> None:
     lane, _, _ = played
     lane._side.device = torch.device("cuda:0")  # type: ignore[union-attr]

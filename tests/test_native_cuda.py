@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from native_codecs import MINMAX_UINT8, Codec, assert_same_values, hostile_values
+from native_codecs import MINMAX_UINT8, SIGN_1BIT, Codec, assert_same_values, hostile_values
 from torchbagua.codecs import TensorSpec
 from torchbagua.native.ops import NATIVE_OPS
 
@@ -25,8 +25,13 @@ def codec(gpu: torch.device) -> Codec:
     return MINMAX_UINT8.on(gpu)
 
 
+@pytest.fixture(scope="module", params=[MINMAX_UINT8, SIGN_1BIT], ids=lambda codec: codec.name)
+def dense_codec(request: pytest.FixtureRequest, gpu: torch.device) -> Codec:
+    return request.param.on(gpu)
+
+
 def dense_table(codec: Codec, num_elements: int) -> Tensor:
-    """Blocks that fill x, all headers first in the wire."""
+    """Blocks that fill x, all headers first in the wire, and payloads as far apart as with a byte for each element."""
     bounds = TensorSpec((num_elements,), torch.float32, torch.device("cpu"), "x").block_bounds(BLOCK)
     starts, lengths = bounds[:-1], bounds.diff()
     headers = codec.header_bytes * torch.arange(len(starts))
@@ -55,11 +60,11 @@ def calls_of(codec: Codec, x: Tensor, table: Tensor) -> dict[str, Call]:
 
 
 @pytest.mark.parametrize("name", ["encode", "decode", "decode_mean", "decode_mean_encode", "encode_feedback"])
-def test_kernels_run_on_the_current_stream(codec: Codec, name: str) -> None:
+def test_kernels_run_on_the_current_stream(dense_codec: Codec, name: str) -> None:
     """What they read is written late, on the current stream: on another one they would have read zeros."""
-    table = dense_table(codec, 10 * BLOCK + 5).to(codec.device)
-    x = hostile_values("scaled", 10 * BLOCK + 5, 38).to(codec.device)
-    operation, arguments, written = calls_of(codec, x, table)[name]
+    table = dense_table(dense_codec, 10 * BLOCK + 5).to(dense_codec.device)
+    x = hostile_values("scaled", 10 * BLOCK + 5, 38).to(dense_codec.device)
+    operation, arguments, written = calls_of(dense_codec, x, table)[name]
     operation(*arguments)  # loads the kernel, which may wait for the device
     expected = [tensor.clone() for tensor in written]
     inputs = [value for value in arguments if isinstance(value, Tensor) and value.is_floating_point()]
@@ -84,9 +89,10 @@ def test_kernels_run_on_the_current_stream(codec: Codec, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["encode", "decode", "decode_mean", "decode_mean_encode", "encode_feedback"])
-def test_the_host_does_not_wait(codec: Codec, name: str) -> None:
-    table = dense_table(codec, 3 * BLOCK).to(codec.device)
-    operation, arguments, _ = calls_of(codec, torch.linspace(-1, 1, 3 * BLOCK, device=codec.device), table)[name]
+def test_the_host_does_not_wait(dense_codec: Codec, name: str) -> None:
+    table = dense_table(dense_codec, 3 * BLOCK).to(dense_codec.device)
+    x = torch.linspace(-1, 1, 3 * BLOCK, device=dense_codec.device)
+    operation, arguments, _ = calls_of(dense_codec, x, table)[name]
     operation(*arguments)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -163,8 +163,8 @@ class Loop:
         x = torch.randn(6, 10, generator=self.data)
         self.scaler.scale(self.ddp(x, choice).square().sum() * factor).backward()
 
-    def step(self, choice: int = 0, factor: float = 1.0) -> None:
-        self.optimizer.zero_grad()
+    def step(self, choice: int = 0, factor: float = 1.0, *, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
         self.backward(choice, factor)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -185,6 +185,7 @@ def same(first: dict[str, dict[str, torch.Tensor]], second: dict[str, dict[str, 
     return all(torch.equal(one, second[kind][name]) for kind in first for name, one in first[kind].items())
 
 
+@pytest.mark.usefixtures("where_commits_are_decided")
 @pytest.mark.parametrize(("scale", "make_model"), [(None, Tower), (1024.0, ChannelsLast)])
 def test_nothing_is_lost(scale: float | None, make_model: type[nn.Module]) -> None:
     """What was sent and the errors are all gradients together, over rebuilt buckets, with and without a loss scale."""
@@ -254,7 +255,9 @@ def test_resume_bit_for_bit(
     assert all(run_ranks(size, body))
 
 
-def test_a_skipped_step_and_an_unused_parameter_leave_no_trace() -> None:
+@pytest.mark.usefixtures("where_commits_are_decided")
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_skipped_step_and_an_unused_parameter_leave_no_trace(set_to_none: bool) -> None:
     model = build(Branches)
 
     def body(group: dist.ProcessGroup) -> None:
@@ -267,7 +270,7 @@ def test_a_skipped_step_and_an_unused_parameter_leave_no_trace() -> None:
             assert same(loop.state(), before)
             assert equal(loop.weights(), weights)
             assert all(one.grad.isnan().all() for name, one in loop.named.items() if name == "stem.weight")
-            loop.step(choice=1)
+            loop.step(choice=1, set_to_none=set_to_none)
             after = loop.state()
         for kind in before:
             changed = {name for name in after[kind] if not torch.equal(after[kind][name], before[kind][name])}
@@ -278,8 +281,10 @@ def test_a_skipped_step_and_an_unused_parameter_leave_no_trace() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.usefixtures("where_commits_are_decided")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_does_not_enter_the_state_even_where_the_step_is_taken(bad: float) -> None:
+@pytest.mark.parametrize("good", [0.0, 0.5])
+def test_what_is_not_finite_does_not_enter_the_state_even_where_the_step_is_taken(bad: float, good: float) -> None:
     """The gradients are cleared of it, as some loops do; what one rank alone has, all ranks see."""
     model = build(Tower)
 
@@ -302,7 +307,7 @@ def test_what_is_not_finite_does_not_enter_the_state_even_where_the_step_is_take
                 handle.remove()
             assert loop.named["layers.1.weight"].grad.isnan().all()
             assert loop.named["layers.0.weight"].grad.isfinite().all()
-            loop.named["layers.1.weight"].grad.zero_()
+            loop.named["layers.1.weight"].grad.fill_(good)
             loop.optimizer.step()
             after = loop.state()
             for kind in before:
@@ -314,6 +319,7 @@ def test_what_is_not_finite_does_not_enter_the_state_even_where_the_step_is_take
     run_ranks(2, body)
 
 
+@pytest.mark.usefixtures("where_commits_are_decided")
 def test_a_matrix_without_gradient_starts_anew_when_it_has_one() -> None:
     """Its factor has become zero, which would stay so; and a gradient of lower rank leaves vectors out."""
 
@@ -378,6 +384,7 @@ class Recorder:
         self.events.append(event)
 
 
+@pytest.mark.usefixtures("where_commits_are_decided")
 def test_several_backward_passes_count_the_error_once() -> None:
     model = build(Tower)
 

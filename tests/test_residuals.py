@@ -14,6 +14,7 @@ from ranks import run_ranks
 from training import Branches, Tower, build
 
 ONE_BIT: dict[str, Any] = {"compression": "sign1bit", "error_feedback": True}
+pytestmark = pytest.mark.usefixtures("where_commits_are_decided")
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(2, None), (3, [0, 0, 1])])

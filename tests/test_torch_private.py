@@ -239,6 +239,8 @@ def test_autograd() -> None:
     before = _torch.num_writes(x.grad)
     x.grad.zero_()
     assert _torch.num_writes(x.grad) > before
+    largest = _torch.foreach_max([torch.tensor([0, 3, 255, 4], dtype=torch.uint8), torch.zeros(5, 2)])
+    assert [float(number) for number in largest] == [255, 0]
     assert list(_torch.leaves({"a": [1, (2,)], "b": None})) == [1, 2, None]
 
 
@@ -293,12 +295,18 @@ def test_optimizers() -> None:
     skips: list[bool] = []
     fused.register_step_post_hook(lambda optimizer, *_: skips.append(_torch.is_told_to_skip(optimizer)))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    assert _torch.loss_scale_of(scaler) is None
     for factor in (1.0, float("inf")):
         fused.zero_grad()
         scaler.scale(parameter.sum() * factor).backward()
         scaler.step(fused)
         assert _torch.has_overflown(scaler, fused) == skips[-1]
+        scale = _torch.loss_scale_of(scaler)
+        assert scale is not None
+        before = _torch.num_writes(scale)
         scaler.update()
+        assert scale is _torch.loss_scale_of(scaler)
+        assert _torch.num_writes(scale) > before
     assert skips == [False, True]
     assert not _torch.is_told_to_skip(fused)
 

@@ -398,6 +398,11 @@ def num_writes(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def foreach_max(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the maximum of each tensor, which stays on its device: a few launches for all of them."""
+    return list(torch._foreach_max(list(tensors)))
+
+
 def write_summary(writer: Any, summary: Any, num_steps: int) -> None:
     """Have a SummaryWriter write several points as one record, which takes far less time than add_scalar for each."""
     writer._get_file_writer().add_summary(summary, num_steps)
@@ -441,6 +446,14 @@ def is_told_to_skip(optimizer: torch.optim.Optimizer) -> bool:
 def has_overflown(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether GradScaler has found an Inf in the optimizer's gradients, since its scale was last updated."""
     return any(bool(one) for one in scaler._found_inf_per_device(optimizer).values())
+
+
+def loss_scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
+    """Return the tensor of the loss scale, which `update` writes to; None before its first use, or if it is disabled.
+
+    The public `get_scale` waits for the GPU.
+    """
+    return getattr(scaler, "_scale", None)
 
 
 def leave_scaling_to_scaler(optimizer: torch.optim.Optimizer) -> None:

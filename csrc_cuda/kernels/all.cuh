@@ -6,4 +6,5 @@
 #include "minmax_uint4.cuh"
 #include "minmax_uint8.cuh"
 #include "qadam.cuh"
+#include "sign1bit.cuh"
 #include "topk.cuh"

@@ -19,6 +19,7 @@ namespace torchbagua::cuda {
 constexpr int kThreads = 64;
 constexpr int kWarpThreads = 32;
 constexpr int kWarps = kThreads / kWarpThreads;
+constexpr unsigned int kAllLanes = 0xffffffffu;
 
 // The content of a table is known on the device only: a row that leads out of x or of the wire ends the kernel, as an
 // index out of bounds ends torch's own.
@@ -38,6 +39,22 @@ __device__ __forceinline__ int rank_in_team() {
 template <int kTeam>
 __device__ __forceinline__ int team_of_thread() {
   return static_cast<int>(kTeam == kThreads ? 0 : threadIdx.x / kTeam);
+}
+
+// Calls `body` for every block of this thread's team.
+template <int kTeam, typename Body>
+__device__ __forceinline__ void for_each_block(const Table& table, const Body& body) {
+  constexpr int kTeams = kThreads / kTeam;
+  const long long num_teams = static_cast<long long>(gridDim.x) * kTeams;
+  for (long long b = static_cast<long long>(blockIdx.x) * kTeams + team_of_thread<kTeam>(); b < table.num_blocks;
+       b += num_teams) {
+    body(table.blocks[b]);
+  }
+}
+
+// Byte by byte: a wire may begin anywhere.
+__device__ __forceinline__ unsigned int read_word(const unsigned char* at) {
+  return at[0] | at[1] << 8 | at[2] << 16 | static_cast<unsigned int>(at[3]) << 24;
 }
 
 // Up to kLength elements of a block, as vectors of kVectorWidth that a team of kTeamThreads holds: thread t has the

@@ -198,17 +198,6 @@ __device__ __forceinline__ long long payload_bytes(long long length) {
   return Format::kCodeBits == 8 ? length : length / 2 + length % 2;
 }
 
-// Calls `body` for every block of this thread's team.
-template <int kTeam, typename Body>
-__device__ __forceinline__ void for_each_block(const Table& table, const Body& body) {
-  constexpr int kTeams = kThreads / kTeam;
-  const long long num_teams = static_cast<long long>(gridDim.x) * kTeams;
-  for (long long b = static_cast<long long>(blockIdx.x) * kTeams + team_of_thread<kTeam>(); b < table.num_blocks;
-       b += num_teams) {
-    body(table.blocks[b]);
-  }
-}
-
 // The tiles of blocks whose addresses fit no longer vectors: of elements whose codes are a byte.
 template <typename Format, int kTeam>
 using NarrowTile = Tile<kTeam, 8 / Format::kCodeBits>;

@@ -57,13 +57,12 @@ __device__ __forceinline__ void join_team(Extremes& extremes) {
   }
 }
 
-// Byte by byte: a wire may begin anywhere.
 template <typename Format>
 __device__ __forceinline__ Range read_range(const unsigned char* at) {
   typename Format::Header header;
 #pragma unroll
   for (unsigned int& word : header.words) {
-    word = at[0] | at[1] << 8 | at[2] << 16 | static_cast<unsigned int>(at[3]) << 24;
+    word = read_word(at);
     at += 4;
   }
   return Format::unpack(header);

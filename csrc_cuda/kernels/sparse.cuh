@@ -10,7 +10,6 @@ namespace sparse {
 
 constexpr int kWordBits = 32;
 constexpr int kWords = kLongestSparseBlock / kWordBits;
-constexpr unsigned int kAllLanes = 0xffffffffu;
 
 static_assert(kThreads % kWarpThreads == 0 && kWordBits == kWarpThreads, "a warp's lanes are the bits of a word");
 
@@ -101,11 +100,7 @@ __device__ __forceinline__ ValueCoder encode_block(Shared& shared, const SparseB
 template <typename Choice, typename Prepare, typename Put>
 __device__ __forceinline__ void decode_block(Shared& shared, const SparseBlock& block, const unsigned char* wire,
                                              const Prepare& prepare, const Put& put) {
-  unsigned int header = 0;
-  for (int i = 0; i < kSparseHeaderBytes; ++i) {
-    header |= static_cast<unsigned int>(wire[block.header + i]) << (8 * i);
-  }
-  const ValueCoder coder = make_value_coder(float_of(header));
+  const ValueCoder coder = make_value_coder(float_of(read_word(wire + block.header)));
   const unsigned char* payload = wire + block.payload;
   __syncthreads();  // all have read what was found of the wire before
   if (threadIdx.x == 0) {

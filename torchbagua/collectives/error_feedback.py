@@ -83,6 +83,11 @@ class TwoPhaseResiduals:
         self.sent.continue_from_staged(parts)
         self.mean.continue_from_staged(parts)
 
+    def unstage(self, is_used_N: torch.Tensor) -> None:
+        """Unstage all, see `StagedSlice.unstage`."""
+        for kept in self.kept.values():
+            kept.unstage(is_used_N)
+
     def commit(self, parts: Sequence[slice] | None = None) -> None:
         """Commit all, see `StagedSlice.commit`."""
         for kept in self.kept.values():

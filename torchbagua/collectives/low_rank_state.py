@@ -1,4 +1,7 @@
-"""What is kept of matrices whose mean is one of low rank: errors and right factors, staged and committed."""
+"""What is kept of matrices whose mean is one of low rank: errors and right factors, staged and committed.
+
+Shape suffixes: N elements of a bucket.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -76,7 +79,8 @@ class LowRankState:
     Attributes:
         keeps_right: the same.
         matrices: a state for each parameter, None for one that is sent as it is.
-        are_finite: whether what is staged is finite, one bool for each matrix; None before there is anything.
+        are_finite: whether what is staged is finite, one bool for each matrix; None before there is anything, and
+            after `unstage`.
     """
 
     def __init__(
@@ -110,11 +114,24 @@ class LowRankState:
             if matrix is not None:
                 matrix.is_continued = matrix.is_staged and _is_within(own, parts)
 
+    def unstage(self, is_used_N: torch.Tensor) -> None:
+        """Stage what is kept of those matrices that are not finite, or for whose elements `is_used_N` is False."""
+        are_finite = itertools.repeat(None) if self.are_finite is None else iter(self.are_finite.unbind())
+        for own, matrix in zip(self._parts, self.matrices, strict=True):
+            if matrix is None:
+                continue
+            is_finite = next(are_finite)
+            if matrix.is_staged:
+                is_used = is_used_N[own.start]
+                if is_finite is not None:
+                    is_used = is_used & is_finite
+                for staged, kept in ((matrix.staged_error, matrix.error), (matrix.staged_right, matrix.right)):
+                    torch.where(is_used, staged, kept, out=staged)
+        self.are_finite = None
+
     def commit(self, parts: Sequence[slice] | None = None) -> None:
         """Keep what is staged of these parts, by default of all, where it is finite."""
-        if self.are_finite is None:
-            return
-        are_finite = iter(self.are_finite.tolist())  # on a GPU this waits, after the step
+        are_finite = itertools.repeat(True) if self.are_finite is None else iter(self.are_finite.tolist())
         for own, matrix in zip(self._parts, self.matrices, strict=True):
             if matrix is None:
                 continue

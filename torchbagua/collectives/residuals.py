@@ -1,6 +1,6 @@
 """What one rank keeps from one mean to the next for a slice of a bucket: residuals, and the momentum of what it sends.
 
-Shape suffixes: L elements of a slice of a bucket, W wire bytes.
+Shape suffixes: N elements of a bucket, L of a slice of it, W wire bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,6 +50,11 @@ class StagedSlice:
             return
         self.values, self._staged = self._staged, self.values
         self._is_staged = False
+
+    def unstage(self, is_used_N: torch.Tensor) -> None:
+        """Stage what is kept of those elements of the bucket for which `is_used_N`, [N] bool, is False."""
+        if self._is_staged:
+            torch.where(is_used_N[self.bucket_slice], self._staged, self.values, out=self._staged)
 
     def clear(self, part: slice) -> None:
         """Keep zeros of `part` of the bucket, whatever is staged of it."""

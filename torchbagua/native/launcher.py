@@ -20,9 +20,9 @@ from torchbagua.native.tensor_tables import TABLE_THREADS, tables_of
 THREADS = 64
 LARGEST_GRID = 2**31 - 1
 
-# As in the last line of csrc_cuda/kernels/minmax_uint4.cuh: how many rows a thread block takes at once, where it is not
-# one.
-NUM_TEAMS = {"minmax_uint4": 8}
+# As in the last line of a codec's file in csrc_cuda/kernels: how many rows a thread block takes at once, where it is
+# not one.
+NUM_TEAMS = {"minmax_uint4": 8, "sign1bit": 2}
 
 # The parameter for a tensor, by the number of its dimensions.
 _LONGS = tuple(ctypes.c_longlong * (1 + num_dims) for num_dims in range(3))

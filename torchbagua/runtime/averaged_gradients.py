@@ -6,6 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from torchbagua._torch import foreach_max
+
 
 def with_average(averages: Mapping[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
     """Return those of some parameters into whose gradient DDP has put an average.
@@ -39,12 +41,31 @@ def _which_are_not_zero(numbers: Mapping[torch.Tensor, torch.Tensor]) -> set[tor
     }
 
 
-def _is_not_zero(tensor: torch.Tensor) -> torch.Tensor:
-    """Return whether some element is not zero, which -0.0 may be said to be.
+def has_average(averages: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    """Return, for each of some parameters, what `with_average` says of it: a bool on its device, for which none waits.
 
-    Of bytes, where that is possible: `any` of floats makes a bool of each first, in memory that is new every time.
+    It reads all gradients, and all averages.
+
+    Args:
+        averages: as for `with_average`; the parameters have gradients, which are not empty, on one device.
     """
-    return (tensor.view(torch.uint8) if tensor.dim() and tensor.stride(-1) == 1 else tensor).any()
+    gradients = [_bytes_of(parameter.grad) for parameter in averages if parameter.grad is not None]
+    largest = foreach_max([*gradients, *map(_bytes_of, averages.values())])
+    in_gradient, in_average = (torch.stack(largest) != 0).view(2, -1)
+    return dict(zip(averages, (in_gradient | ~in_average).unbind(), strict=True))
+
+
+def _is_not_zero(tensor: torch.Tensor) -> torch.Tensor:
+    """Return whether some element is not zero, which -0.0 may be said to be."""
+    return _bytes_of(tensor).any()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return bytes of which one is not zero if some element is not.
+
+    Its own, where that is possible: `any` of floats makes a bool of each first, in memory that is new every time.
+    """
+    return tensor.view(torch.uint8) if tensor.dim() and tensor.stride(-1) == 1 else (tensor != 0).view(torch.uint8)
 
 
 class AverageInGradient:

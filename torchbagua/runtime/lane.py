@@ -89,6 +89,8 @@ class Lane:
             try:
                 future.set_result(run())
             except BaseException as error:
+                if (failure := self._worker.failure) is not None:  # a job has raised meanwhile, and closed the groups
+                    raise failure from error
                 self._worker.failure = error
                 raise
         return future

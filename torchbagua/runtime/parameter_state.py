@@ -17,6 +17,7 @@ from torchbagua.runtime.averaged_gradients import AverageInGradient, with_averag
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.memory_order import MemoryOrder, flat_length
 from torchbagua.runtime.shards import local_shard
+from torchbagua.runtime.unstaging import can_unstage, unstage_unused
 
 
 class BucketState(Protocol):
@@ -154,7 +155,14 @@ class ParameterState(Generic[S]):
             for parameter in parameters
             if id(parameter) in self._places and (average := self._averages[id(parameter)].pending) is not None
         }
-        used_ids = {id(parameter) for parameter in with_average(pending)}
+        unread = {
+            parameter: average
+            for parameter, average in pending.items()
+            if can_unstage(self._places[id(parameter)][0], parameter)
+        }
+        unstage_unused(unread, self._places)
+        read = {parameter: average for parameter, average in pending.items() if parameter not in unread}
+        used_ids = {id(parameter) for parameter in (*unread, *with_average(read))}
         by_state: dict[int, tuple[S, list[slice], list[slice]]] = {}
         for parameter_id, (state, part) in self._places.items():
             _, taken, left = by_state.setdefault(id(state), (state, [], []))

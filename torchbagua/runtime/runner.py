@@ -60,6 +60,8 @@ class Runner:
         grad_scaler: the GradScaler that `attach` was given.
         loss_scale: the loss scale of the gradients of this backward; 1 unless `needs_grad_scaler` is True and there is
             a GradScaler.
+        read_loss_scale: returns the loss scale, at the first bucket of a backward. `attach` sets it; without it the
+            GradScaler is asked, which waits for all that a GPU has still to do.
         num_synchronised: how many backward passes have begun in which DDP hands over buckets.
         has_joined: whether this rank has run out of data, and takes part with gradients of zero until the others have
             too (`torch.distributed.algorithms.Join`).
@@ -106,6 +108,7 @@ class Runner:
         self.step_watches: list[StepWatch] = []
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.loss_scale = 1.0
+        self.read_loss_scale: Callable[[], float] | None = None
         self.num_synchronised = 0
         self.has_joined = False
         self.loading: frozenset[str] = frozenset()
@@ -360,8 +363,8 @@ class Runner:
         if self.commits_on_step and not has_joined:
             self._steps.before_backward()
         if self.needs_grad_scaler:
-            # Once a backward: on a GPU it waits for what has been computed so far.
-            self.loss_scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
+            scaler = self.grad_scaler
+            self.loss_scale = 1.0 if scaler is None else (self.read_loss_scale or scaler.get_scale)()
         needs_reset = self.impl.need_reset()
         if has_changed:  # after `need_reset`, which may tell other ranks of it
             self._fail(layout_watch.own_error(self.process_group.rank))

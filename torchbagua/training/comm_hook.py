@@ -19,12 +19,13 @@ def comm_hook(state: Runner, bucket: dist.GradBucket) -> torch.futures.Future[to
 
     Register it with `ddp.register_comm_hook(algorithm.reify(group), comm_hook)`. DDP then calls it.
 
-    It returns at once, and backward goes on while the bucket is communicated. There are three exceptions: in stream
-    order QAdam first compares how far the ranks have come; with a GradScaler QAdam and error feedback first read the
-    loss scale from the GPU; and where a stage of a warm-up may begin, ranks first agree on the number of steps. The
-    bucket's buffer is changed in place. If the backend works in stream order, as those of GPUs do, gradients on a GPU
-    stay there: all work is launched on one stream beside backward's. Otherwise the bytes that are sent pass through the
-    host's memory.
+    It returns at once, and backward goes on while the bucket is communicated. There are three exceptions. In stream
+    order QAdam first waits until ranks have compared how far they have come, which they begin at the end of a step.
+    With a GradScaler QAdam and error feedback first read the loss scale, which the GPU has copied before the forward if
+    `attach` was given the scaler. And where a stage of a warm-up may begin, ranks first agree on the number of steps.
+    The bucket's buffer is changed in place. If the backend works in stream order, as those of GPUs do, gradients on a
+    GPU stay there: all work is launched on one stream beside backward's. Otherwise the bytes that are sent pass through
+    the host's memory.
 
     Under `torch.distributed.algorithms.Join`, a rank that has run out of data takes part with zeros. The mean is that
     of all ranks of the group, whatever `divide_by_initial_world_size` says. DDP leaves the division to its hook and

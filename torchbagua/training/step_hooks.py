@@ -13,6 +13,7 @@ from torchbagua.observe.clocks import Timestamp
 from torchbagua.observe.tracer import Tracer
 from torchbagua.runtime.runner import Runner
 from torchbagua.training.grad_scaler import install_overflow_agreement
+from torchbagua.training.loss_scale import LossScale
 from torchbagua.training.running_means import RunningMeans
 from torchbagua.training.setup import TrainingSetup
 from torchbagua.training.step_clock import StepClock
@@ -41,10 +42,18 @@ def install_step_hooks(
     on_backward_end = impl.init_post_backward_hook(module)
     on_step = impl.init_post_optimizer_step_hook(module)
 
+    loss_scale: LossScale | None = None
+    if setup.grad_scaler is not None and runner.needs_grad_scaler and not runner.averages_weights:
+        loss_scale = LossScale(setup.grad_scaler)
+        runner.read_loss_scale = loss_scale.read
+
     # A copy of the wrapper has the same hooks, and they are not meant for it.
     def before_forward(module: torch.nn.Module, inputs: Any) -> None:
-        if on_forward is not None and module is wrapper and wrapper.training and torch.is_grad_enabled():
-            on_forward(inputs)
+        if module is wrapper and wrapper.training and torch.is_grad_enabled():
+            if on_forward is not None:
+                on_forward(inputs)
+            if loss_scale is not None and not torch.compiler.is_compiling():  # which would trace what streams do
+                loss_scale.fetch()
 
     is_first = True
 
@@ -77,7 +86,7 @@ def install_step_hooks(
         handles.callback(clock.close)
         if setup.ddp is not None and not runner.averages_weights and runner.process_group.size > 1:
             handles.callback(UnaveragedGradients(setup, runner).close)
-        if on_forward is not None:
+        if on_forward is not None or loss_scale is not None:
             handles.callback(wrapper.register_forward_pre_hook(before_forward).remove)
         if on_backward_end is not None or must_step or runner.tracer.is_on:
             backward = _Backward(runner.tracer, on_backward_end, clock if must_step else None)

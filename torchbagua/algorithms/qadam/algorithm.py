@@ -1,8 +1,7 @@
 """QAdam: after a warm-up, Adam's momentum travels in 8 bits or in one, and nothing else does."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +10,11 @@ from torchbagua._description import describe
 from torchbagua.algorithms.base import Algorithm, check_codecs, check_flags, register
 from torchbagua.algorithms.qadam.momentum_mean import MomentumMean
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
+from torchbagua.algorithms.qadam.warmup_agreement import WarmupAgreement
 from torchbagua.codecs.base import REGISTRY, Compressor
 from torchbagua.codecs.cast import Identity
 from torchbagua.codecs.lookup import by_name, needs_feedback
 from torchbagua.codecs.sign1bit import Sign1Bit
-from torchbagua.collectives.agreement import require_same_progress
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.native.ops import ELEMENT_TYPES
 from torchbagua.runtime.bucket import BaguaBucket
@@ -154,6 +153,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         super().__init__(runner)
         self._q_adam = optimizer = self.algorithm.q_adam_optimizer
         self._past_warmup: list[int] = []
+        self._agreement = WarmupAgreement(runner, optimizer)
         runner.needs_grad_scaler = True  # gradients carry the loss scale, and momenta do not
         residuals = None
         if self.algorithm.error_feedback:
@@ -170,28 +170,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl):
         num_updates = self._q_adam.num_updates_past_warmup
         before, self._past_warmup = self._past_warmup, list(num_updates)
         if self.runner.process_group.size > 1:
-            self._compare(num_updates.values())
+            self._agreement.compare(parameters_of(self._q_adam)[0].device)
         return before != self._past_warmup
-
-    def _compare(self, num_updates: Collection[int]) -> None:
-        # In each backward: what is sent may change its form after the warm-up too, by a state that is loaded, and a
-        # rank that has not loaded it does not know.
-        must_agree = {
-            "parameters past their warm-up": len(num_updates),
-            "updates of parameters past their warm-up": sum(num_updates),
-        }
-        world, watch = self.runner.process_group.world, self.runner.gradient_buckets.layout_watch
-        message = watch.message(world.rank, world.size)
-
-        def compare() -> None:
-            check = partial(watch.check, size=world.size)
-            require_same_progress(world, must_agree, "the gradients", message, check)
-
-        # Where it fails the lane ends, and this backward's buckets raise it.
-        in_step = self.runner.lane.submit(compare)
-        device = parameters_of(self._q_adam)[0].device
-        if world.in_stream_order(device):  # what is launched there does not wait for its turn in the lane
-            in_step.result()
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
         """Append the mean of gradients, or of momenta; where it is of both kinds, of each apart."""

@@ -1,4 +1,7 @@
-"""The CUDA kernels of the min-max codecs, on the host: the reference's bytes for any values, addresses and lengths."""
+"""The CUDA kernels of the codecs that send all elements, on the host.
+
+They give the reference's bytes for any values, addresses and lengths.
+"""
 
 from itertools import product
 
@@ -12,6 +15,7 @@ from native_codecs import (
     KINDS,
     MINMAX_UINT4,
     MINMAX_UINT8,
+    SIGN_1BIT,
     Codec,
     assert_same_values,
     hostile_values,
@@ -23,7 +27,7 @@ from torchbagua.native.ops import NATIVE_OPS
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 NUM_THREADS = 64
 GRID = 3  # fewer than the blocks of most tables: a thread block, or a team of its threads, takes several
-TILES = {MINMAX_UINT8: 2048, MINMAX_UINT4: 128}  # elements that a team holds
+TILES = {MINMAX_UINT8: 2048, MINMAX_UINT4: 128, SIGN_1BIT: 2048}  # elements that a team holds, at most
 GUARD = 64  # bytes before and after what a kernel may touch
 
 
@@ -123,7 +127,8 @@ def test_decode(host_kernels: HostKernels, codec: Codec, dtype: torch.dtype, kin
 SENDERS = {
     "one": ("scaled",),
     "eight": ("scaled", "finite bits", "constant", "zeros", "subnormal", "offset", "one sign", "scaled"),
-    "forty": ("scaled", "offset", "subnormal", "zeros") * 10,
+    "forty": ("scaled", "offset", "subnormal", "zeros", "one sign") * 8,  # other rows follow the first 32
+    "zeros": ("zeros", "zeros"),  # the mean may be -0
     "one not finite": ("scaled", "one not finite", "offset"),
 }
 DIVISORS = [1.0, 8.0, 3.0, 2.0**-126, 1e38]
