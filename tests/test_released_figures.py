@@ -11,9 +11,11 @@ from documentation import PAGES as ALL_PAGES
 from documentation import ROOT
 
 sys.path += [str(ROOT / "docs_build"), str(ROOT / "benchmarks")]
+import figure_texts as texts
 import figures
 import markers
 import released
+from contestants import COMPUTE_ONLY, CONTESTANTS
 
 ADVICE = "run `make bench-docs ARGS=--write`"
 
@@ -41,6 +43,12 @@ def test_each_part_stands_on_one_page() -> None:
     }
     assert sorted(name for names in parts.values() for name in names) == sorted(make.__name__ for make in figures.PARTS)
     assert sorted(page for page, names in parts.items() if names) == sorted(figures.PAGES)
+
+
+def test_tables_have_every_contestant_of_a_run() -> None:
+    tables = {*texts.GRADIENTS, *texts.MOMENTA, *texts.WEIGHTS, *texts.NODES}
+    measured = {name for name, contestant in CONTESTANTS.items() if not contestant.must_be_named}
+    assert tables == measured - {COMPUTE_ONLY}
 
 
 def record(revision: str = "a", *, hour: int = 0, step_ms: float = 100.0, **row: Any) -> dict[str, Any]:
