@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +24,9 @@ BATCH_SIZE = 32
 POWERSGD_RANK = 2
 # Larger than any model here: torch's PowerSGD hook hangs on gloo where there are two buckets (torch 2.13).
 ONE_BUCKET_MB = 1 << 20
+# DDP's default, and sizes to compare it with.
+DDP_DEFAULT_MB = 25.0
+BUCKET_SIZES_MB = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, DDP_DEFAULT_MB)
 ASYNC_INTERVAL_MS = 500
 INNER_STEPS = 30
 
@@ -64,6 +67,8 @@ class Setup:
     def ddp(self, bucket_cap_mb: float | None = None) -> DistributedDataParallel:
         # All ranks build the same model: init_sync would only send it over the slow network.
         bucket_cap_mb = bucket_cap_mb or self.bucket_cap_mb
+        if bucket_cap_mb == DDP_DEFAULT_MB:  # not named: then DDP's first bucket has 1 MB
+            bucket_cap_mb = None
         # An idle model leaves its gradients in the buckets.
         options = {"init_sync": False, "gradient_as_bucket_view": self.idle_schedule is not None}
         return DistributedDataParallel(self.own_model(), bucket_cap_mb=bucket_cap_mb, **options)
@@ -139,7 +144,7 @@ class Contestant:
     over c ranks sends it 2 (c-1)/c times. None where no such rule holds: then the floor comes from the counters.
     Where communication is not `tied_to_steps`, blocks last as long as a round of it, and a slow rank takes fewer steps.
     Who averages once every `steps_a_round` steps has blocks of whole rounds.
-    Those, and who shards the model, compete only where they are named.
+    Those, who shards the model, and who is extra, compete only where they are named.
     Who `waits_for_gradients` sends nothing else: no bucket before its gradients are ready, and each step waits for all.
     """
 
@@ -149,12 +154,13 @@ class Contestant:
     tied_to_steps: bool = True
     steps_a_round: int = 1
     is_sharded: bool = False
+    is_extra: bool = False
     waits_for_gradients: bool = True
-    has_one_bucket: bool = False
+    bucket_cap_mb: float | None = None
 
     @property
     def must_be_named(self) -> bool:
-        return self.is_sharded or self.steps_a_round > 1
+        return self.is_sharded or self.is_extra or self.steps_a_round > 1
 
 
 def _alone(setup: Setup) -> Entry:
@@ -206,6 +212,12 @@ def register_powersgd(ddp: DistributedDataParallel, *, rank: int, start_step: in
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
+def _by_torchs_hook(setup: Setup) -> Entry:
+    module = setup.ddp()
+    module.register_comm_hook(None, default_hooks.allreduce_hook)
+    return Entry(module)
+
+
 def _cast_to(dtype: torch.dtype) -> Wrap:
     """Plain DDP whose gradients travel as `dtype`."""
 
@@ -223,17 +235,33 @@ def _powersgd(setup: Setup) -> Entry:
     return Entry(module)
 
 
-def _hooked(algorithm: tb.Algorithm) -> Wrap:
+def _hooked(algorithm: tb.Algorithm, bucket_cap_mb: float | None = None) -> Wrap:
     """A gradient algorithm behind the standalone hook."""
 
     def wrap(setup: Setup) -> Entry:
         recorder = tb.observe.Recorder()
         impl = algorithm.reify(setup.group(), observers=[recorder])
-        module = setup.ddp()
+        module = setup.ddp(bucket_cap_mb)
         module.register_comm_hook(impl, tb.comm_hook)
         return Entry(module, recorder, close=impl.close)
 
     return wrap
+
+
+def _in_buckets(
+    name: str, label: str, algorithm: tb.Algorithm, wire_bytes: Callable[[int], int]
+) -> "dict[str, Contestant]":
+    """A gradient algorithm in buckets of several sizes, by name."""
+    return {
+        f"{name}_{size:.0f}mb": Contestant(
+            f"{label}, buckets of {size:.0f} MB",
+            _hooked(algorithm, size),
+            wire_bytes,
+            is_extra=True,
+            bucket_cap_mb=size,
+        )
+        for size in BUCKET_SIZES_MB
+    }
 
 
 def _attached(algorithm: tb.Algorithm) -> Wrap:
@@ -362,10 +390,19 @@ BASELINE = "ddp"
 CONTESTANTS: dict[str, Contestant] = {
     COMPUTE_ONLY: Contestant("compute only", _alone, _dense(0), tied_to_steps=False, waits_for_gradients=False),
     BASELINE: Contestant("DDP float32", _plain_ddp, _dense(4)),
+    "allreduce_hook": Contestant("DDP, torch's allreduce_hook", _by_torchs_hook, _dense(4), is_extra=True),
+    "gradient_allreduce_in_rank_order": Contestant(
+        "GradientAllReduce, in rank order",
+        _hooked(tb.GradientAllReduceAlgorithm(in_rank_order=True)),
+        _dense(4),
+        is_extra=True,
+    ),
     "gradient_allreduce": Contestant("GradientAllReduce", _hooked(tb.GradientAllReduceAlgorithm()), _dense(4)),
     "bf16": Contestant("DDP bf16 hook", _cast_to(torch.bfloat16), _dense(2)),
     "fp16": Contestant("DDP fp16 hook", _cast_to(torch.float16), _dense(2)),
-    "powersgd": Contestant(f"DDP PowerSGD rank {POWERSGD_RANK}, one bucket", _powersgd, None, has_one_bucket=True),
+    "powersgd": Contestant(
+        f"DDP PowerSGD rank {POWERSGD_RANK}, one bucket", _powersgd, None, bucket_cap_mb=ONE_BUCKET_MB
+    ),
     "low_rank": Contestant(
         f"PowerSGD rank {POWERSGD_RANK}", _attached(tb.PowerSGDAlgorithm(rank=POWERSGD_RANK, start_step=2)), None
     ),
@@ -440,6 +477,8 @@ CONTESTANTS: dict[str, Contestant] = {
     "hsdp_8_hierarchical": _replicated("8 bits between nodes", tb.ByteGradAlgorithm()),
     "hsdp_4_hierarchical": _replicated("4 bits between nodes", tb.CompressedAllReduceAlgorithm()),
 }
+CONTESTANTS |= _in_buckets("bytegrad", "ByteGrad", tb.ByteGradAlgorithm(), _uint8_bytes)
+CONTESTANTS |= _in_buckets("four_bits", "4 bits", tb.CompressedAllReduceAlgorithm(), _uint4_bytes)
 FLAT_CONTESTANTS = [name for name in CONTESTANTS if not name.endswith(("_flat", "_hierarchical"))]
 # The asynchronous algorithm next to what it is held to: the machine's moods last for some seconds.
 STRAGGLER_CONTESTANTS = [CONTROL, COMPUTE_ONLY, "async", BASELINE]

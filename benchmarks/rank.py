@@ -52,6 +52,7 @@ class Block:
     contestant: str
     num_steps: int
     seconds: float
+    processor_s: float  # of all threads of this rank
     recorded_bytes: int | None  # what the library says this rank has sent
     traffic: Traffic | None  # read by rank 0, for all ranks
 
@@ -130,13 +131,16 @@ class Race:
         entry = self.entries[name]
         recorded_before = entry.recorder.bytes_sent if entry.recorder else 0
         traffic_before = self._read_traffic()
+        processor_before_s = time.process_time()
         seconds = self._run_steps(name, num_steps)
+        processor_s = time.process_time() - processor_before_s
         dist.barrier()  # the other ranks' last packets belong to this block
         traffic_after = self._read_traffic()
         return Block(
             name,
             num_steps,
             seconds,
+            processor_s,
             entry.recorder.bytes_sent - recorded_before if entry.recorder else None,
             traffic_after - traffic_before if traffic_after and traffic_before else None,
         )

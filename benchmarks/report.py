@@ -1,17 +1,20 @@
 """From the blocks that the ranks measured to the table of one network."""
 
+import math
 import re
 import statistics
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from contestants import BASELINE, COMPUTE_ONLY, CONTESTANTS, ONE_BUCKET_MB, ring_payload_bytes
+from contestants import BASELINE, COMPUTE_ONLY, CONTESTANTS, ring_payload_bytes
 from schedule import Schedule, schedule_floor_s, transfer_s
 from table import MISSING, table
 
 # The library's own count of bytes and the interface counters may differ by this much: headers, acknowledgements.
 BYTES_TOLERANCE = 0.03
+# From so many rounds on a table says between which values the median lies.
+ROUNDS_FOR_INTERVAL = 20
 
 Row = dict[str, Any]  # one contestant of one network, as in the JSON results
 Section = dict[str, Any]  # one network: its settings and its rows
@@ -38,6 +41,30 @@ def _contestants(results: list[dict[str, Any]]) -> list[str]:
 def _step_ms(result: dict[str, Any], name: str) -> list[float]:
     """Per round: milliseconds a step on this rank."""
     return [1e3 * block["seconds"] / block["num_steps"] for block in result["blocks"] if block["contestant"] == name]
+
+
+def _processor_ms(results: list[dict[str, Any]], name: str) -> float:
+    """Milliseconds of processor time a step, all threads of a rank: mean of the ranks, median of the rounds."""
+    blocks = zip(*([one for one in result["blocks"] if one["contestant"] == name] for result in results), strict=True)
+    return statistics.median(
+        statistics.mean(1e3 * block["processor_s"] / block["num_steps"] for block in of_ranks) for of_ranks in blocks
+    )
+
+
+def median_interval(values: Sequence[float]) -> list[float]:
+    """Two of the values, between which the median of the population lies with 95 % confidence, however distributed.
+
+    Of less than six values, the smallest and the largest, with less.
+    """
+    ordered = sorted(values)
+    outside, probability = 0, 0.0
+    while outside < (len(ordered) - 1) // 2:
+        probability += math.comb(len(ordered), outside) / 2 ** len(ordered)
+        if probability > 0.025:
+            break
+        outside += 1
+    index = max(0, outside - 1)
+    return [ordered[index], ordered[-1 - index]]
 
 
 def _slowest_ms(results: list[dict[str, Any]], name: str) -> list[float]:
@@ -79,6 +106,7 @@ def summarise(network: dict[str, Any], results: list[dict[str, Any]], block_step
     for name in names:
         row = {"contestant": name, "label": CONTESTANTS[name].label, "rounds_ms": step_ms[name]}
         row["step_ms"] = statistics.median(step_ms[name])
+        row["processor_ms"] = _processor_ms(results, name)
         row |= _bytes_a_step(results, name)
         if network["link_rate"] is not None:
             floor_bytes, rate = row["link_bytes"], network["link_rate"]
@@ -88,14 +116,15 @@ def summarise(network: dict[str, Any], results: list[dict[str, Any]], block_step
         network_ms = 0.0 if rate is None else 1e3 * transfer_s(floor_bytes, bits_per_second(rate))
         row["floor_ms"] = row["schedule_floor_ms"] = max(compute_ms, network_ms)
         if rate is not None and CONTESTANTS[name].waits_for_gradients:
-            bucket_cap_mb = ONE_BUCKET_MB if CONTESTANTS[name].has_one_bucket else network["bucket_cap_mb"]
+            bucket_cap_mb = CONTESTANTS[name].bucket_cap_mb or network["bucket_cap_mb"]
             averaged_s = schedule_floor_s(schedule, numels, bucket_cap_mb, floor_bytes, bits_per_second(rate))
             row["schedule_floor_ms"] = max(compute_ms, 1e3 * averaged_s)
         for floor in ("floor", "schedule_floor"):
             row[f"{floor}_ratio"] = row["step_ms"] / row[f"{floor}_ms"]
         if BASELINE in step_ms:
-            pairs = zip(step_ms[BASELINE], step_ms[name], strict=True)
-            row["speedup_quartiles"] = _quartiles([baseline / own for baseline, own in pairs])
+            speedups = [baseline / own for baseline, own in zip(step_ms[BASELINE], step_ms[name], strict=True)]
+            row["speedup_quartiles"] = _quartiles(speedups)
+            row["speedup_interval"] = median_interval(speedups)
         rows.append(row)
     numbers = {"num_ranks": num_ranks, "num_parameters": sum(numels), "block_steps": block_steps}
     return network | numbers | {"schedule": results[0]["schedule"], "rows": rows}
@@ -185,16 +214,22 @@ def _floor_cells(row: Row, floor: str) -> list[str]:
 def markdown_table(section: Section) -> str:
     """The rows as a Markdown table under one line that says what the network was. MB are 1e6 bytes."""
     with_link = any(row["link_bytes"] is not None for row in section["rows"])
-    head = ["", "ms/step", "MB sent/step/rank: counters", "library"]
+    with_interval = len(section["rows"][0]["rounds_ms"]) >= ROUNDS_FOR_INTERVAL
+    head = ["", "ms/step", "processor ms", "MB sent/step/rank: counters", "library"]
     head += ["MB over the link/step"] * with_link
     head += ["floor ms", "x floor", "schedule floor ms", "x schedule floor", "speed-up (quartiles)"]
+    head += ["95 % of its median"] * with_interval
     rows = []
     for row in section["rows"]:
         cells = [row["label"], f"{row['step_ms']:.0f}"]
+        cells.append(f"{row['processor_ms']:.0f}" if "processor_ms" in row else MISSING)
         cells += [_megabytes(row["counted_bytes"]), _megabytes(row["recorded_bytes"])]
         cells += [_megabytes(row["link_bytes"])] * with_link
         cells += _floor_cells(row, "floor") + _floor_cells(row, "schedule_floor")
-        rows.append([*cells, _speedup(row)])
+        cells.append(_speedup(row))
+        if with_interval:
+            cells.append("{:.3f} to {:.3f}".format(*row["speedup_interval"]) if cells[-1] else "")
+        rows.append(cells)
     num_rounds = len(section["rows"][0]["rounds_ms"])
     rounds = f"{num_rounds} rounds of {section['block_steps']} steps each"
     others = "of seconds where communication is not tied to steps"

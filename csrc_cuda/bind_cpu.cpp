@@ -9,6 +9,7 @@
 #include "cpu/minmax_uint4.h"
 #include "cpu/minmax_uint8.h"
 #include "cpu/qadam.h"
+#include "cpu/ring.h"
 #include "cpu/sign1bit.h"
 #include "cpu/topk.h"
 

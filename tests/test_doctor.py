@@ -65,6 +65,8 @@ def test_status_tells_native_from_reference() -> None:
         "qadam_form_gradients",
         "qadam_form_momenta",
         "qadam_update",
+        "ring_advance",
+        "ring_difference",
         "sign1bit_decode",
         "sign1bit_decode_mean",
         "sign1bit_decode_mean_encode",

@@ -17,7 +17,7 @@ from source_tree import REPOSITORY
 sys.path.append(str(REPOSITORY / "benchmarks"))
 from contestants import CONTESTANTS, Setup, build_batch, build_model
 from idle import IdleModel, IdleOptimizer, IdleQAdamOptimizer, find_idle_model, sleep_until
-from report import markdown_table, summarise
+from report import markdown_table, median_interval, summarise
 from schedule import (
     FRAME_BYTES_PER_PAYLOAD_BYTE,
     Schedule,
@@ -185,10 +185,8 @@ NETWORK: dict[str, Any] = {"title": "1mbit", "rank_rate": "1mbit", "link_rate": 
 def result(step_s: dict[str, float]) -> dict[str, Any]:
     """What a rank of two says that has measured a block of one step of each."""
     traffic = {"sent_by_rank": [0, 0], "over_link": []}
-    blocks = [
-        {"contestant": name, "num_steps": 1, "seconds": seconds, "recorded_bytes": None, "traffic": traffic}
-        for name, seconds in step_s.items()
-    ]
+    of_all = {"num_steps": 1, "processor_s": 0.25, "recorded_bytes": None, "traffic": traffic}
+    blocks = [{"contestant": name, "seconds": seconds, **of_all} for name, seconds in step_s.items()]
     return {"numels": [MIB_ELEMENTS] * 2, "schedule": {"forward_s": 1.0, "ready_s": [4.0, 2.0]}, "blocks": blocks}
 
 
@@ -203,7 +201,7 @@ def test_every_row_has_a_schedule_floor() -> None:
     assert ddp["schedule_floor_ratio"] == pytest.approx(20e3 / (2000 + sent_ms))
     assert decentralized["schedule_floor_ms"] == decentralized["floor_ms"] == pytest.approx(sent_ms)
     shown = markdown_table(section)
-    assert "| DDP float32 | 20000 | 0.00 |  | 17532 | 1.14 | 19532 | 1.02 | 1.00 (1.00 to 1.00) |" in shown
+    assert "| DDP float32 | 20000 | 250 | 0.00 |  | 17532 | 1.14 | 19532 | 1.02 | 1.00 (1.00 to 1.00) |" in shown
     assert shown.endswith("they do not wait for gradients: compute only; Decentralized, all.")
     unshaped = summarise(NETWORK | {"rank_rate": None}, [result({"compute": 5.0, "ddp": 20.0})] * 2, 1)
     assert [row["schedule_floor_ms"] for row in unshaped["rows"]] == [5000, 5000]
@@ -213,6 +211,23 @@ def test_tables_of_earlier_results_are_shown_without_a_schedule_floor() -> None:
     section = summarise(NETWORK, [result({"compute": 5.0, "ddp": 20.0})] * 2, 1)
     del section["schedule"]
     for row in section["rows"]:
-        del row["schedule_floor_ms"], row["schedule_floor_ratio"]
+        del row["schedule_floor_ms"], row["schedule_floor_ratio"], row["processor_ms"]
     dash = "\N{EN DASH}"
+    assert f"| DDP float32 | 20000 | {dash} |" in markdown_table(section)
     assert f"| 17532 | 1.14 | {dash} | {dash} | 1.00 (1.00 to 1.00) |" in markdown_table(section)
+
+
+@pytest.mark.parametrize(
+    ("num_values", "low", "high"),
+    # Of 6 all lie on one side of the median once in 32 times; of 30, ten or more than twenty do once in 23.
+    [(1, 0, 0), (5, 0, 4), (6, 0, 5), (9, 1, 7), (30, 9, 20)],
+)
+def test_the_median_lies_between_two_values(num_values: int, low: int, high: int) -> None:
+    assert median_interval([float(value) for value in reversed(range(num_values))]) == [low, high]
+
+
+def test_many_rounds_show_where_the_median_lies() -> None:
+    names = {"compute": 5.0, "ddp": 20.0}
+    one = result(names)
+    many = one | {"blocks": one["blocks"] * 20}
+    assert "| 1.00 (1.00 to 1.00) | 1.000 to 1.000 |" in markdown_table(summarise(NETWORK, [many] * 2, 1))

@@ -70,6 +70,10 @@ class AllGather:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
         chunks = self._chunks
+        if chunks.compressor.wire_is_tensor:  # what has arrived is where it belongs
+            if not chunks.are_sent_at_once:
+                self._exchanges[piece.index].wait()
+            return
         if not chunks.are_coded_at_once:
             self._decode(piece, chunks.rank)
             for owner in self._exchanges[piece.index].arrivals():

@@ -4,7 +4,7 @@ Shape suffixes: N elements, L elements of a piece, W wire bytes.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,12 +17,13 @@ from torchbagua.collectives.encoding_error import EncodingErrorProbe
 from torchbagua.collectives.exchange import ElementCounts, Exchange, Pipeline
 from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
+from torchbagua.native import ring
 from torchbagua.observe.events import Details, Phase
 from torchbagua.observe.tracer import Span
 from torchbagua.transport.communicator import Communicator
 
 # What the arithmetic of one piece touches stays in a core's cache. On a GPU there is one piece, and few launches.
-_PIECE_ELEMENTS = 1 << 16
+_PIECE_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class LowPrecisionRing:
         self._replicas = replicas
         self._bucket = spec.name
         self._is_bounded = is_bounded
-        device, dtype = replicas.weight.device, replicas.weight.dtype
+        device, dtype, dtype_of_weights = replicas.weight.device, replicas.weight.dtype, spec.dtype
         num_pieces = max(1, len(replicas.weight) // _PIECE_ELEMENTS) if device.type == "cpu" else 1
         spec = replace(spec, dtype=dtype)
         layout = compressor.layout(spec, spec.even_cuts(num_pieces, compressor.block_elements))
@@ -98,10 +99,10 @@ class LowPrecisionRing:
         of_all = [len(replicas.weight)] * communicator.size
         self._contents = ElementCounts(sent=of_all, received=of_all, element_bytes=replicas.weight.element_size())
         longest = max(elements.stop - elements.start for elements in layout.elements)
-        self._difference_L, self._third_L = torch.empty(2, longest, dtype=dtype, device=device).unbind()
-        # Tensors for the reason that `codecs.base.divide` has one, and kept, since every piece needs them.
-        self._three = torch.full((1,), 3.0, dtype=dtype, device=device)
-        self._five_thirds = torch.full((1,), 5.0, dtype=dtype, device=device) / self._three
+        self._difference_L = torch.empty(longest, dtype=dtype, device=device)
+        # Shorter weights have replicas in float32, float64 ones in float64; the operations take neither.
+        operations = torch.ops.torchbagua if dtype_of_weights == torch.float32 else ring
+        self._ring_difference, self._ring_advance = operations.ring_difference, operations.ring_advance
 
     def update(self, x_N: torch.Tensor) -> None:
         """Replace `x_N`, of any dtype, by the own replica that its compressed difference leads to; nothing is sent."""
@@ -111,28 +112,17 @@ class LowPrecisionRing:
     def _update(self, x_N: torch.Tensor) -> None:
         is_sampled = self._error_probe.is_wanted
         for elements, own_bytes, layout in zip(self._elements, self._byte_slices, self._layouts, strict=True):
-            own = self._replicas[elements]
-            x_L = x_N[elements]
-            d_L, third_L = self._difference_L[: len(x_L)], self._third_L[: len(x_L)]
-            torch.div(own.left, self._three, out=third_L)
-            torch.add(third_L, x_L, out=d_L)
-            torch.div(own.right, self._three, out=third_L)
-            d_L.add_(third_L)
-            torch.mul(own.weight, self._five_thirds, out=third_L)
-            d_L.sub_(third_L)
+            own, x_L = self._replicas[elements], x_N[elements]
+            d_L = self._difference_L[: len(x_L)]
+            self._ring_difference(x_L, own.weight, own.left, own.right, d_L)
             if self._is_bounded:
-                mean_L = (own.weight + own.left + own.right) / self._three
-                d_L.add_(own.weight)
-                d_L.copy_(clamp_to_mean(d_L, x_L, mean_L)).sub_(own.weight)
-                # Where nothing has changed that is zero already, but of -inf, in a mask say, NaN.
-                d_L.masked_fill_((own.weight == x_L) & (own.weight == mean_L), 0)
+                _bound(d_L, x_L, own)
             self._compressor.encode(d_L, layout, self._wire_W[own_bytes])
             if is_sampled:
                 self._error_probe.tell(d_L, self._wire_W[own_bytes])
                 is_sampled = False  # the first piece will do
             self._compressor.decode(self._wire_W[own_bytes], layout, d_L)
-            own.weight.add_(d_L)
-            x_L.copy_(own.weight)
+            self._ring_advance(d_L, own.weight, x_L)
 
     def exchange(self) -> None:
         """Send what `update` has encoded to both neighbours, and bring the copies of theirs up to date.
@@ -153,10 +143,12 @@ class LowPrecisionRing:
         exchange.send(itertools.repeat(self._wire_W))
         for source in exchange.arrivals():
             with self._span("decode"):
-                self._add(receives[source], [copy_N for neighbour, copy_N in copies if neighbour == source])
+                # By address: in a ring of two, both may be one.
+                of_source = {copy_N.data_ptr(): copy_N for neighbour, copy_N in copies if neighbour == source}
+                self._add(receives[source], of_source.values())
         pipeline.wait_for_sends()
 
-    def _add(self, wire_W: torch.Tensor, copies: list[torch.Tensor]) -> None:
+    def _add(self, wire_W: torch.Tensor, copies: Collection[torch.Tensor]) -> None:
         for elements, own_bytes, layout in zip(self._elements, self._byte_slices, self._layouts, strict=True):
             d_L = self._difference_L[: elements.stop - elements.start]
             self._compressor.decode(wire_W[own_bytes], layout, d_L)
@@ -173,6 +165,16 @@ class LowPrecisionRing:
             wire_bytes=len(self._wire_W),
         )
         return self._communicator.span(phase, details)
+
+
+def _bound(difference_L: torch.Tensor, x_L: torch.Tensor, own: Replicas) -> None:
+    """Keep `own.weight + difference_L` between `x_L` and the mean of the replicas."""
+    mean_L = own.weight + own.left + own.right
+    divide(mean_L, 3.0, mean_L)
+    difference_L.add_(own.weight)
+    difference_L.copy_(clamp_to_mean(difference_L, x_L, mean_L)).sub_(own.weight)
+    # Where nothing has changed that is zero already, but of -inf, in a mask say, NaN.
+    difference_L.masked_fill_((own.weight == x_L) & (own.weight == mean_L), 0)
 
 
 def low_precision_ring(

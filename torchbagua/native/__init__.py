@@ -5,7 +5,7 @@ Begin with ops.py, the table of operations, then loader.py.
 """
 
 # What is imported registers its operations: a codec is a name here.
-from torchbagua.native import blockk, low_rank, minmax_uint4, minmax_uint8, qadam, sign1bit, topk  # noqa: F401
+from torchbagua.native import blockk, low_rank, minmax_uint4, minmax_uint8, qadam, ring, sign1bit, topk  # noqa: F401
 from torchbagua.native.loader import load
 from torchbagua.native.operation_status import OperationStatus, status
 

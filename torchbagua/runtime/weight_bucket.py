@@ -23,6 +23,9 @@ class WeightBucket(BaguaBucket):
     """A bucket of weights, with the tensors that an algorithm keeps beside the flat one; see `WeightBuckets`.
 
     Each tensor is made when it is first asked for, on the current stream of that thread.
+
+    Attributes:
+        is_in_ring_of_two: whether its `replicas` are those of a ring of two ranks, or nodes; set before these are made.
     """
 
     # What they hold, and which thread's they are: T, the training thread, and L, the lane. Where nothing else is said,
@@ -41,6 +44,8 @@ class WeightBucket(BaguaBucket):
     # | DiLoCo, delay  | outer gradient, its mean, then | the snapshot          | of buffers, mean -       |          |
     # |                | theta' - snapshot; or mean     |                       | snapshot                 |          |
 
+    is_in_ring_of_two = False
+
     @cached_property
     def are_buffers(self) -> bool:
         """Whether it holds buffers, and not parameters."""
@@ -58,9 +63,13 @@ class WeightBucket(BaguaBucket):
 
     @cached_property
     def replicas(self) -> Replicas:
-        """The replicas of the ring of compressed differences, as long as the flat tensor, in its `sum_dtype`."""
-        dtype = sum_dtype(self.flat.dtype)
-        return Replicas(*(torch.zeros_like(self.flat, dtype=dtype) for _ in range(3)))
+        """The replicas of the ring of compressed differences, as long as the flat tensor, in its `sum_dtype`.
+
+        In a ring of two, whose neighbours are one rank, left and right are one tensor.
+        """
+        num_replicas = 2 if self.is_in_ring_of_two else 3
+        own, left, *right = (torch.zeros_like(self.flat, dtype=sum_dtype(self.flat.dtype)) for _ in range(num_replicas))
+        return Replicas(own, left, *right or [left])
 
     def subtract(self, mean: torch.Tensor, snapshot: torch.Tensor, out: torch.Tensor) -> None:
         """Write mean minus snapshot to `out`, which may be one of them.

@@ -55,6 +55,7 @@ class Connections:
         self._devices: Sequence[Any] = ()  # of all links
         self._ready: dist.Store | None = None
         self.mesh: dist.ProcessGroup | None = None
+        self._mesh_backend: Any = None  # kept, since to ask the group takes longer than to post a message
         self.is_closed = False
 
     @property
@@ -79,7 +80,7 @@ class Connections:
                 raise
             raise RuntimeError(f"ranks {missing} did not come: {cause_of(error)}") from error
         if not self.is_closed:  # by another thread
-            self.mesh = mesh
+            self.mesh, self._mesh_backend = mesh, backend_of(mesh)
 
     def connect(self, peers: Iterable[int]) -> Failure | None:
         """Make links to those of `peers` to which there is no connection; they do it too, in the same exchange.
@@ -112,15 +113,15 @@ class Connections:
         link = self._links.get(peer)
         if link is not None:
             return backend_of(link), int(peer > self._rank)
-        mesh = self.mesh
-        if mesh is None:  # another thread has closed it
+        backend = self._mesh_backend
+        if backend is None:  # another thread has closed it
             raise TransportError("the group is closed", peer)
-        return backend_of(mesh), peer
+        return backend, peer
 
     def close(self) -> None:
         """Close all connections. What holds a work of theirs keeps them open."""
         self.is_closed = True
-        self.mesh = self._ready = None
+        self.mesh = self._mesh_backend = self._ready = None
         self._links.clear()
         self._devices = ()
 

@@ -33,7 +33,7 @@ class LowPrecisionDecentralizedAlgorithm(ModelAveragingAlgorithm):
     1803.06443, DCD-PSGD; Bagua, arXiv 2107.01499).
 
     In each round a rank sends about 2 bytes a parameter. Buffers, and what is float64 or complex128, travel in full
-    precision. Replicas take 12 bytes a parameter.
+    precision. Replicas take 12 bytes a parameter, and 8 in a ring of two.
 
     A state, which is the replicas, can be loaded under another `communication_interval`, `compression`,
     `final_average` or `bucket_cap_mb`. On a ring of nodes a rank holds its own shard of the replicas, so nodes and
@@ -117,6 +117,10 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl):
         self._exchange = self.rounds.submit(first_round)
 
     def init_operations(self, module: torch.nn.Module | None, bucket: BaguaBucket) -> None:
+        assert isinstance(bucket, WeightBucket)
+        group = self.runner.process_group
+        is_of_nodes = self.algorithm.hierarchical and group.intra_node is not None
+        bucket.is_in_ring_of_two = (len(group.node_ranks) if is_of_nodes else group.size) == 2
         # For the first round, which turns replicas of zeros into the ranks' own weights, to the bit only in full
         # precision; then that of parameters is replaced. Buffers keep it: a small variance beside a large one would not
         # survive eight bits.

@@ -1,0 +1,13 @@
+// One element of the ring of compressed differences; docs/arithmetic.md has the formulas. Freestanding, as casts.h.
+#pragma once
+
+#include "casts.h"
+
+namespace torchbagua {
+
+// Of the thirds of both neighbours.
+TORCHBAGUA_ELEMENT float ring_difference(float weight, float own, float third_of_left, float third_of_right) {
+  return third_of_left + weight + third_of_right - own * (5.0f / 3.0f);
+}
+
+}  // namespace torchbagua
