@@ -130,6 +130,10 @@ bench-optimizer: $(STAMPS)/package ## time QAdam's update beside torch's fused A
 bench-network: $(STAMPS)/package ## time training steps over emulated slow networks (as root, on Linux)
 	$(BIN)/python benchmarks/network.py $(ARGS)
 
+.PHONY: bench-docs
+bench-docs: $(STAMPS)/package ## one more run of what the pages show, 20 minutes (as root, on Linux); ARGS=--write writes pages and charts
+	$(BIN)/python docs_build/figures.py $(ARGS)
+
 .PHONY: bench-step
 bench-step: $(STAMPS)/package ## time what each thread does in a step over an emulated network, and draw one (as root, on Linux)
 	$(BIN)/python benchmarks/step_profile.py $(ARGS)

@@ -7,7 +7,10 @@ MISSING = "\N{EN DASH}"  # a number that was not measured
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table. A column whose cells begin with numbers, or are empty or MISSING, is aligned to the right."""
+    """A Markdown table.
+
+    A column is aligned to the right if its cells begin with numbers, bold or not, or are empty or MISSING.
+    """
     body = list(rows)
     columns = zip(*body, strict=True) if body else [()] * len(head)
     rule = ["---:" if _is_of_numbers(column) else "---" for column in columns]
@@ -15,4 +18,4 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _is_of_numbers(column: Sequence[str]) -> bool:
-    return any(column) and all(re.match(rf"[-+]?\d|{MISSING}?$", cell) for cell in column)
+    return any(column) and all(re.match(rf"(?:\*\*)?[-+]?\d|{MISSING}?$", cell) for cell in column)

@@ -6,7 +6,6 @@ its class in the reference.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 import torchbagua as tb
+from markers import fill
 from torchbagua import codecs
 from torchbagua.algorithms.base import get, init_for
 from torchbagua.codecs.base import REGISTRY
@@ -21,11 +21,7 @@ from torchbagua.training.fsdp2.checks import shard_codecs
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "algorithms"
-# A marker names its list, and the list ends at "end": in a comment of Markdown or of TOML.
-LIST = re.compile(
-    r"(?<=made by docs_build/tables\.py: )(?P<name>\w+)(?P<comment_end>(?: -->)?\n?).*?(?=[ ]*(?:#|<!--) end)",
-    re.DOTALL,
-)
+PROGRAM = "docs_build/tables.py"  # as markers name it
 
 
 @dataclass(frozen=True)
@@ -181,10 +177,8 @@ FILES = (
 
 def updated(name: str) -> str:
     """Return the text that the file `name`, below the root, should have."""
-    made = {make.__name__: make for make in LISTS}
-    return LIST.sub(
-        lambda found: found["name"] + found["comment_end"] + made[found["name"]](), (ROOT / name).read_text("utf-8")
-    )
+    parts = {make.__name__: make for make in LISTS}
+    return fill((ROOT / name).read_text("utf-8"), PROGRAM, parts)
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 import ast
 import importlib
 import re
-import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +16,10 @@ from documentation import PAGES, ROOT
 from torchbagua.algorithms.base import get
 from torchbagua.cli import __main__ as command_line
 from torchbagua.codecs.base import REGISTRY
+
+sys.path.append(str(ROOT / "docs_build"))
+import markers
+import tables
 
 PACKAGE = ROOT / "torchbagua"
 REFERENCE = ROOT / "docs" / "api" / "index.md"
@@ -30,21 +34,20 @@ PUBLIC_MODULES = (
     ".transport",
     ".transport.suite",
 )
-TABLES = runpy.run_path(str(ROOT / "docs_build" / "tables.py"))
 
 
 # Lists that are made from the registries
 
 
-@pytest.mark.parametrize("name", TABLES["FILES"])
+@pytest.mark.parametrize("name", tables.FILES)
 def test_lists_are_those_of_the_registries(name: str) -> None:
-    assert (ROOT / name).read_text(encoding="utf-8") == TABLES["updated"](name), "run `make tables`"
+    assert (ROOT / name).read_text(encoding="utf-8") == tables.updated(name), "run `make tables`"
 
 
 def test_each_list_stands_in_one_file() -> None:
-    texts = [(ROOT / name).read_text(encoding="utf-8") for name in TABLES["FILES"]]
-    found = [marked["name"] for text in texts for marked in TABLES["LIST"].finditer(text)]
-    assert sorted(found) == sorted(make.__name__ for make in TABLES["LISTS"])
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in tables.FILES]
+    found = [marked["name"] for text in texts for marked in markers.pattern(tables.PROGRAM).finditer(text)]
+    assert sorted(found) == sorted(make.__name__ for make in tables.LISTS)
 
 
 def test_the_table_of_algorithms_has_every_registered_one() -> None:
@@ -68,11 +71,11 @@ CHOSEN = {"README.md", "docs/choose.md", "docs/benchmarks.md"}
 
 def test_other_pages_do_not_list_the_algorithms() -> None:
     """A page that names more than three of them in a paragraph or a table would have to be edited for the next one."""
-    classes = {type(entry.algorithm).__name__ for entry in TABLES["entries"]()}
+    classes = {type(entry.algorithm).__name__ for entry in tables.entries()}
     lists = []
     for page in PAGES:
         name = page.relative_to(ROOT).as_posix()
-        if name in CHOSEN or name in TABLES["FILES"]:
+        if name in CHOSEN or name in tables.FILES:
             continue
         for paragraph in re.split(r"\n\s*\n", page.read_text(encoding="utf-8")):
             if len(classes & set(re.findall(r"\w+Algorithm\b", paragraph))) > 3:

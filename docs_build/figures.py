@@ -1,0 +1,106 @@
+"""The figures of training over slow networks that the pages show: `make bench-docs`.
+
+    python docs_build/figures.py            # measures once more, in some 20 minutes; root, Linux
+    python docs_build/figures.py --write    # writes tables, sentences and charts into the pages
+
+The pages show medians of three runs of one revision, which ended in different hours. A run is a record
+`benchmarks/results/figures-DATE.json`. `--write` names the newest three in `benchmarks/results/figures.json`; the pages
+show the records that stand there. benchmarks/released.py has the rule.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+
+from convergence_report import summarise
+from environment import RESULTS, dated, git_revision
+from figure_charts import THEMES, draw_losses, draw_speedups, draw_steps, to_svg
+from figure_texts import PARTS, Shown
+from markers import fill
+from released import NUM_RUNS, load_figures, newest_runs, read_choice, write_choice
+
+ROOT = Path(__file__).parent.parent
+PROGRAM = "docs_build/figures.py"  # as markers name it
+PICTURES = ROOT / "docs" / "pictures"
+PAGES = (
+    "README.md",
+    "docs/algorithms/async.md",
+    "docs/algorithms/bytegrad.md",
+    "docs/algorithms/decentralized.md",
+    "docs/algorithms/gradient-allreduce.md",
+    "docs/algorithms/low-precision-decentralized.md",
+    "docs/algorithms/qadam.md",
+    "docs/benchmarks.md",
+    "docs/choose.md",
+    "docs/index.md",
+)
+# Of network.py: everything else is its default.
+ARGUMENTS = ("--deadline", "3600")
+
+
+def load_shown() -> Shown:
+    """Read what the pages show, by group of tables."""
+    return {group: load_figures(names) for group, names in read_choice().items()}
+
+
+def updated(name: str, shown: Shown) -> str:
+    """Return the text that the page `name`, below the root, should have."""
+    parts = {make.__name__: partial(make, shown) for make in PARTS}
+    return fill((ROOT / name).read_text("utf-8"), PROGRAM, parts)
+
+
+def charts(shown: Shown) -> Iterator[tuple[Path, bytes]]:
+    """Yield each chart with its file."""
+    trained = json.loads((RESULTS / "convergence.json").read_text("utf-8"))
+    losses = [summarise(task, trained, None) for task in ("gpt", "lstm")]
+    for name, theme in THEMES.items():
+        for title, figure in {
+            "speedups": draw_speedups(shown["gradients"], theme),
+            "steps": draw_steps(shown["gradients"], theme),
+            "losses": draw_losses(losses, theme),
+        }.items():
+            yield PICTURES / f"{title}-{name}.svg", to_svg(figure)
+
+
+def write() -> None:
+    """Choose the runs, and write each page and chart that is not up to date."""
+    if names := newest_runs():
+        write_choice(dict.fromkeys(read_choice(), names))
+        print(f"The pages show {', '.join(names)}.")
+    else:
+        print(f"No revision has {NUM_RUNS} runs that ended in different hours; the pages keep the runs that they show.")
+    shown = load_shown()
+    texts = ((ROOT / name, updated(name, shown).encode()) for name in PAGES)
+    for path, content in (*texts, *charts(shown)):
+        if not path.exists() or path.read_bytes() != content:
+            path.write_bytes(content)
+            print(f"wrote {path.relative_to(ROOT)}")
+
+
+def measure() -> int:
+    """Measure once more. Returns the exit status of network.py."""
+    if git_revision(ROOT).endswith("-dirty"):
+        sys.exit("bench-docs: tracked files have changes; the pages show a revision, so commit or stash them first")
+    program = [sys.executable, str(ROOT / "benchmarks" / "network.py"), *ARGUMENTS]
+    code = subprocess.run([*program, "--json", str(RESULTS / f"{dated('figures')}.json")]).returncode
+    print(f"Measure in {NUM_RUNS} different hours. Then `make bench-docs ARGS=--write` writes the pages.")
+    return code
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="measure nothing; write what is recorded into the pages")
+    if parser.parse_args().write:
+        write()
+        return 0
+    return measure()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
