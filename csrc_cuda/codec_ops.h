@@ -7,6 +7,7 @@
 #include <string>
 
 #include "arguments.h"
+#include "momenta_arguments.h"
 
 namespace torchbagua::binding {
 
@@ -76,6 +77,38 @@ struct CodecOps {
                                          span_of<float>(called, {"left_out", left_out, left_before.size}));
   }
 
+  static void encode_momenta(const Tensor& gradients, const Tensor& table, const Tensor& wire, const Tensors& momenta,
+                             const Numbers& beta1s, const Numbers& shares) {
+    const Call called = call("encode_momenta", gradients);
+    const auto values = span_of<const float>(called, {"gradients", gradients});
+    const Table blocks = table_of(called, table, Kernels::kFields);
+    const auto bytes = span_of<unsigned char>(called, {"wire", wire});
+    Kernels::encode_momenta(called, values, {nullptr, 0}, blocks, bytes, {nullptr, 0},
+                            momenta_of(called, momenta, beta1s, shares, values.size));
+  }
+
+  static void encode_momenta_feedback(const Tensor& gradients, const Tensor& residual, const Tensor& table,
+                                      const Tensor& wire, const Tensor& left_out, const Tensors& momenta,
+                                      const Numbers& beta1s, const Numbers& shares) {
+    const Call called = call("encode_momenta_feedback", gradients);
+    const auto values = span_of<const float>(called, {"gradients", gradients});
+    const auto left_before = span_of<const float>(called, {"residual", residual, values.size});
+    const Table blocks = table_of(called, table, Kernels::kFields);
+    const auto bytes = span_of<unsigned char>(called, {"wire", wire});
+    const auto left_after = span_of<float>(called, {"left_out", left_out, values.size});
+    Kernels::encode_momenta(called, values, left_before, blocks, bytes, left_after,
+                            momenta_of(called, momenta, beta1s, shares, values.size));
+  }
+
+  static void decode_gradients(const Tensor& wire, const Tensor& table, const Tensor& gradients, const Tensors& momenta,
+                               const Numbers& beta1s, const Numbers& shares) {
+    const Call called = call("decode_gradients", wire);
+    const auto bytes = span_of<const unsigned char>(called, {"wire", wire});
+    const Table blocks = table_of(called, table, Kernels::kFields);
+    const auto values = span_of<float>(called, {"gradients", gradients});
+    Kernels::decode_gradients(called, bytes, blocks, values, momenta_of(called, momenta, beta1s, shares, values.size));
+  }
+
   template <typename Library>
   static void register_in(Library& library) {
     const std::string name = Kernels::kName;
@@ -86,6 +119,11 @@ struct CodecOps {
     library.impl((name + "_encode_feedback").c_str(), TORCH_BOX(&CodecOps::encode_feedback));
     if constexpr (Kernels::kDevice == DeviceType::CPU) {  // a GPU has no cache in which a mean would wait
       library.impl((name + "_decode_mean_encode_feedback").c_str(), TORCH_BOX(&CodecOps::decode_mean_encode_feedback));
+    }
+    if constexpr (Kernels::kCodesMomenta) {
+      library.impl((name + "_encode_momenta").c_str(), TORCH_BOX(&CodecOps::encode_momenta));
+      library.impl((name + "_encode_momenta_feedback").c_str(), TORCH_BOX(&CodecOps::encode_momenta_feedback));
+      library.impl((name + "_decode_gradients").c_str(), TORCH_BOX(&CodecOps::decode_gradients));
     }
   }
 };

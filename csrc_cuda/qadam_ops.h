@@ -5,14 +5,10 @@
 #include <torch/csrc/stable/library.h>
 
 #include <utility>
-#include <vector>
 
-#include "arguments.h"
-#include "element/qadam.h"
+#include "momenta_arguments.h"
 
 namespace torchbagua::binding {
-
-using Tensors = std::vector<Tensor>;
 
 template <typename T>
 const T* read(const Tensor& tensor) {

@@ -9,11 +9,13 @@ import argparse
 import collections
 import random
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from native_codecs import CODECS, OPS, Codec
+from torchbagua.native.momenta import MOMENTA_CODECS
 from torchbagua.native.ops import ELEMENT_TYPES
 
 LENGTHS = (1, 7, 31, 32, 33, 64, 128, 1000, 4096, 4097, 9000)
@@ -68,7 +70,7 @@ def fuzz_once(draw: random.Random) -> bool:
     x = own_memory(torch.randint(-(2**31), 2**31, (num_elements,)).to(torch.int32).view(torch.float32), draw)
     x = x.to(draw.choice(ELEMENT_TYPES))
     wire = own_memory(wires[0], draw)
-    calls: dict[str, tuple[Tensor | float, ...]] = {
+    calls: dict[str, tuple[Any, ...]] = {
         "encode": (x, table, wire),
         "decode": (wire, table, x),
         "decode_mean": (wires, table, float(num_rows), own_memory(x.float(), draw)),
@@ -76,6 +78,14 @@ def fuzz_once(draw: random.Random) -> bool:
         "encode_feedback": (x.float(), own_memory(x.float(), draw), table, wire, own_memory(x.float(), draw)),
         "decode_mean_encode_feedback": (wires, table, 2.0, x.float(), wire, own_memory(x.float(), draw)),
     }
+    if codec.name in MOMENTA_CODECS:
+        cut = draw.randrange(num_elements + 1)
+        momenta = [own_memory(part.to(draw.choice(ELEMENT_TYPES)), draw) for part in x.split([cut, num_elements - cut])]
+        numbers = momenta, [0.9, 0.5], [0.1, 0.5]
+        values, left_out = own_memory(x.float(), draw), own_memory(x.float(), draw)
+        calls["encode_momenta"] = x.float(), table, wire, *numbers
+        calls["encode_momenta_feedback"] = x.float(), values, table, wire, left_out, *numbers
+        calls["decode_gradients"] = wire, table, values, *numbers
     operation = draw.choice(sorted(calls))
     try:
         codec.native(operation)(*calls[operation])

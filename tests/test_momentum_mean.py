@@ -12,6 +12,7 @@ import oracle
 import torchbagua as tb
 from components import GradientComponent, backward, running
 from ranks import run_ranks
+from torchbagua.algorithms.qadam import momentum_form
 from torchbagua.algorithms.qadam.momentum_mean import MomentumMean
 from torchbagua.codecs import MinMaxUInt8
 from torchbagua.runtime.parameter_state import residual_state
@@ -125,6 +126,27 @@ def test_it_equals_the_formula(size: int, nodes: list[int] | None, has_feedback:
         for rank in ranks:
             for found, one in zip(rank[step][1], expected, strict=True):
                 np.testing.assert_array_equal(found.numpy().ravel(), one, err_msg=f"step {step}")
+
+
+@pytest.mark.parametrize("has_feedback", [False, True])
+def test_one_pass_has_the_bits_of_operations_in_turn(monkeypatch: pytest.MonkeyPatch, has_feedback: bool) -> None:
+    """Which are for other codecs, for GPUs, and for observers that sample."""
+
+    def gradients_of_steps(longest_block: int) -> Any:
+        monkeypatch.setattr(momentum_form, "_LONGEST_BLOCK", longest_block)
+
+        def body(number: int, rank: Rank, runner: tb.Runner, average: Any) -> list[torch.Tensor]:
+            runner.grad_scaler = torch.amp.GradScaler("cpu", init_scale=3.0)
+            seen = []
+            for step in range(3):
+                seen += average(gradients(number, step))
+                rank.optimizer.step()
+            return seen
+
+        return on_ranks(3, body, has_feedback=has_feedback)
+
+    for in_turn, at_once in zip(gradients_of_steps(0), gradients_of_steps(1 << 15), strict=True):
+        assert all(map(torch.equal, in_turn, at_once))
 
 
 def test_the_loss_scale_is_in_gradients_and_not_in_momenta() -> None:

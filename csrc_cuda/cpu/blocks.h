@@ -10,12 +10,13 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 #include "element/blocks.h"
 #include "instruction_set.h"
 
 #if TORCHBAGUA_X86_TARGETS
-#include <xmmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace torchbagua::cpu {
@@ -77,15 +78,40 @@ TORCHBAGUA_ELEMENT void prefetch(const T* values, long long all) {
 #endif
 }
 
+#if TORCHBAGUA_X86_TARGETS
+// Floats in a cache line, which AVX-512 writes at once.
+constexpr long long kLine = 16;
+
+// Copies so many lines, to a multiple of 64 bytes.
+__attribute__((target("avx512f"))) inline void write_lines_around_cache(const float* from, long long num_lines,
+                                                                        float* to) {
+  for (long long i = 0; i < num_lines * kLine; i += kLine) {
+    _mm512_stream_ps(to + i, _mm512_loadu_ps(from + i));
+  }
+}
+#endif
+
 // Copies floats that nobody reads soon: around the cache, so that what they replace is not read first.
 TORCHBAGUA_ELEMENT void write_around_cache(const float* from, long long length, float* to) {
   long long done = 0;
 #if TORCHBAGUA_X86_TARGETS
   constexpr long long kWritten = 4;  // at once, to a multiple of 16 bytes, by SSE, which every x86-64 has
-  done = std::min<long long>(length, -(reinterpret_cast<uintptr_t>(to) / sizeof(float)) % kWritten);
+  const auto before_multiple_of = [=](long long width) TORCHBAGUA_INLINED {
+    return -(reinterpret_cast<uintptr_t>(to) / sizeof(float)) % width;
+  };
+  done = std::min<long long>(length, before_multiple_of(kWritten));
   std::copy(from, from + done, to);
-  for (; done + kWritten <= length; done += kWritten) {
+  const long long first_line = before_multiple_of(kLine);
+  const bool has_lines = kInstructionSet == InstructionSet::kAvx512 && first_line + kLine <= length;
+  for (long long until = has_lines ? first_line : length; done + kWritten <= until; done += kWritten) {
     _mm_stream_ps(to + done, _mm_loadu_ps(from + done));
+  }
+  if (has_lines) {
+    const long long num_lines = (length - done) / kLine;
+    write_lines_around_cache(from + done, num_lines, to + done);
+    for (done += num_lines * kLine; done + kWritten <= length; done += kWritten) {
+      _mm_stream_ps(to + done, _mm_loadu_ps(from + done));
+    }
   }
 #endif
   std::copy(from + done, from + length, to + done);
@@ -116,25 +142,107 @@ TORCHBAGUA_ELEMENT void prefetch_part(const Block& block, long long first, const
 // Blocks that are coded together, as what their headers say is worked out for several at once.
 constexpr long long kBatch = 32;
 
-// How many blocks, from `first` on, are coded together: they fit a tile, or it is a single one.
-TORCHBAGUA_ELEMENT long long size_of_batch(const Table& table, long long first) {
+// How many blocks, from `first` on, are coded together: they fit a tile of so many elements, or it is a single one.
+TORCHBAGUA_ELEMENT long long size_of_batch(const Table& table, long long first, long long tile = kTile) {
   long long num_elements = table.blocks[first].length;
   long long num_blocks = 1;
   for (; num_blocks < kBatch && first + num_blocks < table.num_blocks; ++num_blocks) {
     num_elements += table.blocks[first + num_blocks].length;
-    if (num_elements > kTile) {
+    if (num_elements > tile) {
       break;
     }
   }
   return num_blocks;
 }
 
+// How many elements ahead of their use terms are fetched. Those of three tensors stay in the L1 cache beside a tile.
+constexpr long long kAhead = kTile / 4;
+
+// A batch of blocks whose values are formed, a part at a time: in half a tile, or in memory of their own if it is one
+// that does not fit.
+struct FormedBlocks {
+  float* tile;
+  float* values;
+  long long num_blocks;
+  Block places[kBatch];  // the blocks, where their values are
+  long long block;       // the next part to be formed is of this one
+  long long first;       // and begins here
+  const Block* blocks;
+  std::vector<float> own;
+
+  // `place` has room for the values of all blocks, or is null.
+  TORCHBAGUA_ELEMENT void begin(const Table& table, long long b, float* place) {
+    num_blocks = b < table.num_blocks ? size_of_batch(table, b, kTile / 2) : 0;
+    blocks = table.blocks + b;
+    block = first = 0;
+    values = tile;
+    if (num_blocks == 1 && blocks[0].length > kTile / 2) {
+      if (place == nullptr) {
+        own.resize(blocks[0].length);
+      }
+      values = place == nullptr ? own.data() : place + blocks[0].start;
+    }
+    long long offset = 0;
+    for (long long i = 0; i < num_blocks; ++i) {
+      places[i] = blocks[i];
+      places[i].start = offset;
+      offset += blocks[i].length;
+    }
+  }
+
+  template <typename Form>
+  TORCHBAGUA_ELEMENT void form_part(const Form& form) {
+    if (block < num_blocks) {
+      const long long length = blocks[block].length;
+      form(blocks[block].start + first, std::min(kPart, length - first), values + places[block].start + first);
+      first += kPart;
+      if (first >= length) {
+        ++block;
+        first = 0;
+      }
+    }
+  }
+};
+
 // Operations of a codec whose payload of the elements from `first` on begins payload_bytes(first) later, for any
 // multiple `first` of 64. It has Decoders, whose `read` takes up the headers of a batch of blocks in a wire, and
-// `of(i)` gives what its i-th block is decoded by; decode_payload, of one payload to any type of element; and
-// decode_each, which calls `put(i, value)` with the floats of one payload.
+// `of(i)` gives what its i-th block is decoded by; decode_payload, of one payload to any type of element; decode_each,
+// which calls `put(i, value)` with the floats of one payload; and encode_meanwhile, which encodes, and calls
+// `meanwhile(ahead, first)` for every kPart of a block: `first` is where the part begins, `ahead` a block that is coded
+// soon.
 template <typename Codec>
 struct DenseCodec {
+  template <typename T>
+  static TORCHBAGUA_ELEMENT void encode(const T* x, const Table& table, uint8_t* wire) {
+    Codec::encode_meanwhile(x, table, wire, [=](long long ahead, long long first) TORCHBAGUA_INLINED {
+      prefetch_part<Codec>(block_or_none(table, ahead), first, x, wire);
+    });
+  }
+
+  // Decodes to what `form(first, length, values)` makes of the values, in place, of a part of a block that begins at
+  // element `first`.
+  template <typename Form>
+  static TORCHBAGUA_ELEMENT void decode_formed(const uint8_t* wire, const Table& table, float* x, const Form& form) {
+    alignas(64) float part[kPart];
+    typename Codec::Decoders decoders;
+    for (long long b = 0; b < table.num_blocks;) {
+      const long long num_blocks = size_of_batch(table, b);
+      decoders.read(wire, table.blocks + b, num_blocks);
+      for (long long i = 0; i < num_blocks; ++i) {
+        const Block block = table.blocks[b + i];
+        const auto decoder = decoders.of(i);
+        for (long long first = 0; first < block.length; first += kPart) {
+          const long long length = std::min(kPart, block.length - first);
+          Codec::decode_payload(decoder, wire + block.payload + Codec::payload_bytes(first), length, part);
+          form(block.start + first, length, part);
+          write_around_cache(part, length, x + block.start + first);
+        }
+      }
+      b += num_blocks;
+    }
+    finish_writes_around_cache();
+  }
+
   template <typename T>
   static TORCHBAGUA_ELEMENT void decode(const uint8_t* wire, const Table& table, T* x) {
     typename Codec::Decoders decoders;
@@ -249,28 +357,56 @@ struct DenseCodec {
     finish_writes_around_cache();
   }
 
-  // Encodes x + residual, and writes what the wire leaves out of that.
-  static TORCHBAGUA_ELEMENT void encode_feedback(const float* x, const float* residual, const Table& table,
-                                                 uint8_t* wire, float* left_out) {
-    const auto put_sums = [=](long long b, long long num_blocks, const auto& place) TORCHBAGUA_INLINED {
-      for (long long i = 0; i < num_blocks; ++i) {
-        const Block block = table.blocks[b + i];
-        const float* values = x + block.start;
-        const float* left_before = residual + block.start;
-        float* sum = place(i);
-#pragma omp simd
-        for (long long k = 0; k < block.length; ++k) {
-          sum[k] = values[k] + left_before[k];
+  // Encodes the values that `form(first, length, to)` writes, of a part of a block that begins at element `first`. What
+  // the wire leaves out of them goes to left_out, unless that is null. The next blocks' values are formed while these
+  // are encoded and while that is written: memory is read while the processor computes.
+  template <typename Form>
+  static TORCHBAGUA_ELEMENT void encode_formed(const Table& table, uint8_t* wire, float* left_out, const Form& form) {
+    alignas(64) float tile[kTile];
+    FormedBlocks halves[2];
+    halves[0].tile = tile;
+    halves[1].tile = tile + kTile / 2;
+    halves[0].num_blocks = 0;
+    typename Codec::Decoders decoders;
+    long long half = 0;
+    for (long long b = 0; b < table.num_blocks; half = 1 - half) {
+      const FormedBlocks& these = halves[half];
+      FormedBlocks& next = halves[1 - half];
+      const Block* blocks = table.blocks + b;
+      b += these.num_blocks;
+      next.begin(table, b, left_out);
+      Codec::encode_meanwhile(static_cast<const float*>(these.values),
+                              Table{these.places, these.num_blocks, table.num_fields}, wire,
+                              [&](long long, long long first) TORCHBAGUA_INLINED {
+                                if (left_out == nullptr || first / kPart % 2 == 0) {
+                                  next.form_part(form);
+                                }
+                              });
+      const long long num_decoded = left_out == nullptr ? 0 : these.num_blocks;
+      decoders.read(wire, blocks, num_decoded);
+      for (long long i = 0, first = 0; i < num_decoded || next.block < next.num_blocks;) {
+        next.form_part(form);
+        if (i < num_decoded) {
+          const long long length = std::min(kPart, blocks[i].length - first);
+          float* const part = these.values + these.places[i].start + first;
+          float* const place = left_out + blocks[i].start + first;
+          Codec::decode_each(decoders.of(i), wire + blocks[i].payload + Codec::payload_bytes(first), length,
+                             [=](long long k, float value) TORCHBAGUA_INLINED { part[k] -= value; });
+          if (part != place) {
+            write_around_cache(part, length, place);
+          }
+          first += kPart;
+          if (first >= blocks[i].length) {
+            ++i;
+            first = 0;
+          }
         }
       }
-    };
-    encode_sums(table, wire, left_out, put_sums, [=](long long first, long long length) TORCHBAGUA_INLINED {
-      prefetch(x + first, length);
-      prefetch(residual + first, length);
-    });
+    }
+    finish_writes_around_cache();
   }
 
-  // The same of the mean of the rows + residual.
+  // Encodes the mean of the rows + residual, and writes what the wire leaves out of that.
   static TORCHBAGUA_ELEMENT void decode_mean_encode_feedback(const Rows& rows, const Table& table, float divisor,
                                                              const float* residual, uint8_t* wire, float* left_out) {
     const auto put_sums = [=](long long b, long long num_blocks, const auto& place) TORCHBAGUA_INLINED {

@@ -11,6 +11,7 @@
 #include "blocks.h"
 #include "codec_ops.h"
 #include "instruction_set.h"
+#include "momenta.h"
 
 namespace torchbagua::cpu {
 
@@ -38,6 +39,7 @@ struct OnCpu {
   static constexpr const char* kName = Codec::kName;
   static constexpr auto kDevice = binding::DeviceType::CPU;
   static constexpr int64_t kFields = RowsOf<Codec>::kFields;
+  static constexpr bool kCodesMomenta = std::is_base_of_v<DenseCodec<Codec>, Codec>;
 
   template <typename T>
   static void encode(const Call& call, Span<const T> x, Table table, Span<uint8_t> wire) {
@@ -65,9 +67,13 @@ struct OnCpu {
   static void encode_feedback(const Call& call, Span<const float> x, Span<const float> residual, Table table,
                               Span<uint8_t> wire, Span<float> left_out) {
     check_blocks(call, table, x.size, wire.size);
-    run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED {
-      Codec::encode_feedback(x.data, residual.data, table, wire.data, left_out.data);
-    });
+    if constexpr (kCodesMomenta) {
+      encode_sent({x.data, nullptr, residual.data}, table, wire.data, left_out.data);
+    } else {
+      run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED {
+        Codec::encode_feedback(x.data, residual.data, table, wire.data, left_out.data);
+      });
+    }
   }
 
   static void decode_mean_encode_feedback(const Call& call, Rows rows, Table table, float divisor,
@@ -76,6 +82,24 @@ struct OnCpu {
     run_under(kInstructionSet, [=]() TORCHBAGUA_INLINED {
       Codec::decode_mean_encode_feedback(rows, table, divisor, residual.data, wire.data, left_out.data);
     });
+  }
+
+  // `residual` and `left_out` without data where there is no feedback.
+  static void encode_momenta(const Call& call, Span<const float> gradients, Span<const float> residual, Table table,
+                             Span<uint8_t> wire, Span<float> left_out, const binding::Momenta& momenta) {
+    check_blocks(call, table, gradients.size, wire.size);
+    encode_sent({gradients.data, &momenta, residual.data}, table, wire.data, left_out.data);
+  }
+
+  static void encode_sent(const Sent& sent, const Table& table, uint8_t* wire, float* left_out) {
+    run_under(kInstructionSet, [&]() TORCHBAGUA_INLINED { Codec::encode_formed(table, wire, left_out, sent); });
+  }
+
+  static void decode_gradients(const Call& call, Span<const uint8_t> wire, Table table, Span<float> gradients,
+                               const binding::Momenta& momenta) {
+    check_blocks(call, table, gradients.size, wire.size);
+    run_under(kInstructionSet,
+              [&]() TORCHBAGUA_INLINED { Codec::decode_formed(wire.data, table, gradients.data, Gradients{momenta}); });
   }
 
   static void check_blocks(const Call& call, const Table& table, long long num_elements, long long wire_bytes) {

@@ -204,8 +204,9 @@ struct MinMax : DenseCodec<MinMax<Format>> {
     return Format::kCodeBits == 8 ? length : length / 2 + length % 2;
   }
 
-  template <typename T>
-  static TORCHBAGUA_ELEMENT void encode(const T* x, const Table& table, uint8_t* wire) {
+  template <typename T, typename Meanwhile>
+  static TORCHBAGUA_ELEMENT void encode_meanwhile(const T* x, const Table& table, uint8_t* wire,
+                                                  const Meanwhile& meanwhile) {
     Extremes extremes[kBatch];
     Coders<Format> coders;
     for (long long b = 0; b < table.num_blocks;) {
@@ -216,11 +217,10 @@ struct MinMax : DenseCodec<MinMax<Format>> {
       coders.write(extremes, wire, table.blocks + b, num_blocks);
       for (long long i = 0; i < num_blocks; ++i) {
         const Block block = table.blocks[b + i];
-        const Block ahead = block_or_none(table, b + num_blocks + i);
         const T* values = x + block.start;
         const Coder coder = coders.of(i);
         for (long long first = 0; first < block.length; first += kPart) {
-          prefetch_part<MinMax>(ahead, first, x, wire);
+          meanwhile(b + num_blocks + i, first);
           const long long length = std::min(kPart, block.length - first);
           with_fast_elements(values + first, length, [&](const auto* part) TORCHBAGUA_INLINED {
             put_codes(part, length, coder, wire + block.payload + payload_bytes(first));

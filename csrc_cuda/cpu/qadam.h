@@ -1,9 +1,7 @@
 // QAdam on the CPU: loops over element/qadam.h, on several threads.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
-#include "instruction_set.h"
+#include "parallel.h"
 #include "qadam_ops.h"
 
 namespace torchbagua::cpu {
@@ -59,16 +57,6 @@ struct QAdamOnCpu {
         });
       });
     }
-  }
-
-  // Calls `body(begin, end)` on several threads, each of which takes so many elements at least: fewer are not worth
-  // waking it.
-  template <typename Body>
-  static void in_parallel(int64_t num_elements, const Body& body) {
-    constexpr int64_t kGrain = 1 << 15;
-    torch::stable::parallel_for(0, num_elements, kGrain, [&](int64_t begin, int64_t end) {
-      run_under(kInstructionSet, [&]() TORCHBAGUA_INLINED { body(begin, end); });
-    });
   }
 };
 

@@ -108,16 +108,16 @@ struct Sign1Bit : DenseCodec<Sign1Bit> {
     }
   }
 
-  template <typename T>
-  static TORCHBAGUA_ELEMENT void encode(const T* x, const Table& table, uint8_t* wire) {
+  template <typename T, typename Meanwhile>
+  static TORCHBAGUA_ELEMENT void encode_meanwhile(const T* x, const Table& table, uint8_t* wire,
+                                                  const Meanwhile& meanwhile) {
     constexpr long long kScanned = kPart * sizeof(float) / sizeof(T);  // of any type as many bytes at a time
     for (long long b = 0; b < table.num_blocks; ++b) {
       const Block block = table.blocks[b];
-      const Block ahead = block_or_none(table, b + 1);
       MagnitudeSums sums;
       for (long long first = 0; first < block.length; first += kScanned) {
         for (long long k = first; k < first + kScanned; k += kPart) {
-          prefetch_part<Sign1Bit>(ahead, k, x, wire);
+          meanwhile(b + 1, k);
         }
         const long long length = std::min(kScanned, block.length - first);
         with_fast_elements(x + block.start + first, length, [&](const auto* part) TORCHBAGUA_INLINED {

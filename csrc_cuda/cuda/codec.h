@@ -33,6 +33,7 @@ struct OnCuda {
   static constexpr const char* kName = Kernels::kName;
   static constexpr auto kDevice = binding::DeviceType::CUDA;
   static constexpr int64_t kFields = Kernels::kFields;
+  static constexpr bool kCodesMomenta = false;  // a GPU takes the operations in turn
 
   static int64_t num_thread_blocks(const Table& table) {
     return (table.num_blocks + Kernels::kNumTeams - 1) / Kernels::kNumTeams;

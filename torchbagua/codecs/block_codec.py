@@ -119,18 +119,18 @@ class NativeBlockCodec(BlockCodec):
         return CODECS[self.op_prefix]
 
     def encode(self, x_N: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor) -> None:
-        self._op("encode")(x_N, layout.table, wire_W)
+        self.native_op("encode")(x_N, layout.table, wire_W)
 
     def decode(self, wire_W: torch.Tensor, layout: WireLayout, x_N: torch.Tensor) -> None:
-        self._op("decode")(wire_W, layout.table, x_N)
+        self.native_op("decode")(wire_W, layout.table, x_N)
 
     def decode_mean(self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, x_N: torch.Tensor) -> None:
-        self._op("decode_mean")(wires_RW, layout.table, divisor, x_N)
+        self.native_op("decode_mean")(wires_RW, layout.table, divisor, x_N)
 
     def decode_mean_encode(
         self, wires_RW: torch.Tensor, layout: WireLayout, divisor: float, wire_W: torch.Tensor
     ) -> None:
-        self._op("decode_mean_encode")(wires_RW, layout.table, divisor, wire_W)
+        self.native_op("decode_mean_encode")(wires_RW, layout.table, divisor, wire_W)
 
     def encode_feedback(
         self,
@@ -140,7 +140,7 @@ class NativeBlockCodec(BlockCodec):
         wire_W: torch.Tensor,
         left_out_N: torch.Tensor,
     ) -> None:
-        self._op("encode_feedback")(x_N, residual_N, layout.table, wire_W, left_out_N)
+        self.native_op("encode_feedback")(x_N, residual_N, layout.table, wire_W, left_out_N)
 
     def decode_mean_encode_feedback(
         self,
@@ -155,9 +155,10 @@ class NativeBlockCodec(BlockCodec):
         if wire_W.is_cuda:
             super().decode_mean_encode_feedback(wires_RW, layout, divisor, residual_N, wire_W, left_out_N, memory_N)
             return
-        op = self._op("decode_mean_encode_feedback")
+        op = self.native_op("decode_mean_encode_feedback")
         op(wires_RW, layout.table, divisor, residual_N, wire_W, left_out_N)
 
-    def _op(self, name: str) -> Callable[..., None]:
+    def native_op(self, name: str) -> Callable[..., None]:
+        """Return the native operation of this codec that is called `name`, "encode" for instance."""
         op: Callable[..., None] = getattr(torch.ops.torchbagua, f"{self.op_prefix}_{name}")
         return op

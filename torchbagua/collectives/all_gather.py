@@ -9,6 +9,7 @@ import torch
 
 from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.collectives.rank_chunks import Piece, RankChunks
+from torchbagua.collectives.value_form import CodecOf
 
 
 class AllGather:
@@ -25,9 +26,13 @@ class AllGather:
         chunks: the tensor's chunks, and how they lie on the wire.
         out_N: for all chunks.
         pipeline: of the exchanges that are under way with these.
+        codec_of: the codecs that decode chunks, if these are not their compressor; see `ValueForm`.
     """
 
-    def __init__(self, chunks: RankChunks, out_N: torch.Tensor, pipeline: Pipeline) -> None:
+    def __init__(
+        self, chunks: RankChunks, out_N: torch.Tensor, pipeline: Pipeline, *, codec_of: CodecOf | None = None
+    ) -> None:
+        self._codec_of = codec_of or (lambda elements: chunks.compressor)
         self._chunks = chunks
         self._out_N = out_N
         self._wire_W = chunks.wire(out_N)
@@ -82,13 +87,14 @@ class AllGather:
         if not chunks.are_sent_at_once:
             self._exchanges[piece.index].wait()
         with chunks.span("decode", "all_gather", piece):
-            chunks.compressor.decode(self._wire_W, chunks.layout, self._out_N)
+            codec = self._codec_of(slice(0, self._out_N.numel()))
+            codec.decode(self._wire_W, chunks.layout, self._out_N)
 
     def _decode(self, piece: Piece, owner: int) -> None:
         chunks = self._chunks
         with chunks.span("decode", "all_gather", piece, owner):
-            wire_W, out_L = self._wires[piece.index][owner], self._out_N[piece.elements[owner]]
-            chunks.compressor.decode(wire_W, piece.layouts[owner], out_L)
+            wire_W, elements = self._wires[piece.index][owner], piece.elements[owner]
+            self._codec_of(elements).decode(wire_W, piece.layouts[owner], self._out_N[elements])
 
 
 def all_gather(chunks: RankChunks, x_L: torch.Tensor, out_N: torch.Tensor) -> None:

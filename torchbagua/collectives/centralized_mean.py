@@ -13,6 +13,7 @@ from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.hierarchical_mean import HierarchicalMean
 from torchbagua.collectives.nodes import NodeGroups
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
+from torchbagua.collectives.value_form import ValueForm
 from torchbagua.transport.communicator import Communicator
 
 
@@ -33,6 +34,7 @@ def centralized_mean(
     average: bool = True,
     intra_compressor: Compressor | None = None,
     residuals: TwoPhaseResiduals | None = None,
+    form: ValueForm | None = None,
 ) -> Mean:
     """Return the function that averages a flat tensor over `group`; it leaves the same bits on all ranks.
 
@@ -48,6 +50,7 @@ def centralized_mean(
         average: divide the sum by the number of ranks.
         intra_compressor: with `hierarchical`, how what is sent within nodes looks; None for full precision.
         residuals: of the tensor, float32, which is averaged in place.
+        form: in which values of the tensor, float32, are averaged, in place.
     """
     divisor = float(group.size) if average else 1.0
     if group.size == 1:
@@ -56,7 +59,7 @@ def centralized_mean(
     is_of_nodes = hierarchical and group.intra_node is not None
     is_full = isinstance(compressor, Identity) and (isinstance(intra_compressor, Identity) or not is_of_nodes)
     if is_full and not group.world.posts_messages(spec.device):
-        return AllReduceMean(group.world, spec, divisor)
+        return _in_form(AllReduceMean(group.world, spec, divisor), form)
     mean: Mean
     if is_of_nodes:
 
@@ -68,8 +71,11 @@ def centralized_mean(
             mean = HierarchicalMean(group, compressor, spec, divisor, intra_compressor, make_whole)
         else:
             mean = make_whole()
+        mean = _in_form(mean, form)
+    elif compressor.wire_is_tensor:  # nothing is encoded on the way
+        mean = _in_form(TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals), form)
     else:
-        mean = TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals)
+        mean = TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals, form=form)
     if residuals is None:
         return mean
     return RedistributingMean(mean, residuals, group.intra_node if is_of_nodes else None, group.world, spec)
@@ -127,6 +133,19 @@ class _MeanOverNodes:
 def _copy(x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
     if out_N is not None:
         out_N.copy_(x_N)
+
+
+def _in_form(mean: Mean, form: ValueForm | None) -> Mean:
+    """Return a mean of values in another form, which they are given by a pass of their own."""
+    if form is None:
+        return mean
+
+    def change_and_average(x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
+        form.change(x_N)
+        mean(x_N, out_N)
+        form.change_back(x_N if out_N is None else out_N)
+
+    return change_and_average
 
 
 class RedistributingMean:

@@ -11,6 +11,7 @@ from torchbagua.codecs.blocks import WireLayout
 from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.collectives.rank_chunks import Piece, RankChunks
 from torchbagua.collectives.residuals import Residual
+from torchbagua.collectives.value_form import CodecOf
 
 # Wires by the rank that they come from, [R, W]. Where the wire is the tensor, a list: own row stays where it is.
 Rows = Any
@@ -28,11 +29,13 @@ class ReduceScatter:
 
     Args:
         chunks: the tensor's chunks, and how they lie on the wire.
-        x_N: the tensor. It is unchanged unless there is a residual; its values are then undefined.
+        x_N: the tensor. It is unchanged unless there is a residual or `codec_of`; its values are then undefined.
         pipeline: of the exchanges that are under way with these.
         divisor: of the sum.
         residual: what compression left out before is added to the tensor, float32, and what it leaves out now is
             staged there; it has the tensor's elements.
+        codec_of: the codecs that encode the tensor, if these are not the chunks' compressor, which decodes the same
+            bytes; see `ValueForm`.
     """
 
     def __init__(
@@ -43,7 +46,9 @@ class ReduceScatter:
         *,
         divisor: float = 1.0,
         residual: Residual | None = None,
+        codec_of: CodecOf | None = None,
     ) -> None:
+        self._codec_of = codec_of or (lambda elements: chunks.compressor)
         self._chunks = chunks
         self._x_N = x_N
         self._divisor = divisor
@@ -157,10 +162,11 @@ class ReduceScatter:
         return wire_W
 
     def _write_wire(self, x_L: torch.Tensor, layout: WireLayout, wire_W: torch.Tensor, elements: slice) -> None:
+        codec = self._codec_of(elements)
         if self._residual is None:
-            self._chunks.compressor.encode(x_L, layout, wire_W)
+            codec.encode(x_L, layout, wire_W)
         else:
-            self._residual.encode(x_L, self._chunks.compressor, layout, wire_W, elements)
+            self._residual.encode(x_L, codec, layout, wire_W, elements)
 
     def _tell_error(self, x_L: torch.Tensor, wire_W: torch.Tensor) -> None:
         left_out_L = None if self._residual is None else self._residual.staged(self._chunks.own)

@@ -16,6 +16,7 @@ from torchbagua.collectives.exchange import Pipeline
 from torchbagua.collectives.first_runs import FirstRuns
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
+from torchbagua.collectives.value_form import ValueForm
 from torchbagua.transport.communicator import SMALL_MESSAGE_BYTES, Communicator
 
 
@@ -37,6 +38,8 @@ class TwoPhaseMean:
         residuals: what compression left out before is added in both phases, and what it leaves out now is staged; for
             a float32 tensor that is averaged in place. They are assigned the slices that this rank sends and owns.
         start: the element of the residuals' bucket at which the tensor begins.
+        form: that of the values that are averaged, which they are given when they are encoded, and the mean is given
+            back its own when it is decoded; for a float32 tensor that is averaged in place.
     """
 
     def __init__(
@@ -48,12 +51,14 @@ class TwoPhaseMean:
         *,
         residuals: TwoPhaseResiduals | None = None,
         start: int = 0,
+        form: ValueForm | None = None,
     ) -> None:
         self._communicator = communicator
         self._compressor = compressor
         self._spec = spec
         self._divisor = divisor
         self._residuals = residuals
+        self._form = form
         self._cuts = cuts = spec.even_cuts(communicator.size, compressor.block_elements)
         if residuals is not None:
             own = slice(*cuts[communicator.rank : communicator.rank + 2])
@@ -81,8 +86,9 @@ class TwoPhaseMean:
     def _run(self, x_N: torch.Tensor, out_N: torch.Tensor) -> None:
         chunks, pipeline = self._chunks, Pipeline(self._communicator, x_N.device)
         sent, mean = (None, None) if self._residuals is None else (self._residuals.sent, self._residuals.mean)
-        scatter = ReduceScatter(chunks, x_N, pipeline, divisor=self._divisor, residual=sent)
-        gather = AllGather(chunks, out_N, pipeline)  # by now, so that receives are posted early
+        codec_of = None if self._form is None else self._form.codec_of(self._compressor)
+        scatter = ReduceScatter(chunks, x_N, pipeline, divisor=self._divisor, residual=sent, codec_of=codec_of)
+        gather = AllGather(chunks, out_N, pipeline, codec_of=codec_of)  # by now, so that receives are posted early
         for piece in chunks.pieces:
             scatter.send(piece)
         for piece in chunks.pieces:

@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 
 from torchbagua.native.block_format import register_codec
 from torchbagua.native.minmax import MinMaxFormat
+from torchbagua.native.momenta import define_momenta_operations
 
 
 class MinMaxUInt4Format(MinMaxFormat):
@@ -46,3 +47,4 @@ class MinMaxUInt4Format(MinMaxFormat):
 
 
 register_codec(MinMaxUInt4Format())
+define_momenta_operations(MinMaxUInt4Format())

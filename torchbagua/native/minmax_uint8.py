@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchbagua.native.block_format import register_codec
 from torchbagua.native.minmax import MinMaxFormat
+from torchbagua.native.momenta import define_momenta_operations
 
 
 class MinMaxUInt8Format(MinMaxFormat):
@@ -39,3 +40,4 @@ class MinMaxUInt8Format(MinMaxFormat):
 
 
 register_codec(MinMaxUInt8Format())
+define_momenta_operations(MinMaxUInt8Format())

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchbagua.native.block_format import UNUSABLE_MAGNITUDE, BlockFormat, register_codec
+from torchbagua.native.momenta import define_momenta_operations
 
 _LANES = 32
 
@@ -59,3 +60,4 @@ class Sign1BitFormat(BlockFormat):
 
 
 register_codec(Sign1BitFormat())
+define_momenta_operations(Sign1BitFormat())

@@ -18,6 +18,7 @@ from torchbagua.collectives.low_precision_ring import Replicas, check_ring_compr
 from torchbagua.collectives.neighbourhood_mean import check_topology, neighbourhood_mean
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.collectives.topology import Topology, topology_of
+from torchbagua.collectives.value_form import ValueForm
 from torchbagua.transport.errors import CommunicationError, cause_of
 
 B = TypeVar("B", bound="BucketOperations")
@@ -101,6 +102,7 @@ class BucketOperations:
         *,
         error_feedback: TwoPhaseResiduals | None = None,
         intra_compression: str | Compressor | None = None,
+        form: ValueForm | None = None,
     ) -> B:
         """Append the mean (or sum) of the flat tensor over the group. It is bit-identical on all ranks.
 
@@ -115,6 +117,7 @@ class BucketOperations:
                 kept there. It is added the next time, if it has been committed.
             intra_compression: what is used within nodes, named as for `compression`; by default full precision. Without
                 `hierarchical`, or on one node, it has no effect.
+            form: another form of a float32 bucket's values, in which they are averaged.
 
         Raises:
             ValueError: no compression has that name, or it does not encode the bucket's dtype, or the bucket cannot
@@ -136,6 +139,7 @@ class BucketOperations:
             average=average,
             intra_compressor=intra,
             residuals=error_feedback,
+            form=form,
         )
 
         def run(bucket: B) -> None:
