@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchbagua as tb
 from background_traffic import BackgroundAllReduce
 from idle import IdleModel, IdleOptimizer, IdleQAdamOptimizer, find_idle_model
-from schedule import Schedule
+from schedule import DDP_DEFAULT_MB, Schedule
 
 NUM_LAYERS = 12
 BATCH_SIZE = 32
@@ -25,7 +25,6 @@ POWERSGD_RANK = 2
 # Larger than any model here: torch's PowerSGD hook hangs on gloo where there are two buckets (torch 2.13).
 ONE_BUCKET_MB = 1 << 20
 # DDP's default, and sizes to compare it with.
-DDP_DEFAULT_MB = 25.0
 BUCKET_SIZES_MB = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, DDP_DEFAULT_MB)
 ASYNC_INTERVAL_MS = 500
 INNER_STEPS = 30

@@ -102,6 +102,8 @@ def summarise(network: dict[str, Any], results: list[dict[str, Any]], block_step
     names = _contestants(results)
     step_ms = {name: _slowest_ms(results, name) for name in names}
     compute_ms = statistics.median(step_ms[COMPUTE_ONLY])
+    if schedule.ready_s and max(schedule.ready_s) > compute_ms / 1e3:  # the machine was slower when it was recorded
+        schedule = schedule.scaled_to(compute_ms / 1e3)
     rows = []
     for name in names:
         row = {"contestant": name, "label": CONTESTANTS[name].label, "rounds_ms": step_ms[name]}

@@ -13,6 +13,8 @@ from torch import nn
 
 # A full TCP/IPv4 segment on Ethernet carries 1448 bytes in a frame of 1514: `tbf` counts the frame.
 FRAME_BYTES_PER_PAYLOAD_BYTE = 1.045
+# Of buckets, if DDP is given no size: then the first has 1 MiB.
+DDP_DEFAULT_MB = 25.0
 WARM_UP_STEPS = 3
 RECORDED_STEPS = 15
 
@@ -81,14 +83,14 @@ def group_into_buckets(numels: Sequence[int], ready_s: Sequence[float], bucket_c
     """The parameters of each bucket, by their numbers, as DDP groups them after its first step.
 
     It goes through float32 gradients in the order in which they became ready; a bucket ends with the one that brings it
-    to `bucket_cap_mb` MiB.
+    to `bucket_cap_mb` MiB, the first to 1 MiB if that is DDP's default.
     """
-    buckets: list[list[int]] = []
-    num_bytes = bucket_cap_mb * 2**20
+    buckets: list[list[int]] = [[]]
+    num_bytes, cap_mb = 0, 1.0 if bucket_cap_mb == DDP_DEFAULT_MB else bucket_cap_mb
     for index in sorted(range(len(numels)), key=ready_s.__getitem__):
-        if num_bytes >= bucket_cap_mb * 2**20:
+        if num_bytes >= cap_mb * 2**20:
             buckets.append([])
-            num_bytes = 0
+            num_bytes, cap_mb = 0, bucket_cap_mb
         buckets[-1].append(index)
         num_bytes += 4 * numels[index]
     return buckets
@@ -117,7 +119,7 @@ def earliest_transfers_s(ready_s: Sequence[float], transfers_s: Sequence[float])
 def schedule_floor_s(
     schedule: Schedule, numels: Sequence[int], bucket_cap_mb: float, num_bytes: float, bits_per_second: float
 ) -> float:
-    """Seconds from the begin of a step until `num_bytes`, spread evenly over all elements, can have been sent.
+    """Seconds from the beginning of a step until `num_bytes`, spread evenly over all elements, can have been sent.
 
     A bucket cannot be sent before the last of its gradients is ready.
     """

@@ -71,7 +71,7 @@ def main() -> None:
             "peak_mib": peak_mib(),
         }
         if entry.recorder is not None and contestant.waits_for_gradients:
-            buckets = group_into_buckets(numels, schedule.ready_s, settings.bucket_cap_mb)
+            buckets = group_into_buckets(numels, schedule.ready_s, contestant.bucket_cap_mb or settings.bucket_cap_mb)
             times = measure_buckets(
                 entry.recorder.events,
                 steps_ns[WARM_UP_STEPS:],

@@ -154,3 +154,15 @@ def test_the_mean_of_snapshots_is_the_sum_of_the_backend_divided() -> None:
         assert torch.equal(bucket.flat, kept / 3.0)
 
     run_ranks(3, body)
+
+
+def test_weights_in_shorter_formats_are_summed_in_float32() -> None:
+    """A backend would round the sum of four at every addition; here it is 1 + 3 / 256, rounded once."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        values = torch.tensor([4.0 if group.rank() == 0 else 2**-6], dtype=torch.bfloat16)
+        bucket = tb.BaguaBucket("b", [tb.BaguaTensor("w", values)], tb.BaguaProcessGroup(group), values.clone())
+        bucket.append_asynchronous_model_average_op().run()
+        assert bucket.flat.item() == torch.tensor((4.0 + 3 * 2**-6) / 4).bfloat16().item() != 1.0
+
+    run_ranks(4, body)

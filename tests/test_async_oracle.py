@@ -19,7 +19,7 @@ from averaging import Normed, Trainer, Weights, is_buffer, weights_of
 from ranks import run_ranks
 from torchbagua.algorithms.weights.asynchronous import AsyncModelAverageAlgorithmImpl
 from training import Wide, build, flat
-from transports import MessagesAlone
+from transports import group_like_the_oracle
 
 INTERVAL_MS = 1000
 F32 = np.float32
@@ -75,7 +75,7 @@ def clocked_run(
         log.append("step")
 
     algorithm = ClockedAlgorithm(sync_interval_ms=INTERVAL_MS, bucket_cap_mb=bucket_cap_mb, compression=compression)
-    own = tb.BaguaProcessGroup(group, transport=MessagesAlone)
+    own = group_like_the_oracle(group)
     with tb.attach(trainer.ddp, trainer.optimizer, algorithm, process_group=own) as attachment:
         clock = attachment.impl.clock
         clock.until_waits(1)

@@ -17,7 +17,7 @@ from test_async_oracle import CompressedDifferences
 from torchbagua.algorithms.weights.compressed_rounds import SnapshotMeans
 from torchbagua.codecs import MinMaxUInt8
 from torchbagua.runtime.weight_bucket import WeightBucket
-from transports import MessagesAlone
+from transports import group_like_the_oracle
 
 LENGTH = 3000  # of two blocks
 NO_PROGRESS: dict[str, int] = {}
@@ -70,7 +70,7 @@ def on_ranks(size: int, body: Any, *, is_compressed: bool = True) -> list[Any]:
     def run(group: dist.ProcessGroup) -> Any:
         module = nn.Module()
         module.first, module.second = nn.Parameter(torch.zeros(2500)), nn.Parameter(torch.zeros(500))
-        with running(tb.BaguaProcessGroup(group, transport=MessagesAlone), algorithm, module=module) as (
+        with running(group_like_the_oracle(group), algorithm, module=module) as (
             runner,
             component,
         ):

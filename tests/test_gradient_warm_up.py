@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torchbagua.algorithms.weights.gradient_warm_up import GradientWarmUp
 from torchbagua.runtime.weight_bucket import WeightBucket
 from training import flat
-from transports import MessagesAlone
+from transports import group_like_the_oracle
 
 NO_PROGRESS: dict[str, int] = {}
 
@@ -56,7 +56,7 @@ def random(parameter: torch.Tensor, seed: int) -> torch.Tensor:
 def on_ranks(size: int, body: Any) -> list[Any]:
     def run(group: dist.ProcessGroup) -> Any:
         module = Parts()
-        with running(tb.BaguaProcessGroup(group, transport=MessagesAlone), ALGORITHM, module=module) as (_, component):
+        with running(group_like_the_oracle(group), ALGORITHM, module=module) as (_, component):
             return body(group.rank(), module, component.warm_up)
 
     return run_ranks(size, run)

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import torchbagua as tb
 from documentation import names_in
 from torchbagua.transport import staged
 from torchbagua.transport.base import COLLECTIVES, Abilities, Members, Transport
@@ -22,6 +24,11 @@ class MessagesAlone(GlooTransport):
     """A gloo transport without collectives: all that is summed is then added in rank order, as by the oracle."""
 
     abilities = replace(GlooTransport.abilities, collectives=frozenset())
+
+
+def group_like_the_oracle(group: dist.ProcessGroup) -> tb.BaguaProcessGroup:
+    """Return a group that sums in rank order: of more than two ranks, whose sums have an order, by messages alone."""
+    return tb.BaguaProcessGroup(group, transport=MessagesAlone if group.size() > 2 else None)
 
 
 class PlayedNccl(GlooTransport):

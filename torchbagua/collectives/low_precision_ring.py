@@ -22,17 +22,19 @@ from torchbagua.observe.events import Details, Phase
 from torchbagua.observe.tracer import Span
 from torchbagua.transport.communicator import Communicator
 
-# What the arithmetic of one piece touches stays in a core's cache. On a GPU there is one piece, and few launches.
+# What the arithmetic of one piece touches stays in the caches. On a GPU there is one piece, and few launches. A codec
+# with one range per piece leaves more out in a longer one.
 _PIECE_ELEMENTS = 1 << 18
+_RANGE_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Three copies of weights in their `sum_dtype`, beside the weights, which neighbours hold bit-equal copies of.
+    """Copies of weights in their `sum_dtype`, beside the weights, which neighbours hold bit-equal copies of.
 
     Attributes:
         weight: own last agreed weights; the right neighbour's `left` and the left neighbour's `right`.
-        left, right: the neighbours' last agreed weights.
+        left, right: the neighbours' last agreed weights. One tensor in a ring of two may be both.
     """
 
     weight: torch.Tensor
@@ -89,7 +91,8 @@ class LowPrecisionRing:
         self._bucket = spec.name
         self._is_bounded = is_bounded
         device, dtype, dtype_of_weights = replicas.weight.device, replicas.weight.dtype, spec.dtype
-        num_pieces = max(1, len(replicas.weight) // _PIECE_ELEMENTS) if device.type == "cpu" else 1
+        piece_elements = _PIECE_ELEMENTS if compressor.codes_blocks_alone else _RANGE_ELEMENTS
+        num_pieces = max(1, len(replicas.weight) // piece_elements) if device.type == "cpu" else 1
         spec = replace(spec, dtype=dtype)
         layout = compressor.layout(spec, spec.even_cuts(num_pieces, compressor.block_elements))
         self._elements, self._byte_slices = layout.elements, layout.byte_slices

@@ -89,9 +89,9 @@ class Lane:
             try:
                 future.set_result(run())
             except BaseException as error:
-                if (failure := self._worker.failure) is not None:  # a job has raised meanwhile, and closed the groups
+                failure = self._worker.fail_first(error)
+                if failure is not error:  # a job has raised meanwhile, and closed the groups
                     raise failure from error
-                self._worker.failure = error
                 raise
         return future
 
@@ -243,6 +243,12 @@ class _Worker:
             else:
                 job.fail(self.failure)
         return job
+
+    def fail_first(self, error: BaseException) -> BaseException:
+        """Take `error` for the one that ended the lane, unless there is one; return that one."""
+        with self._lock:
+            self.failure = self.failure or error
+            return self.failure
 
     def stop(self) -> None:
         self._jobs.put(None)

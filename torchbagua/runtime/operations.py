@@ -159,10 +159,8 @@ class BucketOperations:
             group: the group; by default that of the bucket.
         """
         group = group or self.group
-        if group.size == 1 or not group.world.has_all_reduce(self.spec.device):
-            return self.append_centralized_synchronous_op(False, average, group=group)
-        mean = AllReduceMean(group.world, self.spec, group.size if average else 1, divides_first=True)
-        return self._append(Operation("all_reduce", group, lambda bucket: mean(bucket.flat)))
+        name, mean = _mean_by_backend(group, self.spec, average=average, divides_first=True)
+        return self._append(Operation(name, group, lambda bucket: mean(bucket.flat)))
 
     def append_decentralized_synchronous_op(
         self: B,
@@ -246,9 +244,9 @@ class BucketOperations:
     ) -> B:
         """Append the mean over all ranks in full precision, for a thread that runs beside training.
 
-        The all-reduce of the backend forms it, in the order of the backend. It takes no codec, since what it averages
-        are weights: an error of compression would be relative to these, and not to their changes, and would come back
-        in every round.
+        The backend's all-reduce sums float32 and float64, in its own order; shorter formats are summed in rank order,
+        in float32. There is no codec, since weights are averaged: the error of compression would be relative to the
+        weights and not to their changes, in every round.
 
         Args:
             peer_selection_mode: "all"; there is no other.
@@ -265,11 +263,7 @@ class BucketOperations:
         if snapshot is not None:
             _check_like_flat("snapshot", snapshot, self.spec, self.spec.dtype)
         group = group or self.group
-        mean: Mean
-        if group.size > 1 and group.world.has_all_reduce(self.spec.device):
-            mean = AllReduceMean(group.world, self.spec, group.size)
-        else:
-            mean = centralized_mean(group, Identity(), self.spec, hierarchical=False)
+        name, mean = _mean_by_backend(group, self.spec)
 
         def run(bucket: B) -> None:
             if snapshot is None:
@@ -277,11 +271,28 @@ class BucketOperations:
             else:
                 mean(snapshot, bucket.flat)
 
-        return self._append(Operation("all_reduce", group, run))
+        return self._append(Operation(name, group, run))
 
     def _append(self: B, operation: Operation) -> B:
         self.operations.append(operation)
         return self
+
+
+def _mean_by_backend(
+    group: BaguaProcessGroup, spec: TensorSpec, *, average: bool = True, divides_first: bool = False
+) -> tuple[str, Mean]:
+    """Return the mean in full precision by the backend's all-reduce, and its name; else by messages, in rank order.
+
+    A mean that is divided first has the bits of torch's hook. Others are summed in the `sum_dtype`, as all that has no
+    such model: a backend would round the sum of weights in bfloat16 at every addition.
+    """
+    is_summed_by_backend = divides_first or spec.dtype == sum_dtype(spec.dtype)
+    if group.size > 1 and is_summed_by_backend and group.world.has_all_reduce(spec.device):
+        divisor = group.size if average else 1
+        return "all_reduce", AllReduceMean(group.world, spec, divisor, divides_first=divides_first)
+    codec = Identity()
+    mean = centralized_mean(group, codec, spec, hierarchical=False, average=average)
+    return f"centralized_mean in {codec!r}", mean
 
 
 @contextmanager

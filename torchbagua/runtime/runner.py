@@ -128,6 +128,7 @@ class Runner:
         self._gpu: torch.device | None = None
         self._checked_dtypes: set[torch.dtype] = set()
         self._steps = StepsTaken(self, self.name)
+        self._joined_listeners: list[Callable[[], None]] = []
         self._step_listeners: list[Callable[[Sequence[torch.Tensor]], None]] = []
         self._watches_steps = False
         self._is_closed = False
@@ -370,6 +371,18 @@ class Runner:
             self._fail(layout_watch.own_error(self.process_group.rank))
         if needs_reset:
             self.impl.reset()
+
+    def on_joined_backward(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after the last bucket of each backward of others in which this rank takes part with zeros.
+
+        In stream order only: elsewhere the lane has the bucket then.
+        """
+        self._joined_listeners.append(listener)
+
+    def end_joined_backward(self) -> None:
+        """Notify the listeners of `on_joined_backward`; `comm_hook` calls it after the last bucket."""
+        for listener in self._joined_listeners:
+            listener()
 
     def gradient_bucket(self, parameters: Sequence[torch.Tensor], flat: torch.Tensor, *, index: int) -> BaguaBucket:
         """Return the bucket for a DDP bucket, with `flat` as its flat tensor; `comm_hook` calls it.

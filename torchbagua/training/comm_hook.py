@@ -75,7 +75,10 @@ def comm_hook(state: Runner, bucket: dist.GradBucket) -> torch.futures.Future[to
     with state.tracer.range(own_bucket.name):
         state.use_device(flat.device)
         if state.process_group.world.in_stream_order(flat.device):
-            return state.lane.launch(run)
+            launched = state.lane.launch(run)
+            if bucket.is_last() and state.has_joined:
+                state.end_joined_backward()
+            return launched
         future = state.lane.submit(run).future()
     if bucket.is_last() and state.has_joined:
         future.wait()  # DDP waits for it now, but hears of no error there

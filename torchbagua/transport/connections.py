@@ -80,7 +80,8 @@ class Connections:
                 raise
             raise RuntimeError(f"ranks {missing} did not come: {cause_of(error)}") from error
         if not self.is_closed:  # by another thread
-            self.mesh, self._mesh_backend = mesh, backend_of(mesh)
+            self._mesh_backend = backend_of(mesh)  # first: a twin that sees the mesh asks for it
+            self.mesh = mesh
 
     def connect(self, peers: Iterable[int]) -> Failure | None:
         """Make links to those of `peers` to which there is no connection; they do it too, in the same exchange.

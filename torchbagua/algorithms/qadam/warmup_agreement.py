@@ -44,6 +44,7 @@ class WarmupAgreement:
         self._runner = runner
         self._q_adam = q_adam
         self._announced: tuple[_Position, Job[None]] | None = None
+        self._confirmation: Job[None] | None = None
         self._listens = False
 
     def compare(self, device: torch.device) -> None:
@@ -65,9 +66,9 @@ class WarmupAgreement:
         announced, agreement = self._announced or (position, self._submit(position))
         self._announced = None
         agreement.result()
-        confirmation = self._submit(position)
+        self._confirmation = self._submit(position)
         if position != announced:
-            confirmation.result()
+            self._confirmation.result()
 
     def _position(self) -> _Position:
         num_updates = self._q_adam.num_updates_past_warmup.values()
@@ -97,16 +98,23 @@ class WarmupAgreement:
 
         def after_step(optimizer: torch.optim.Optimizer, is_taken: bool) -> None:
             if (agreement := reference()) is not None:
+                agreement._raise_if_refused()
                 agreement._announce()
 
         watch.add(after_step, reads_overflow=False)
         weakref.finalize(self, watch.remove, after_step).atexit = False
         self._runner.on_close(partial(watch.remove, after_step), first=True)
-        self._runner.on_close(self._announce_if_joined, first=True)
+        self._runner.on_joined_backward(self._announce)  # a rank that takes no step, as the others do at theirs
+        self._runner.on_close(self._announce_at_end, first=True)
 
-    def _announce_if_joined(self) -> None:
-        """Take part in what the others have announced last, on a rank that took no step since it ran out of data."""
-        if self._runner.has_joined and self._runner.ends_in_order and not self._runner.lane.has_failed:
+    def _raise_if_refused(self) -> None:
+        """Raise what the comparison of this backward has found so far, before the host waits for a stuck GPU."""
+        if self._confirmation is not None and self._confirmation.is_done():
+            self._confirmation.result()
+
+    def _announce_at_end(self) -> None:
+        """Announce on a rank whose last backward had no step, since others' may have: all compare as often."""
+        if self._runner.ends_in_order and not self._runner.lane.has_failed:
             self._announce()
 
     def _announce(self) -> None:

@@ -199,7 +199,7 @@ class DiLoCoAlgorithmImpl(AlgorithmImpl):
     def _open_node_gradients(self) -> Runner:
         """Return a runner that averages gradients within nodes. Its own lane keeps it from queueing behind a round."""
         group = self.runner.process_group.open_gradient_group()
-        node_gradients = GradientAllReduceAlgorithm().reify(group)
+        node_gradients = GradientAllReduceAlgorithm(in_rank_order=True).reify(group)
         group.close()  # that runner has groups of its own
         self.runner.on_close(node_gradients.close, first=True)  # its group is one of this runner's
         return node_gradients
