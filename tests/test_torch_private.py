@@ -190,6 +190,8 @@ def test_ddp(group: dist.ProcessGroup) -> None:
     ddp = DistributedDataParallel(module, process_group=group, static_graph=True)
     assert not _torch.comm_hooks_of(ddp)
     assert not _torch.has_delayed_all_reduce(ddp)
+    assert _torch.named_bucket_bytes(ddp) is None
+    assert _torch.named_bucket_bytes(DistributedDataParallel(module, process_group=group, bucket_cap_mb=3)) == 3 << 20
     assert not _torch.is_joining(ddp)
     ddp._join_config = _JoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=True)
     assert _torch.is_joining(ddp)

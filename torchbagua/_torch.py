@@ -220,6 +220,12 @@ def has_delayed_all_reduce(ddp: DistributedDataParallel) -> bool:
     return bool(ddp._delay_all_reduce_params)
 
 
+def named_bucket_bytes(ddp: DistributedDataParallel) -> int | None:
+    """Return the size of its buckets if the user has named one for all; None if it is DDP's default."""
+    is_default = bool(ddp.bucket_bytes_cap_default) or bool(getattr(ddp, "bucket_bytes_cap_list", None))
+    return None if is_default else int(ddp.bucket_bytes_cap)
+
+
 def uses_python_reducer(ddp: DistributedDataParallel) -> bool:
     """Return whether compiled autograd reduces its gradients, which calls hooks with something else than a bucket."""
     return bool(ddp._use_python_reducer)

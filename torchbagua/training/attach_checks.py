@@ -15,11 +15,13 @@ from torch.nn.parameter import is_lazy
 from torchbagua._torch import has_delayed_all_reduce, is_joining, is_stepped_in_backward, uses_python_reducer
 from torchbagua._warnings import UncompressedParametersWarning, warn_user
 from torchbagua.algorithms.base import Algorithm, get, init_for
+from torchbagua.codecs.cast import Identity
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.observe.events import Observer, check_observers
 from torchbagua.runtime.bucket import check_elements
 from torchbagua.runtime.optimizer_steps import check_optimizer, is_sharded, parameters_of, unwrap
 from torchbagua.runtime.shards import reshard, sharded_parts
+from torchbagua.training.bucket_advice import warn_of_large_buckets
 from torchbagua.training.ddp import JOIN_REFUSAL, check_around, check_no_foreign_hook, named_tensors
 from torchbagua.training.fsdp2.checks import check_sharding, unquantized_weights
 from torchbagua.training.fsdp2.options import Sharding
@@ -74,6 +76,9 @@ def check_arguments(
     if process_group is not None:
         check_same_ranks(setup, process_group)
     warn_of_closures(optimizers)
+    if not algorithm.averages_weights and not isinstance(algorithm.make_codec(), Identity):
+        for ddp in setup.ddps:
+            warn_of_large_buckets(type(algorithm).__name__, ddp)
     return setup
 
 
