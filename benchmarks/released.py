@@ -21,6 +21,8 @@ SETTINGS = (
     *("title", "num_ranks", "num_parameters", "block_steps", "bucket_cap_mb"),
     *("burst", "nodes", "is_idle", "slow_rank", "congestion_control"),
 )
+# What of the environment must be equal too: times of two machines have no common median.
+MACHINE = ("git_revision", "cpu", "cores", "torch")
 # What is read from a row of a record, by the name that it has here; quartiles stand for their median.
 NUMBERS = {
     **{name: name for name in ("step_ms", "floor_ms", "floor_ratio", "schedule_floor_ms", "schedule_floor_ratio")},
@@ -86,8 +88,8 @@ def write_choice(choice: Mapping[str, Sequence[str]]) -> None:
 def newest_runs(folder: Path = RESULTS) -> list[str] | None:
     """Find the newest NUM_RUNS records `figures-*.json` that can stand for the pages.
 
-    They are of one revision without uncommitted changes, have the same settings and contestants, and ended in different
-    hours. Of the runs of one hour the newest counts.
+    They are of one machine and one revision without uncommitted changes, have the same settings and contestants, and
+    ended in different hours. Of the runs of one hour the newest counts.
 
     Returns:
         Their names, the oldest first; None if no revision has so many.
@@ -95,11 +97,15 @@ def newest_runs(folder: Path = RESULTS) -> list[str] | None:
     groups: dict[str, dict[str, str]] = {}
     for path in sorted(folder.glob("figures-*.json"), reverse=True):
         record = json.loads(path.read_text(encoding="utf-8"))
-        revision = record["environment"]["git_revision"]
-        if not revision.endswith("-dirty"):
-            hours = groups.setdefault(json.dumps([revision, settings_of(record)]), {})
+        if not record["environment"]["git_revision"].endswith("-dirty"):
+            hours = groups.setdefault(json.dumps([machine_of(record), settings_of(record)]), {})
             hours.setdefault(record["environment"]["date_utc"][:13], path.name)
     return next((sorted(list(hours.values())[:NUM_RUNS]) for hours in groups.values() if len(hours) >= NUM_RUNS), None)
+
+
+def machine_of(record: Record) -> dict[str, Any]:
+    """Return the revision and the machine of a run."""
+    return {name: record["environment"].get(name) for name in MACHINE}
 
 
 def settings_of(record: Record) -> list[dict[str, Any]]:
@@ -119,12 +125,15 @@ def merge(names: Sequence[str], records: Sequence[Record]) -> Figures:
     """Take medians over runs.
 
     Raises:
-        ValueError: the runs are of several revisions, or have other settings or contestants.
+        ValueError: the runs are of several revisions or machines, or have other settings or contestants.
     """
     first = records[0]
-    revisions = {record["environment"]["git_revision"] for record in records}
-    if len(revisions) > 1:
-        raise ValueError(f"{', '.join(names)}: runs of one revision can be merged, got {', '.join(sorted(revisions))}")
+    for record in records:
+        if machine_of(record) != machine_of(first):
+            raise ValueError(
+                f"{', '.join(names)}: runs of one revision and machine can be merged, got {machine_of(first)} and "
+                f"{machine_of(record)}"
+            )
     if any(settings_of(record) != settings_of(first) for record in records):
         raise ValueError(f"{', '.join(names)}: runs with the same settings and contestants can be merged")
     networks = {}
