@@ -173,7 +173,7 @@ native.load()
         names += [f"low_rank_{operation}" for operation in ("combine", "gram", "product", "solve")]
         names += [f"{codec}_{operation}" for codec in ("minmax_uint4", "minmax_uint8") for operation in operations]
         names += ["qadam_form_gradients", "qadam_form_momenta", "qadam_update"]
-        names += [f"topk_{operation}" for operation in operations]
+        names += [f"{codec}_{operation}" for codec in ("sign1bit", "topk") for operation in operations]
         assert kernels == f"{names} {{('nvrtc', None, 'compiled by NVRTC at first use')}}"
         assert f"cuda kernels: nvrtc, kept in {tmp_path / 'cache'}" in report
         assert [line.split()[1:3] for line in report if line.startswith("minmax_uint8_encode ")][1] == ["cuda", "nvrtc"]

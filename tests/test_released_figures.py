@@ -81,7 +81,9 @@ def test_merged_runs_have_the_median_and_the_range() -> None:
 
 
 def test_runs_of_two_revisions_or_settings_are_not_merged() -> None:
-    with pytest.raises(ValueError, match="1, 2: runs of one revision and machine can be merged, got .*'a'.* and .*'b'"):
+    with pytest.raises(
+        ValueError, match=r"1, 2: runs of one revision and machine can be merged, got .*'a'.* and .*'b'"
+    ):
         released.merge(["1", "2"], [record("a"), record("b")])
     other = record("a")
     other["networks"][0]["num_ranks"] = 2
