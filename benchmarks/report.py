@@ -45,9 +45,10 @@ def _step_ms(result: dict[str, Any], name: str) -> list[float]:
 
 def _processor_ms(results: list[dict[str, Any]], name: str) -> float:
     """Milliseconds of processor time a step, all threads of a rank: mean of the ranks, median of the rounds."""
-    blocks = zip(*([one for one in result["blocks"] if one["contestant"] == name] for result in results), strict=True)
+    by_rank = [[block for block in result["blocks"] if block["contestant"] == name] for result in results]
     return statistics.median(
-        statistics.mean(1e3 * block["processor_s"] / block["num_steps"] for block in of_ranks) for of_ranks in blocks
+        statistics.mean(1e3 * block["processor_s"] / block["num_steps"] for block in blocks_of_round)
+        for blocks_of_round in zip(*by_rank, strict=True)
     )
 
 

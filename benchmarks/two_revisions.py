@@ -53,7 +53,7 @@ def table_of(rows: Rows) -> str:
     head += ["x floor", "x schedule floor"]
 
     def median(key: tuple[int, str, str], name: str, which: str) -> float:
-        values = [one[which] for one in rows.get(key, {}).get(name, []) if which in one]
+        values = [row[which] for row in rows.get(key, {}).get(name, []) if which in row]
         return statistics.median(values) if values else float("nan")
 
     def ratio_to(floor: str, key: tuple[int, str, str]) -> str:

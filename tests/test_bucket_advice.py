@@ -21,7 +21,7 @@ def messages_of(module: nn.Module, algorithm: tb.Algorithm | str, **options: Any
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             tb.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), algorithm).detach()
-        return [str(one.message) for one in caught if "bucket_cap_mb" in str(one.message)]
+        return [message for message in (str(warning.message) for warning in caught) if "bucket_cap_mb" in message]
 
     return run_ranks(1, body)[0]
 

@@ -34,7 +34,7 @@ def values(number: int, length: int, *, is_hostile: bool = False) -> Tensor:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether all are equal to the bit, but that one NaN is as good as another."""
+    """Return whether two tensors are bitwise equal, all NaNs taken for the same."""
     return torch.equal(one.isnan(), other.isnan()) and torch.equal(
         one.nan_to_num().view(torch.int32), other.nan_to_num().view(torch.int32)
     )

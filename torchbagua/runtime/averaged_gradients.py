@@ -42,9 +42,9 @@ def _which_are_not_zero(numbers: Mapping[torch.Tensor, torch.Tensor]) -> set[tor
 
 
 def has_average(averages: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-    """Return, for each of some parameters, what `with_average` says of it: a bool on its device, for which none waits.
+    """Return for each parameter whether `with_average` would return it, as a bool on its device.
 
-    It reads all gradients, and all averages.
+    The host does not wait. It reads all gradients, and all averages.
 
     Args:
         averages: as for `with_average`; the parameters have gradients, which are not empty, on one device.

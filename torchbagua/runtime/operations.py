@@ -283,8 +283,8 @@ def _mean_by_backend(
 ) -> tuple[str, Mean]:
     """Return the mean in full precision by the backend's all-reduce, and its name; else by messages, in rank order.
 
-    A mean that is divided first has the bits of torch's hook. Others are summed in the `sum_dtype`, as all that has no
-    such model: a backend would round the sum of weights in bfloat16 at every addition.
+    A mean that is divided first has the bits of torch's hook, in any dtype. Others are summed in their `sum_dtype`: a
+    backend would round the sum of weights in bfloat16 at every addition.
     """
     is_summed_by_backend = divides_first or spec.dtype == sum_dtype(spec.dtype)
     if group.size > 1 and is_summed_by_backend and group.world.has_all_reduce(spec.device):

@@ -1,4 +1,4 @@
-"""What a step must not commit: the GPU finds it, and takes it back, so that the host need not wait to hear of it."""
+"""Unstaging: the GPU drops staged state that a step must not commit, so that the host does not wait to read a flag."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
