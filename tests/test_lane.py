@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Generator
 
 import pytest
 
@@ -133,3 +134,74 @@ def test_a_forgotten_lane_ends_its_thread_and_keeps_nothing_alive() -> None:
     del lane
     gc.collect()
     wait_until_gone("forgotten")
+
+
+class Steps:
+    """Notes what it does: begins, yields at two places, and ends."""
+
+    def __init__(self, name: str, seen: list[str], may: bool = True, fails_at: str = "") -> None:
+        self.name = name
+        self.seen = seen
+        self.may = may
+        self.fails_at = fails_at
+
+    def may_begin(self) -> bool:
+        return self.may
+
+    def steps(self) -> Generator[None, None, str]:
+        try:
+            for step in ("begins", "waits", "ends"):
+                self.seen.append(f"{self.name} {step}")
+                if self.fails_at == step:
+                    raise ValueError(f"{self.name} failed")
+                if step != "ends":
+                    yield
+        except GeneratorExit:
+            self.seen.append(f"{self.name} is closed")
+            raise
+        return self.name
+
+
+def run_steps(*sources: Steps) -> list[str]:
+    """Return what each job returns, or the error that it raises, all of them queued before the first runs."""
+    lane, gate, outcomes = Lane("steps", on_failure=lambda: None), threading.Event(), []
+    lane.submit(gate.wait)
+    jobs = [lane.submit_steps(source) for source in sources]
+    gate.set()
+    for job in jobs:
+        try:
+            outcomes.append(job.result())
+        except ValueError as error:
+            outcomes.append(str(error))
+    lane.close()
+    assert not threads_named("steps")
+    return outcomes
+
+
+def test_the_next_job_begins_where_one_waits_and_goes_on_when_that_has_ended() -> None:
+    seen: list[str] = []
+    assert run_steps(Steps("a", seen), Steps("b", seen), Steps("c", seen, may=False)) == ["a", "b", "c"]
+    assert seen == [
+        *("a begins", "a waits", "b begins", "a ends"),
+        *("b waits", "b ends"),
+        *("c begins", "c waits", "c ends"),
+    ]
+
+
+@pytest.mark.parametrize(("name", "fails_at"), [("a", "ends"), ("b", "begins")])
+def test_a_failure_closes_what_has_begun(name: str, fails_at: str) -> None:
+    seen: list[str] = []
+    jobs = [Steps(one, seen, fails_at=fails_at if one == name else "") for one in "abc"]
+    assert run_steps(*jobs) == [f"{name} failed"] * 3
+    other = "b" if name == "a" else "a"
+    assert f"{other} is closed" in seen
+    assert "c begins" not in seen
+
+
+def test_close_ends_what_has_begun() -> None:
+    seen: list[str] = []
+    lane = Lane("closing", on_failure=lambda: None)
+    jobs = [lane.submit_steps(Steps(name, seen)) for name in "abcd"]
+    lane.close()
+    assert [job.result() for job in jobs] == list("abcd")
+    assert seen.count("d ends") == 1

@@ -1,5 +1,6 @@
 """The mean over all ranks of a group: flat or with respect to nodes, compressed or in full precision."""
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.hierarchical_mean import HierarchicalMean
 from torchbagua.collectives.nodes import NodeGroups
+from torchbagua.collectives.overlapping import OverlappingMean
 from torchbagua.collectives.two_phase_mean import TwoPhaseMean
 from torchbagua.collectives.value_form import ValueForm
 from torchbagua.transport.communicator import Communicator
@@ -73,9 +75,12 @@ def centralized_mean(
             mean = make_whole()
         mean = _in_form(mean, form)
     elif compressor.wire_is_tensor:  # nothing is encoded on the way
-        mean = _in_form(TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals), form)
+        mean = TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals, overlap=group.overlap)
+        mean = _in_form(mean, form)
     else:
-        mean = TwoPhaseMean(group.world, compressor, spec, divisor, residuals=residuals, form=form)
+        mean = TwoPhaseMean(
+            group.world, compressor, spec, divisor, residuals=residuals, form=form, overlap=group.overlap
+        )
     if residuals is None:
         return mean
     return RedistributingMean(mean, residuals, group.intra_node if is_of_nodes else None, group.world, spec)
@@ -148,7 +153,7 @@ def _in_form(mean: Mean, form: ValueForm | None) -> Mean:
     return change_and_average
 
 
-class RedistributingMean:
+class RedistributingMean(OverlappingMean):
     """A mean, before the first of which ranks redistribute the residuals of a bucket that takes the place of others.
 
     Args:
@@ -173,12 +178,20 @@ class RedistributingMean:
         self._owners = owners
         self._spec = spec
 
-    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
-        """Write the mean of `x_N` to `out_N`, another tensor like it; by default in place."""
+    def may_begin(self) -> bool:
+        """Return whether it begins without a wait: if the mean does, and nothing is to be redistributed."""
+        mean = self._mean
+        return self._residuals.initial is None and isinstance(mean, OverlappingMean) and mean.may_begin()
+
+    def steps(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[None]:
+        """Form the mean, and yield where that does."""
         if (initial := self._residuals.initial) is not None:
             among = {name: self._owners if name == "mean" else self._senders for name in initial}
             self._residuals.load_whole({name: self._sum_over(among[name], x_N) for name, x_N in initial.items()})
-        self._mean(x_N, out_N)
+        if isinstance(self._mean, OverlappingMean):
+            yield from self._mean.steps(x_N, out_N)
+        else:
+            self._mean(x_N, out_N)
 
     def _sum_over(self, communicator: Communicator | None, x_N: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, of which all but one hold zero: the bits of that one."""

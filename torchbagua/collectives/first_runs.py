@@ -30,6 +30,11 @@ class FirstRuns:
         self._shortest_s = math.inf
         self._start_s = 0.0
 
+    @property
+    def are_over(self) -> bool:
+        """Whether `were_fast` has been answered, or could have been."""
+        return self._num_runs > _NUM_RUNS
+
     def were_fast(self) -> bool:
         """Return, once, whether no rank took long: between the first runs and the next, when it is collective."""
         if self._num_runs != _NUM_RUNS:

@@ -1,4 +1,4 @@
-"""The mean over a topology: of all ranks, or of a rank and its neighbours, in full precision.
+"""The mean over a topology: of a rank and its neighbours, in full precision.
 
 Shape suffixes: N elements, L elements of a shard.
 """
@@ -10,11 +10,10 @@ import torch
 from torchbagua.codecs.base import divide, sum_dtype
 from torchbagua.codecs.blocks import TensorSpec
 from torchbagua.codecs.cast import Identity
-from torchbagua.collectives.centralized_mean import centralized_mean
 from torchbagua.collectives.exchange import Exchange, Pipeline
 from torchbagua.collectives.hierarchical import Hierarchical
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.collectives.topology import AllRanks, Topology, peers_in_order
+from torchbagua.collectives.topology import Topology, peers_in_order
 from torchbagua.observe.events import Details
 from torchbagua.transport.communicator import Communicator
 
@@ -48,19 +47,14 @@ def neighbourhood_mean(
 
     Args:
         group: whose ranks take part.
-        topology: who averages with whom; it fits the group, see `check_topology`. `AllRanks` is `centralized_mean`: the
-            two-phase mean, and in stream order the backend's all-reduce.
+        topology: who averages with whom, not all with all; it fits the group, see `check_topology`.
         spec: the tensor.
         hierarchical: where there are several nodes with several ranks: form the mean of each node, average it over the
-            topology of nodes, and give the result to all ranks of the node. With `AllRanks` that is the mean of all
-            ranks, also where nodes are of unequal size.
+            topology of nodes, and give the result to all ranks of the node.
 
     Returns:
         A function of the tensor, another one like it for the mean, and the round's index, from 0.
     """
-    if isinstance(topology, AllRanks) or group.size == 1:
-        mean = centralized_mean(group, Identity(), spec, hierarchical=hierarchical)
-        return lambda x_N, out_N, round_index: mean(x_N, out_N)
     if hierarchical and group.intra_node is not None:
         return _MeanWithPeerNodes(group, topology, spec, float(group.intra_node.size))
     return _MeanWithPeers(group.world, topology, spec.name)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from torchbagua.collectives.overlapping import Overlap
 from torchbagua.transport.communicator import Communicator
 
 
@@ -18,6 +19,7 @@ class NodeGroups:
         world: over all ranks.
         intra_node: over the ranks of own node; None where there is one node, or one rank a node.
         inter_node: over the ranks that own the same shard on all nodes; None likewise, and on ranks that own no shard.
+        overlap: what means over all ranks share that begin beside each other.
         device: for which they were last prepared.
     """
 
@@ -27,6 +29,7 @@ class NodeGroups:
     world: Communicator
     intra_node: Communicator | None
     inter_node: Communicator | None
+    overlap: Overlap
     device: torch.device = torch.device("cpu")
 
 

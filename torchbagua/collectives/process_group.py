@@ -15,6 +15,7 @@ from torchbagua.collectives.board import StoreBoard
 from torchbagua.collectives.clock import clock_of_machine, clock_offset
 from torchbagua.collectives.group_operations import GroupOperations
 from torchbagua.collectives.nodes import number_given_nodes
+from torchbagua.collectives.overlapping import Overlap
 from torchbagua.collectives.private_communicators import PrivateCommunicators
 from torchbagua.collectives.store_agreement import Introduction, Settings, Verdict, agree_over_store
 from torchbagua.collectives.topology import Topology
@@ -67,6 +68,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         fitting_topologies: topologies that were found to fit the ranks, or the nodes.
         num_shards: the smallest number of ranks on a node. A tensor is split into as many shards between nodes.
         world: the private group over all ranks.
+        overlap: what means over `world` share that begin beside each other.
         intra_node: the private group over the ranks of this node; None with one node, or one rank on each.
         inter_node: the private group over the ranks that own the same shard, one on each node; None with one node, or
             one rank on each, or if this rank owns no shard.
@@ -134,6 +136,7 @@ class BaguaProcessGroup(GroupOperations, PrivateCommunicators):
         with suppress(KeyError):  # torch knows none of a group that was made by hand
             self._global_ranks = dist.get_process_group_ranks(process_group)
         self.world = self._communicator("world", "world", list(range(self.size)))
+        self.overlap = Overlap(self.world)
         self._describe_node_groups()
 
     def _agree(self, same: Settings, refusal: str | None) -> Verdict:

@@ -54,8 +54,8 @@ class RankChunks:
         spec: the tensor.
         cuts: where chunks begin and end, one for each rank, see `TensorSpec.even_cuts`; or the pieces in which they are
             sent, see `TensorSpec.cuts_within`. Chunks that are coded at once have one piece.
-        part: of those tensors whose chunks are under way over this communicator at the same time, each another; every
-            one of them is sent in one piece.
+        part: the number of the first piece. Tensors whose chunks are under way over this communicator at the same time
+            have other numbers each.
 
     Attributes:
         communicator, compressor: the same.
@@ -92,7 +92,7 @@ class RankChunks:
         self.are_sent_at_once = not (posts_messages or compressor.wire_is_tensor)
         self.are_coded_at_once = not posts_messages or spec.device.type == "cuda"
         num_pieces = (len(cuts) - 1) // communicator.size
-        assert num_pieces == 1 or not (self.are_coded_at_once or part)
+        assert num_pieces == 1 or not self.are_coded_at_once
         self._part = part
         self._roles = f"wire {part}", f"received {part}"  # of scratch memory
         self.layout = compressor.layout(spec, cuts, equal_bytes=self.are_sent_at_once)

@@ -17,6 +17,19 @@ from torchbagua.collectives.value_form import CodecOf
 Rows = Any
 
 
+class EncodingFailure(Exception):
+    """A codec has raised `cause` where a tensor was to be encoded, while the lane was perhaps at another bucket.
+
+    Attributes:
+        what, bucket: what failed, and on which bucket.
+        cause: what the codec raised.
+    """
+
+    def __init__(self, what: str, bucket: str, cause: Exception) -> None:
+        super().__init__(f"{what} on {bucket}: {cause!r}")
+        self.what, self.bucket, self.cause = what, bucket, cause
+
+
 class ReduceScatter:
     """One reduce-scatter: chunks are encoded and sent to the ranks that own them, which decode and sum what they get.
 
@@ -156,7 +169,10 @@ class ReduceScatter:
         """Encode the part of a piece that `owner` owns into `wire_W`, and return that."""
         chunks, elements = self._chunks, piece.elements[owner]
         with chunks.span("encode", "all_to_all", piece, owner):
-            self._write_wire(self._x_N[elements], piece.layouts[owner], wire_W, elements)
+            try:
+                self._write_wire(self._x_N[elements], piece.layouts[owner], wire_W, elements)
+            except Exception as error:
+                raise EncodingFailure(f"centralized_mean in {chunks.compressor!r}", chunks.name, error) from error
         if chunks.error_probe.is_wanted and owner == chunks.rank and piece.index == 0:
             self._tell_error(self._x_N[elements], wire_W)
         return wire_W

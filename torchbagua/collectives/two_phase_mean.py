@@ -4,7 +4,7 @@ Shape suffixes: N elements, W wire bytes, R ranks, L elements of a chunk.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,13 +14,14 @@ from torchbagua.collectives.all_gather import AllGather
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals, tell_residuals
 from torchbagua.collectives.exchange import Pipeline
 from torchbagua.collectives.first_runs import FirstRuns
+from torchbagua.collectives.overlapping import Overlap, OverlappingMean, exhaust
 from torchbagua.collectives.rank_chunks import RankChunks
 from torchbagua.collectives.reduce_scatter import ReduceScatter
 from torchbagua.collectives.value_form import ValueForm
 from torchbagua.transport.communicator import SMALL_MESSAGE_BYTES, Communicator
 
 
-class TwoPhaseMean:
+class TwoPhaseMean(OverlappingMean):
     """Mean of a flat tensor, compressed when it is scattered and when it is gathered (ScatterReduce, arXiv 2107.01499).
 
     1. Reduce-scatter: each rank decodes all copies of its local chunk, sums them in rank order and divides.
@@ -40,6 +41,7 @@ class TwoPhaseMean:
         start: the element of the residuals' bucket at which the tensor begins.
         form: that of the values that are averaged, which they are given when they are encoded, and the mean is given
             back its own when it is decoded; for a float32 tensor that is averaged in place.
+        overlap: what it shares with other means, beside which it may begin; by default nothing.
     """
 
     def __init__(
@@ -52,7 +54,10 @@ class TwoPhaseMean:
         residuals: TwoPhaseResiduals | None = None,
         start: int = 0,
         form: ValueForm | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
+        self._overlap = overlap or Overlap(communicator)
+        self._part = self._overlap.next_part()
         self._communicator = communicator
         self._compressor = compressor
         self._spec = spec
@@ -69,32 +74,45 @@ class TwoPhaseMean:
         sent_bytes = 2 * (communicator.size - 1) / communicator.size * self._chunks.layout.num_bytes
         self._first_runs = FirstRuns(communicator, sent_bytes, spec.name)
 
-    def __call__(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> None:
-        """Write the mean of `x_N` over the ranks to `out_N`, another tensor like it; by default in place.
+    def may_begin(self) -> bool:
+        """Return whether it begins without a wait: between CPUs, once the first runs are over, in memory of its own."""
+        is_coded_at_once = self._chunks.are_coded_at_once
+        return self._first_runs.are_over and not (is_coded_at_once or self._overlap.is_under_way(self._part))
+
+    def steps(self, x_N: torch.Tensor, out_N: torch.Tensor | None = None) -> Iterator[None]:
+        """Form the mean, and yield when all chunks are on their way, and then before each wait for a piece of means.
 
         Raises:
             CommunicationError: a peer is gone or did not take part within the group's timeout.
         """
         if len(self._chunks.pieces) > 1 and self._first_runs.were_fast():
             self._cut(1)
-        with self._first_runs:
-            self._run(x_N, x_N if out_N is None else out_N)
+        pipeline = self._overlap.begin(self._part, x_N.device)
+        run = self._run(x_N, x_N if out_N is None else out_N, pipeline)
+        if self._first_runs.are_over:
+            yield from run
+        else:
+            with self._first_runs:  # alone, for the time that it takes by itself
+                exhaust(run)
+        self._overlap.end(self._part)
         tracer = self._communicator.tracer
         if self._residuals is not None and tracer.samples:
             tell_residuals(tracer, self._spec.name, self._residuals)
 
-    def _run(self, x_N: torch.Tensor, out_N: torch.Tensor) -> None:
-        chunks, pipeline = self._chunks, Pipeline(self._communicator, x_N.device)
+    def _run(self, x_N: torch.Tensor, out_N: torch.Tensor, pipeline: Pipeline) -> Iterator[None]:
+        chunks = self._chunks
         sent, mean = (None, None) if self._residuals is None else (self._residuals.sent, self._residuals.mean)
         codec_of = None if self._form is None else self._form.codec_of(self._compressor)
         scatter = ReduceScatter(chunks, x_N, pipeline, divisor=self._divisor, residual=sent, codec_of=codec_of)
         gather = AllGather(chunks, out_N, pipeline, codec_of=codec_of)  # by now, so that receives are posted early
         for piece in chunks.pieces:
             scatter.send(piece)
+        yield
         for piece in chunks.pieces:
             scatter.receive_encoded_mean(piece, gather.own_wire(piece), mean, out_N)
             gather.send(piece)
         for piece in chunks.pieces:
+            yield  # all that this mean sends is in the pipeline
             gather.receive(piece)
         pipeline.wait_for_sends()
 
@@ -103,7 +121,7 @@ class TwoPhaseMean:
         cuts = self._cuts
         if num_pieces > 1:
             cuts = self._spec.cuts_within(cuts, num_pieces, self._compressor.block_elements)
-        self._chunks = RankChunks(self._communicator, self._compressor, self._spec, cuts)
+        self._chunks = RankChunks(self._communicator, self._compressor, self._spec, cuts, self._part)
 
 
 def is_long(communicator: Communicator, compressor: Compressor, spec: TensorSpec, cuts: Sequence[int]) -> bool:

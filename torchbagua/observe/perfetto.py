@@ -20,6 +20,8 @@ from torchbagua.observe.files import RankFile, RankFileWriter
 _NAMES = {"step": "step {event.step}", "send": "send {event.bucket}", "bucket": "{event.bucket}"}
 _DETAILS = ("operation", "bucket", "scope", "ranks", "peers", "num_elements", "raw_bytes", "wire_bytes")
 
+_LANE = 2  # its track
+
 Row = dict[str, Any]
 """An event in Chrome's trace event format."""
 
@@ -157,17 +159,22 @@ class _Tracks:
     """On which track each event of a rank is shown, as they come."""
 
     def __init__(self) -> None:
-        self._last_ns: Counter[int] = Counter()  # when the track of a peer is free again
+        self._last_ns: Counter[int] = Counter()  # when the track of a peer, or of buckets, is free again
 
     def of(self, event: CommEvent) -> tuple[int, str]:
         """Return number and name of the track."""
+        if event.phase == "bucket":
+            if event.start_ns < self._last_ns[_LANE]:  # it began while the one before was under way
+                return 3, "lane, next bucket"
+            self._last_ns[_LANE] = event.end_ns
         if event.phase != "send":
-            return (1, "training") if event.phase in TRAINING_PHASES else (2, "lane")
+            return (1, "training") if event.phase in TRAINING_PHASES else (_LANE, "lane")
         (peer,) = event.peers
-        if event.start_ns < self._last_ns[peer]:  # given to gloo while the message before was on its way
-            return 11 + 2 * peer, f"to rank {peer}, next"
-        self._last_ns[peer] = event.end_ns
-        return 10 + 2 * peer, f"to rank {peer}"
+        track = 10 + 2 * peer
+        if event.start_ns < self._last_ns[track]:  # given to gloo while the message before was on its way
+            return track + 1, f"to rank {peer}, next"
+        self._last_ns[track] = event.end_ns
+        return track, f"to rank {peer}"
 
 
 def _rows_of_rank(file: RankFile, origin_ns: int) -> Iterator[Row]:

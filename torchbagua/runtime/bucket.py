@@ -1,11 +1,12 @@
 """Buckets: a flat tensor of several parameters' values and the operations that a lane runs on it."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 
 import torch
 
 from torchbagua.codecs.blocks import TensorSpec
+from torchbagua.collectives.overlapping import exhaust
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.memory_order import MemoryOrder, flat_length
 from torchbagua.runtime.operations import BucketOperations, Operation
@@ -131,15 +132,51 @@ class BaguaBucket(BucketOperations):
         An operation that raises fails the step. The groups of all operations are then closed, so that other ranks are
         told at once.
         """
+        exhaust(self._start_in_steps())
+
+    def may_begin(self) -> bool:
+        """Return whether `steps` comes to its first yield without a wait for another rank."""
+        mean = self._overlapping
+        return mean is not None and mean.may_begin is not None and mean.may_begin()
+
+    def steps(self) -> Generator[None, None, torch.Tensor]:
+        """Run the operations as `run` does; yield when the first message is in flight, and then where another may begin.
+
+        That is, where all that this bucket sends is queued, and what it does next is to wait.
+        """
+        yield from self._start_in_steps()
+        self.finish()
+        return self.flat
+
+    def _start_in_steps(self) -> Iterator[None]:
+        tracer, overlapping = self.group.tracer, self._overlapping
         try:
-            with self.group.tracer.bucket_span(self.name, self.flat):
+            with tracer.bucket_span(self.name, self.flat):
                 for operation in self.operations:
-                    with self.group.tracer.range(operation.name):
-                        operation.run(self)
+                    if operation is overlapping and operation.steps is not None:
+                        yield from self._in_range(operation.name, operation.steps(self))
+                    else:
+                        with tracer.range(operation.name):
+                            operation.run(self)
         except BaseException:
             self._close_groups()
             raise
         self.round_index += 1
+
+    def _in_range(self, name: str, steps: Iterator[None]) -> Iterator[None]:
+        """Yield as `steps` does, each in a range of its own, since ranges of a thread must nest."""
+        end = object()
+        while True:
+            with self.group.tracer.range(name):
+                if next(steps, end) is end:
+                    return
+            yield
+
+    @property
+    def _overlapping(self) -> Operation | None:
+        """The one operation that sends, where it is one that may begin beside another bucket's."""
+        sending = [operation for operation in self.operations if not operation.is_local]
+        return sending[0] if len(sending) == 1 and sending[0].steps is not None else None
 
     def finish(self) -> None:
         """Do what the operations have left for later, such as telling neighbours of the low-precision ring."""

@@ -5,10 +5,11 @@ import queue
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -16,8 +17,21 @@ from torchbagua._torch import future_of
 from torchbagua.transport.streams import LaneStream, SideStream, ThreadStream
 
 T = TypeVar("T")
+R = TypeVar("R", covariant=True)
 
 _POLL_EVERY_S = 0.05
+
+
+class InSteps(Protocol[R]):
+    """What a lane runs in steps, such as a bucket."""
+
+    def may_begin(self) -> bool:
+        """Return whether `steps` comes to its first yield without a wait for another rank."""
+        ...
+
+    def steps(self) -> Generator[None, None, R]:
+        """Run, and yield when it has begun, and then wherever the next one may begin; or nowhere, to run alone."""
+        ...
 
 
 class Lane:
@@ -95,6 +109,17 @@ class Lane:
                 raise
         return future
 
+    def submit_steps(self, source: InSteps[T]) -> "Job[T]":
+        """Queue what runs in steps, and return the job, as `submit` does.
+
+        Wherever it yields after the first time, the next job may begin, if that has steps too. That goes on when this
+        one is complete.
+
+        Raises:
+            RuntimeError: the lane is closed.
+        """
+        return self._submit(_JobInSteps(source, self._worker, self._side))
+
     def submit(self, run: Callable[[], T], *, interrupt: Callable[[], None] | None = None) -> "Job[T]":
         """Queue a function, and return the job. `Job.result` returns what it returns, or raises what it raises.
 
@@ -106,6 +131,9 @@ class Lane:
         Raises:
             RuntimeError: the lane is closed.
         """
+        return self._submit(_JobOfFunction(run, self._worker, self._side), interrupt)
+
+    def _submit(self, job: "Job[T]", interrupt: Callable[[], None] | None = None) -> "Job[T]":
         with self._lock:
             if not self._stop.alive:
                 raise RuntimeError(f"{self._name} is closed")
@@ -115,7 +143,8 @@ class Lane:
                 atexit.register(self._close_at_exit)
             if interrupt is not None:
                 self._worker.interrupt = weakref.WeakMethod(interrupt)
-            return self._worker.submit(run, self._side)
+            self._worker.queue(job)
+        return job
 
     @property
     def has_failed(self) -> bool:
@@ -150,19 +179,11 @@ def _clear_frames(error: BaseException) -> None:
             todo += [cause for cause in (error.__cause__, error.__context__) if cause is not None]
 
 
-class Job(Generic[T]):
-    """A function that a lane runs; `Lane.submit` returns it."""
+class Job(ABC, Generic[T]):
+    """What a lane runs; `Lane.submit` and `Lane.submit_steps` return it."""
 
-    def __init__(
-        self,
-        run: Callable[[], T],
-        waiting: Callable[[], AbstractContextManager[None]],
-        late_failure: Callable[[], BaseException | None],
-        side: LaneStream | None,
-    ) -> None:
-        self._run = run
-        self._waiting = waiting
-        self._late_failure = late_failure
+    def __init__(self, worker: "_Worker", side: LaneStream | None) -> None:
+        self._worker = worker
         self._side = side
         self._ready = None if side is None else side.mark()
         self._failure: BaseException | None = None
@@ -173,38 +194,43 @@ class Job(Generic[T]):
         return future_of(self._done, self._outcome)
 
     def is_done(self) -> bool:
-        """Return whether the function has returned or raised."""
+        """Return whether it has returned or raised."""
         return self._done.done()
 
     def result(self) -> T:
-        """Wait until the function is done, and return what it returned or raise what it raised.
+        """Wait until the job is done, and return what it returned or raise what it raised.
 
         With a GPU, done means that everything is launched: the stream of this thread waits for the rest. The `poll` of
         the lane finds what fails there later, and it is raised here from then on.
         """
-        with nullcontext() if self._done.done() else self._waiting():
+        with nullcontext() if self._done.done() else self._worker.waiting():
             self._done.wait()  # this thread's stream too, where there is one
-        if (failure := self._late_failure()) is not None:
+        if (failure := self._worker.late_failure) is not None:
             raise failure
         return self._outcome()
 
     def run(self) -> None:
         """Run it; on the lane's thread."""
         if self._side is None or self._ready is None:
-            self._value = self._run()
-            del self._run  # and what it holds
+            self._value = self._compute()
             self._done.set_result(None)
             return
         self._side.bind_thread()
         with self._side.after(self._ready):
-            self._value = self._run()
-            del self._run
+            self._value = self._compute()
             self._done.set_result(self._side.token)
+
+    def begin(self) -> None:
+        """Begin while another job is under way, if that is possible; on the lane's thread."""
 
     def fail(self, error: BaseException) -> None:
         """Make `error` what it raises."""
         self._failure = error
         self._done.set_result(None)
+
+    @abstractmethod
+    def _compute(self) -> T:
+        """Return the value, and hold nothing that was needed for it."""
 
     def _outcome(self) -> T:
         if self._failure is not None:
@@ -212,12 +238,58 @@ class Job(Generic[T]):
         return self._value
 
 
+class _JobOfFunction(Job[T]):
+    def __init__(self, run: Callable[[], T], worker: "_Worker", side: LaneStream | None) -> None:
+        super().__init__(worker, side)
+        self._run = run
+
+    def _compute(self) -> T:
+        value = self._run()
+        del self._run
+        return value
+
+
+class _JobInSteps(Job[T]):
+    def __init__(self, source: InSteps[T], worker: "_Worker", side: LaneStream | None) -> None:
+        super().__init__(worker, side)
+        self._source = source
+        self._begun: Generator[None, None, T] | None = None
+
+    def begin(self) -> None:
+        if self._side is None and self._begun is None and self._source.may_begin():
+            self._begun = self._source.steps()
+            next(self._begun)
+
+    def fail(self, error: BaseException) -> None:
+        if self._begun is not None:
+            self._begun.close()
+        super().fail(error)
+
+    def _compute(self) -> T:
+        begun, self._begun = self._begun, None
+        has_begun, steps = begun is not None, begun or self._source.steps()
+        del self._source
+        try:
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    return end.value  # type: ignore[no-any-return]
+                if has_begun:
+                    self._worker.begin_next()
+                has_begun = True
+        finally:
+            steps.close()
+
+
 class _Worker:
     """What the thread holds: the queue and the error that ended it.
 
     Attributes:
         failure: that error, None before.
+        late_failure: the error of what jobs had launched and returned, None before.
         interrupt: ends the job that runs, if it would go on for ever.
+        waiting: entered by who waits for a job.
     """
 
     def __init__(
@@ -227,22 +299,29 @@ class _Worker:
         poll: Callable[[], bool],
     ) -> None:
         self._on_failure = on_failure
-        self._waiting = waiting
+        self.waiting = waiting
         self._poll = poll
-        self._late_failure: BaseException | None = None  # of what jobs had launched and returned
+        self._peeked: list[Job[Any] | None] = []  # the next job, once it was asked whether it may begin
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # between a job that is queued and the failure after which none runs
         self.failure: BaseException | None = None
+        self.late_failure: BaseException | None = None
         self.interrupt: weakref.WeakMethod[Callable[[], None]] | None = None
 
-    def submit(self, run: Callable[[], T], side: LaneStream | None) -> Job[T]:
-        job = Job(run, self._waiting, lambda: self._late_failure, side)
+    def queue(self, job: Job[Any]) -> None:
         with self._lock:
             if self.failure is None:
                 self._jobs.put(job)
             else:
                 job.fail(self.failure)
-        return job
+
+    def begin_next(self) -> None:
+        """Begin the job behind the one that runs, if it is there and has steps."""
+        if not self._peeked:
+            with suppress(queue.Empty):
+                self._peeked.append(self._jobs.get_nowait())
+        if self._peeked and (job := self._peeked[0]) is not None:
+            job.begin()
 
     def fail_first(self, error: BaseException) -> BaseException:
         """Take `error` for the one that ended the lane, unless there is one; return that one."""
@@ -271,20 +350,25 @@ class _Worker:
                 self.failure = error
             try:
                 if self._is_under_way():
-                    self._late_failure = error
+                    self.late_failure = error
                 _clear_frames(error)
                 self._on_failure()
             finally:
                 if job is not None:
                     job.fail(error)
                 while not self._jobs.empty():
-                    if (queued := self._jobs.get()) is not None:
+                    self._peeked.append(self._jobs.get())
+                for queued in self._peeked:
+                    if queued is not None:
                         queued.fail(error)
+                self._peeked.clear()
             return False
         return job is not None
 
     def _next_job(self) -> "Job[Any] | None":
         """Wait for a job, and meanwhile poll what the last ones have launched."""
+        if self._peeked:
+            return self._peeked.pop()
         while self._poll():
             with suppress(queue.Empty):
                 return self._jobs.get(timeout=_POLL_EVERY_S)

@@ -16,8 +16,10 @@ from torchbagua.collectives.centralized_mean import Mean, centralized_mean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.collectives.low_precision_ring import Replicas, check_ring_compression, low_precision_ring
 from torchbagua.collectives.neighbourhood_mean import check_topology, neighbourhood_mean
+from torchbagua.collectives.overlapping import OverlappingMean
 from torchbagua.collectives.process_group import BaguaProcessGroup
-from torchbagua.collectives.topology import Topology, topology_of
+from torchbagua.collectives.reduce_scatter import EncodingFailure
+from torchbagua.collectives.topology import AllRanks, Topology, topology_of
 from torchbagua.collectives.value_form import ValueForm
 from torchbagua.transport.errors import CommunicationError, cause_of
 
@@ -33,12 +35,18 @@ class Operation:
         group: over which it communicates; closed where the bucket fails.
         run: works on the flat tensor of the bucket, its argument, in place or into another.
         finish: what is left to do once the flat tensor is final.
+        is_local: whether it sends nothing and waits for nobody.
+        may_begin, steps: of one that may begin while another bucket is under way, see `OverlappingMean`; `steps` takes
+            the place of `run`.
     """
 
     name: str
     group: BaguaProcessGroup
     run: Callable[[Any], None]
     finish: Callable[[], None] | None = None
+    is_local: bool = False
+    may_begin: Callable[[], bool] | None = None
+    steps: Callable[[Any], Iterator[None]] | None = None
 
 
 class BucketOperations:
@@ -83,14 +91,14 @@ class BucketOperations:
             python_function: a function of the bucket and the group.
             group: the group that it is given; by default that of the bucket.
         """
-        group = group or self.group
-        name = getattr(python_function, "__qualname__", repr(python_function))
+        return self._append_python(python_function, group or self.group, is_local=False)
 
-        def run(bucket: B) -> None:
-            with _name_failures(name, bucket.name, group):
-                python_function(bucket, group)
+    def append_local_op(self: B, python_function: Callable[[B, BaguaProcessGroup], None]) -> B:
+        """Append a function of yours that sends nothing and waits for nobody; see `append_python_op`.
 
-        return self._append(Operation(f"python_op {name}", group, run))
+        Such a function may run while the mean of the bucket before is still under way.
+        """
+        return self._append_python(python_function, self.group, is_local=True)
 
     def append_centralized_synchronous_op(
         self: B,
@@ -142,11 +150,7 @@ class BucketOperations:
             form=form,
         )
 
-        def run(bucket: B) -> None:
-            with _name_failures(f"the mean in {compressor!r}", bucket.name, group):
-                mean(bucket.flat)
-
-        return self._append(Operation(f"centralized_mean in {compressor!r}", group, run))
+        return self._append_mean(f"centralized_mean in {compressor!r}", group, mean)
 
     def append_all_reduce_op(self: B, average: bool = True, group: BaguaProcessGroup | None = None) -> B:
         """Append the mean (or sum) of the flat tensor by the backend's all-reduce, in the backend's order of summation.
@@ -185,12 +189,16 @@ class BucketOperations:
         _check_like_flat("peer_weight", peer_weight, self.spec, self.spec.dtype)
         topology = topology_of("BaguaBucket", peer_selection_mode)
         check_topology("BaguaBucket", topology, group, hierarchical=hierarchical)
-        mean = neighbourhood_mean(group, topology, self.spec, hierarchical=hierarchical)
+        name = f"neighbourhood_mean over {topology!r}"
+        if isinstance(topology, AllRanks) or group.size == 1:
+            mean = centralized_mean(group, Identity(), self.spec, hierarchical=hierarchical)
+            return self._append_mean(name, group, mean, peer_weight)
+        mean_with_peers = neighbourhood_mean(group, topology, self.spec, hierarchical=hierarchical)
 
         def run(bucket: B) -> None:
-            mean(bucket.flat, peer_weight, bucket.round_index)
+            mean_with_peers(bucket.flat, peer_weight, bucket.round_index)
 
-        return self._append(Operation(f"neighbourhood_mean over {topology!r}", group, run))
+        return self._append(Operation(name, group, run))
 
     def append_low_precision_decentralized_synchronous_op(
         self: B,
@@ -273,6 +281,35 @@ class BucketOperations:
 
         return self._append(Operation(name, group, run))
 
+    def _append_python(
+        self: B,
+        python_function: Callable[[B, BaguaProcessGroup], None],
+        group: BaguaProcessGroup,
+        *,
+        is_local: bool,
+    ) -> B:
+        name = getattr(python_function, "__qualname__", repr(python_function))
+
+        def run(bucket: B) -> None:
+            with _name_failures(name, bucket.name, group):
+                python_function(bucket, group)
+
+        return self._append(Operation(f"python_op {name}", group, run, is_local=is_local))
+
+    def _append_mean(self: B, name: str, group: BaguaProcessGroup, mean: Mean, out_N: torch.Tensor | None = None) -> B:
+        def run(bucket: B) -> None:
+            with _name_failures(name, bucket.name, group):
+                mean(bucket.flat, out_N)
+
+        if not isinstance(mean, OverlappingMean):
+            return self._append(Operation(name, group, run))
+
+        def steps(bucket: B) -> Iterator[None]:
+            with _name_failures(name, bucket.name, group):
+                yield from mean.steps(bucket.flat, out_N)
+
+        return self._append(Operation(name, group, run, may_begin=mean.may_begin, steps=steps))
+
     def _append(self: B, operation: Operation) -> B:
         self.operations.append(operation)
         return self
@@ -303,6 +340,8 @@ def _name_failures(what: str, bucket_name: str, group: BaguaProcessGroup) -> Ite
     except CommunicationError:
         raise
     except Exception as error:
+        if isinstance(error, EncodingFailure):
+            what, bucket_name, error = error.what, error.bucket, error.cause
         cause = f"{type(error).__name__}: {cause_of(error)}"
         raise RuntimeError(f"torchbagua: {what} on {bucket_name} failed on rank {group.rank}: {cause}") from error
 

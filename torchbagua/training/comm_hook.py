@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchbagua._torch import is_in_backward
-from torchbagua.runtime.bucket import check_elements
+from torchbagua.runtime.bucket import BaguaBucket, check_elements
 from torchbagua.runtime.runner import Runner
 from torchbagua.training.wait_timer import WaitTimer
 
@@ -68,18 +68,18 @@ def comm_hook(state: Runner, bucket: dist.GradBucket) -> torch.futures.Future[to
         # Under Join DDP calls its hook on a rank that has run out of data too, outside of a backward.
         state.begin_backward(has_joined=not is_in_backward())
     own_bucket = state.gradient_bucket(bucket.parameters(), flat, index=bucket.index())
-    run = own_bucket.run
+    work: BaguaBucket | WaitTimer = own_bucket
     if bucket.is_last() and state.tracer.is_on:
-        run = WaitTimer(own_bucket, state.tracer, is_in_backward=not state.has_joined).run
+        work = WaitTimer(own_bucket, state.tracer, is_in_backward=not state.has_joined)
     # On this thread too, since the profiler does not follow the lane's unless it is told to.
     with state.tracer.range(own_bucket.name):
         state.use_device(flat.device)
         if state.process_group.world.in_stream_order(flat.device):
-            launched = state.lane.launch(run)
+            launched = state.lane.launch(work.run)
             if bucket.is_last() and state.has_joined:
                 state.end_joined_backward()
             return launched
-        future = state.lane.submit(run).future()
+        future = state.lane.submit_steps(work).future()
     if bucket.is_last() and state.has_joined:
         future.wait()  # DDP waits for it now, but hears of no error there
     return future

@@ -1,5 +1,7 @@
 """How long backward waits for its last bucket, as observers are told."""
 
+from collections.abc import Generator
+
 import torch
 
 from torchbagua._torch import queue_callback
@@ -13,7 +15,7 @@ class WaitTimer:
 
     In this order:
 
-    1. DDP's hook makes it, and submits `run`, which notes on the lane when the bucket is done.
+    1. DDP's hook makes it, and submits it, which notes on the lane when the bucket is done.
     2. The hook returns, and DDP queues a callback with the autograd engine, behind the one that was queued here.
     3. All gradients are computed: the callback from here notes that the wait begins, and queues another one.
     4. DDP's callback waits for all buckets, and copies the averages into the gradients.
@@ -38,10 +40,23 @@ class WaitTimer:
     def run(self) -> torch.Tensor:
         """Run the bucket."""
         flat = self._last.run()
+        self._note_end()
+        return flat
+
+    def may_begin(self) -> bool:
+        """Return whether the bucket may begin while the one before is under way."""
+        return self._last.may_begin()
+
+    def steps(self) -> Generator[None, None, torch.Tensor]:
+        """Run the bucket in its steps."""
+        flat = yield from self._last.steps()
+        self._note_end()
+        return flat
+
+    def _note_end(self) -> None:
         self._done = self._tracer.now()
         if not self._is_in_backward:
             self._tracer.end_step()
-        return flat
 
     def _begin(self) -> None:
         self._begun = self._tracer.now()

@@ -40,11 +40,11 @@ class ErrorFeedback(Generic[S]):
             self.append(part, append_operations)
             append_sub_buckets(bucket, [part])
             return
-        bucket.append_python_op(self.state.resolve_last_backward)
-        bucket.append_python_op(self._unscale)
+        bucket.append_local_op(self.state.resolve_last_backward)
+        bucket.append_local_op(self._unscale)
         append_operations(bucket)
-        bucket.append_python_op(self._commit_if_joined)
-        bucket.append_python_op(self._restore_scale)
+        bucket.append_local_op(self._commit_if_joined)
+        bucket.append_local_op(self._restore_scale)
 
     def _unscale(self, bucket: BaguaBucket, group: BaguaProcessGroup) -> None:
         if self._runner.loss_scale != 1.0:

@@ -40,4 +40,4 @@ def append_local_momentum(state: ParameterState[TwoPhaseResiduals], bucket: Bagu
             residuals.load_whole(residuals.initial)
         residuals.sent.encode(bucket.flat, codec, layout, bucket.flat.view(torch.uint8), everything)
 
-    bucket.append_python_op(add_momentum)
+    bucket.append_local_op(add_momentum)

@@ -42,7 +42,7 @@ class MomentumMean:
         feedback = None
         if self._residuals is not None:
             feedback = self._residuals.of_bucket(bucket)
-            bucket.append_python_op(self._residuals.resolve_last_backward)
+            bucket.append_local_op(self._residuals.resolve_last_backward)
         form = MomentumForm(self._runner, self._q_adam, bucket)
         bucket.append_centralized_synchronous_op(
             hierarchical=self._hierarchical, compression=self._runner.codec, error_feedback=feedback, form=form
@@ -52,7 +52,7 @@ class MomentumMean:
             if self._runner.has_joined:
                 self._adopt_momenta(bucket, form)
 
-        bucket.append_python_op(adopt_if_joined)
+        bucket.append_local_op(adopt_if_joined)
 
     @torch.no_grad()
     def _adopt_momenta(self, bucket: BaguaBucket, form: MomentumForm) -> None:

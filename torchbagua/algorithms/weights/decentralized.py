@@ -123,7 +123,7 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl):
                 del self._in_flight[bucket]
             if starts_next:
                 self._weights.read(buckets=[bucket])
-                self._in_flight[bucket] = self.runner.lane.submit(bucket.run)
+                self._in_flight[bucket] = self.runner.lane.submit_steps(bucket)
 
     def _wait_for(self, bucket: WeightBucket) -> None:
         """Wait for the mean of a bucket, and form its difference to the snapshot."""
