@@ -16,7 +16,8 @@ from torchbagua.codecs import Cast, Compressor, Identity, MinMaxUInt4, MinMaxUIn
 from torchbagua.collectives import two_phase_mean
 from torchbagua.collectives.error_feedback import TwoPhaseResiduals
 from torchbagua.runtime.bucket import BaguaBucket, BaguaTensor
-from torchbagua.runtime.lane import Job, Lane
+from torchbagua.runtime.job import Job
+from torchbagua.runtime.lane import Lane
 
 LENGTHS = (70 * 2048, 2048 + 5, 30 * 2048, 90 * 2048)
 NUM_ROUNDS = 8

@@ -24,7 +24,7 @@ from test_gpu_lanes import PlayedSideStream
 from test_host_reads import Reads
 from torchbagua.algorithms.qadam.warmup_agreement import WarmupAgreement
 from torchbagua.runtime import unstaging
-from torchbagua.runtime.lane import Job
+from torchbagua.runtime.job import Job
 from torchbagua.transport.communicator import Communicator
 from training import Tower, build
 

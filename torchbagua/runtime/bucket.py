@@ -140,9 +140,9 @@ class BaguaBucket(BucketOperations):
         return mean is not None and mean.may_begin is not None and mean.may_begin()
 
     def steps(self) -> Generator[None, None, torch.Tensor]:
-        """Run the operations as `run` does; yield when the first message is in flight, and then where another may begin.
+        """Run the operations as `run` does. Yield before the first wait, and then wherever another bucket may begin.
 
-        That is, where all that this bucket sends is queued, and what it does next is to wait.
+        Another bucket may begin when everything that this bucket sends is queued, and this bucket only waits.
         """
         yield from self._start_in_steps()
         self.finish()

@@ -5,33 +5,19 @@ import queue
 import threading
 import traceback
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from torchbagua._torch import future_of
+from torchbagua.runtime.job import InSteps, Job, JobInSteps, JobOfFunction
 from torchbagua.transport.streams import LaneStream, SideStream, ThreadStream
 
 T = TypeVar("T")
-R = TypeVar("R", covariant=True)
 
 _POLL_EVERY_S = 0.05
-
-
-class InSteps(Protocol[R]):
-    """What a lane runs in steps, such as a bucket."""
-
-    def may_begin(self) -> bool:
-        """Return whether `steps` comes to its first yield without a wait for another rank."""
-        ...
-
-    def steps(self) -> Generator[None, None, R]:
-        """Run, and yield when it has begun, and then wherever the next one may begin; or nowhere, to run alone."""
-        ...
 
 
 class Lane:
@@ -118,7 +104,7 @@ class Lane:
         Raises:
             RuntimeError: the lane is closed.
         """
-        return self._submit(_JobInSteps(source, self._worker, self._side))
+        return self._submit(JobInSteps(source, self._worker, self._side))
 
     def submit(self, run: Callable[[], T], *, interrupt: Callable[[], None] | None = None) -> "Job[T]":
         """Queue a function, and return the job. `Job.result` returns what it returns, or raises what it raises.
@@ -131,7 +117,7 @@ class Lane:
         Raises:
             RuntimeError: the lane is closed.
         """
-        return self._submit(_JobOfFunction(run, self._worker, self._side), interrupt)
+        return self._submit(JobOfFunction(run, self._worker, self._side), interrupt)
 
     def _submit(self, job: "Job[T]", interrupt: Callable[[], None] | None = None) -> "Job[T]":
         with self._lock:
@@ -177,109 +163,6 @@ def _clear_frames(error: BaseException) -> None:
             seen.append(error)
             traceback.clear_frames(error.__traceback__)
             todo += [cause for cause in (error.__cause__, error.__context__) if cause is not None]
-
-
-class Job(ABC, Generic[T]):
-    """What a lane runs; `Lane.submit` and `Lane.submit_steps` return it."""
-
-    def __init__(self, worker: "_Worker", side: LaneStream | None) -> None:
-        self._worker = worker
-        self._side = side
-        self._ready = None if side is None else side.mark()
-        self._failure: BaseException | None = None
-        self._done: torch.futures.Future[Any] = torch.futures.Future() if side is None else side.new_future()
-
-    def future(self) -> "torch.futures.Future[T]":
-        """Return a torch future of what `result` returns. An error of another type is raised as a RuntimeError."""
-        return future_of(self._done, self._outcome)
-
-    def is_done(self) -> bool:
-        """Return whether it has returned or raised."""
-        return self._done.done()
-
-    def result(self) -> T:
-        """Wait until the job is done, and return what it returned or raise what it raised.
-
-        With a GPU, done means that everything is launched: the stream of this thread waits for the rest. The `poll` of
-        the lane finds what fails there later, and it is raised here from then on.
-        """
-        with nullcontext() if self._done.done() else self._worker.waiting():
-            self._done.wait()  # this thread's stream too, where there is one
-        if (failure := self._worker.late_failure) is not None:
-            raise failure
-        return self._outcome()
-
-    def run(self) -> None:
-        """Run it; on the lane's thread."""
-        if self._side is None or self._ready is None:
-            self._value = self._compute()
-            self._done.set_result(None)
-            return
-        self._side.bind_thread()
-        with self._side.after(self._ready):
-            self._value = self._compute()
-            self._done.set_result(self._side.token)
-
-    def begin(self) -> None:
-        """Begin while another job is under way, if that is possible; on the lane's thread."""
-
-    def fail(self, error: BaseException) -> None:
-        """Make `error` what it raises."""
-        self._failure = error
-        self._done.set_result(None)
-
-    @abstractmethod
-    def _compute(self) -> T:
-        """Return the value, and hold nothing that was needed for it."""
-
-    def _outcome(self) -> T:
-        if self._failure is not None:
-            raise self._failure
-        return self._value
-
-
-class _JobOfFunction(Job[T]):
-    def __init__(self, run: Callable[[], T], worker: "_Worker", side: LaneStream | None) -> None:
-        super().__init__(worker, side)
-        self._run = run
-
-    def _compute(self) -> T:
-        value = self._run()
-        del self._run
-        return value
-
-
-class _JobInSteps(Job[T]):
-    def __init__(self, source: InSteps[T], worker: "_Worker", side: LaneStream | None) -> None:
-        super().__init__(worker, side)
-        self._source = source
-        self._begun: Generator[None, None, T] | None = None
-
-    def begin(self) -> None:
-        if self._side is None and self._begun is None and self._source.may_begin():
-            self._begun = self._source.steps()
-            next(self._begun)
-
-    def fail(self, error: BaseException) -> None:
-        if self._begun is not None:
-            self._begun.close()
-        super().fail(error)
-
-    def _compute(self) -> T:
-        begun, self._begun = self._begun, None
-        has_begun, steps = begun is not None, begun or self._source.steps()
-        del self._source
-        try:
-            while True:
-                try:
-                    next(steps)
-                except StopIteration as end:
-                    return end.value  # type: ignore[no-any-return]
-                if has_begun:
-                    self._worker.begin_next()
-                has_begun = True
-        finally:
-            steps.close()
 
 
 class _Worker:

@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from torchbagua.collectives.agreement import require_same_progress
 from torchbagua.runtime.changed_layout import OF_WEIGHTS, LayoutWatch
-from torchbagua.runtime.lane import Job, Lane
+from torchbagua.runtime.job import Job
+from torchbagua.runtime.lane import Lane
 from torchbagua.runtime.load_record import LoadRecord, require_same_loads
 from torchbagua.transport.communicator import Communicator
 from torchbagua.transport.errors import CommunicationError

@@ -9,7 +9,7 @@ import torch
 
 from torchbagua.algorithms.qadam.optimizer import QAdamOptimizer
 from torchbagua.collectives.agreement import require_same_progress
-from torchbagua.runtime.lane import Job
+from torchbagua.runtime.job import Job
 from torchbagua.runtime.runner import Runner
 
 

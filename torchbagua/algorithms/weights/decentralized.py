@@ -14,7 +14,7 @@ from torchbagua.collectives.neighbourhood_mean import check_topology
 from torchbagua.collectives.topology import Topology, topology_of
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.impl import AlgorithmImpl
-from torchbagua.runtime.lane import Job
+from torchbagua.runtime.job import Job
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.weight_bucket import DIFFERENCE, FLAT, WeightBucket
 

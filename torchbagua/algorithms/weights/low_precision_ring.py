@@ -17,7 +17,7 @@ from torchbagua.collectives.low_precision_ring import check_ring_compression
 from torchbagua.collectives.process_group import BaguaProcessGroup
 from torchbagua.runtime.bucket import BaguaBucket
 from torchbagua.runtime.impl import AlgorithmImpl
-from torchbagua.runtime.lane import Job
+from torchbagua.runtime.job import Job
 from torchbagua.runtime.rank_state import check_rank_state, owner_of
 from torchbagua.runtime.runner import Runner
 from torchbagua.runtime.weight_bucket import FlatOf, WeightBucket

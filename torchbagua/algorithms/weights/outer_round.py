@@ -12,7 +12,7 @@ from torchbagua.algorithms.weights.shadow_weights import ShadowWeights
 from torchbagua.algorithms.weights.synchronous_rounds import SynchronousRounds
 from torchbagua.observe.events import Details
 from torchbagua.observe.tracer import Tracer
-from torchbagua.runtime.lane import Job
+from torchbagua.runtime.job import Job
 from torchbagua.runtime.weight_bucket import FLAT, SNAPSHOT, WeightBucket
 
 IN_FLIGHT = ("snapshot_step", "fragment", "has_differences", "differences", "buffer_snapshots")

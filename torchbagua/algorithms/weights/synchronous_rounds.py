@@ -5,7 +5,7 @@ from functools import partial
 from typing import TypeVar
 
 from torchbagua.algorithms.weights.averaging import ModelAveragingAlgorithm
-from torchbagua.runtime.lane import Job
+from torchbagua.runtime.job import Job
 from torchbagua.runtime.runner import Runner
 
 T = TypeVar("T")

@@ -1,0 +1,149 @@
+"""The jobs of a lane: functions, and what runs in steps so that two of them overlap."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from torchbagua._torch import future_of
+from torchbagua.transport.streams import LaneStream
+
+T = TypeVar("T")
+R = TypeVar("R", covariant=True)
+
+
+class InSteps(Protocol[R]):
+    """What a lane runs in steps, such as a bucket."""
+
+    def may_begin(self) -> bool:
+        """Return whether `steps` comes to its first yield without a wait for another rank."""
+        ...
+
+    def steps(self) -> Generator[None, None, R]:
+        """Run, and yield when it has begun, and then wherever the next one may begin; or nowhere, to run alone."""
+        ...
+
+
+class Worker(Protocol):
+    """What runs jobs, as they know it.
+
+    Attributes:
+        waiting: returns a context manager, entered while another thread waits for a job.
+        late_failure: the error of what jobs had launched and returned, None before.
+    """
+
+    waiting: Callable[[], AbstractContextManager[None]]
+    late_failure: BaseException | None
+
+    def begin_next(self) -> None:
+        """Begin the job behind the one that runs, if it is there and has steps."""
+        ...
+
+
+class Job(ABC, Generic[T]):
+    """What a lane runs; `Lane.submit` and `Lane.submit_steps` return it."""
+
+    def __init__(self, worker: Worker, side: LaneStream | None) -> None:
+        self._worker = worker
+        self._side = side
+        self._ready = None if side is None else side.mark()
+        self._failure: BaseException | None = None
+        self._done: torch.futures.Future[Any] = torch.futures.Future() if side is None else side.new_future()
+
+    def future(self) -> "torch.futures.Future[T]":
+        """Return a torch future of what `result` returns. An error of another type is raised as a RuntimeError."""
+        return future_of(self._done, self._outcome)
+
+    def is_done(self) -> bool:
+        """Return whether it has returned or raised."""
+        return self._done.done()
+
+    def result(self) -> T:
+        """Wait until the job is done, and return what it returned or raise what it raised.
+
+        With a GPU, done means that everything is launched: the stream of this thread waits for the rest. The `poll` of
+        the lane finds what fails there later, and it is raised here from then on.
+        """
+        with nullcontext() if self._done.done() else self._worker.waiting():
+            self._done.wait()  # this thread's stream too, where there is one
+        if (failure := self._worker.late_failure) is not None:
+            raise failure
+        return self._outcome()
+
+    def run(self) -> None:
+        """Run it; on the lane's thread."""
+        if self._side is None or self._ready is None:
+            self._value = self._compute()
+            self._done.set_result(None)
+            return
+        self._side.bind_thread()
+        with self._side.after(self._ready):
+            self._value = self._compute()
+            self._done.set_result(self._side.token)
+
+    def begin(self) -> None:
+        """Begin while another job is under way, if that is possible; on the lane's thread."""
+
+    def fail(self, error: BaseException) -> None:
+        """Make `error` what it raises."""
+        self._failure = error
+        self._done.set_result(None)
+
+    @abstractmethod
+    def _compute(self) -> T:
+        """Return the value, and hold nothing that was needed for it."""
+
+    def _outcome(self) -> T:
+        if self._failure is not None:
+            raise self._failure
+        return self._value
+
+
+class JobOfFunction(Job[T]):
+    """A function that is called; see `Job`."""
+
+    def __init__(self, run: Callable[[], T], worker: Worker, side: LaneStream | None) -> None:
+        super().__init__(worker, side)
+        self._run = run
+
+    def _compute(self) -> T:
+        value = self._run()
+        del self._run
+        return value
+
+
+class JobInSteps(Job[T]):
+    """Steps that are run, and perhaps begun while the job before is under way; see `Job`."""
+
+    def __init__(self, source: InSteps[T], worker: Worker, side: LaneStream | None) -> None:
+        super().__init__(worker, side)
+        self._source = source
+        self._begun: Generator[None, None, T] | None = None
+
+    def begin(self) -> None:
+        if self._side is None and self._begun is None and self._source.may_begin():
+            self._begun = self._source.steps()
+            next(self._begun)
+
+    def fail(self, error: BaseException) -> None:
+        if self._begun is not None:
+            self._begun.close()
+        super().fail(error)
+
+    def _compute(self) -> T:
+        begun, self._begun = self._begun, None
+        has_begun, steps = begun is not None, begun or self._source.steps()
+        del self._source
+        try:
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    return end.value  # type: ignore[no-any-return]
+                if has_begun:
+                    self._worker.begin_next()
+                has_begun = True
+        finally:
+            steps.close()
