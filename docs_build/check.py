@@ -29,7 +29,7 @@ MODULES = (
 FURTHER = (
     "torchbagua.algorithms.gradient.feedback.ErrorFeedback",
     "torchbagua.algorithms.weights.asynchronous.AsyncModelAverageAlgorithmImpl",
-    "torchbagua.runtime.lane.Job",
+    "torchbagua.runtime.job.Job",
     "torchbagua.runtime.lane.Lane",
     "torchbagua.runtime.lockstep.Lockstep",
     "torchbagua.runtime.parameter_state.BucketState",

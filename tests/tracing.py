@@ -1,7 +1,7 @@
 """Short training runs with observers, and what must hold of any run's events."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +104,10 @@ def check_nested(spans: Sequence[tuple[float, float]], tolerance: float = 0) -> 
             open_ends.pop()
         assert not open_ends or end <= open_ends[-1] + tolerance, f"{start} to {end} crosses {open_ends[-1]}"
         open_ends.append(end)
+
+
+def check_two_at_a_time(events: Iterable[tb.CommEvent]) -> None:
+    """Check that of events in the order of their begin, none begins before the last but one has ended."""
+    spans = sorted((event.start_ns, event.end_ns) for event in events)
+    for before, later in zip(spans, spans[2:], strict=False):
+        assert before[1] <= later[0], f"{later} begins within {before}"

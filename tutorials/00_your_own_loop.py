@@ -1,23 +1,23 @@
-"""The training loop that you have already, and the one line that it takes.
+"""The training loop that you already have, and the one line to add.
 
-Run it over two processes on this machine; it takes about fifteen seconds:
+Run it with two processes on this machine; it takes about fifteen seconds:
 
     torchrun --standalone --nproc-per-node=2 tutorials/00_your_own_loop.py
 
-The network within a machine is fast. On Linux this gives the processes a network of their own, of 1 Gbit/s, where
-sending less takes less time (where it is not permitted, as root without the two options about users):
+The network within a machine is fast. On Linux, this command gives the processes a private network of 1 Gbit/s, on which
+sending fewer bytes takes less time (if it is not permitted, run it as root without the two options about users):
 
     unshare --user --map-root-user --net sh -c "ip link set lo up &&
         tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 100ms &&
         torchrun --standalone --local-addr=localhost --nproc-per-node=2 tutorials/00_your_own_loop.py"
 
-`train` is the loop of many scripts. Gradients are accumulated over micro-batches and sent with the last of them: the
-loop sets `require_backward_grad_sync` by hand, as nanoGPT's does. There is autocast with a GradScaler, clipping, a
-learning rate that rises and then falls along a cosine, an evaluation now and then, and a checkpoint.
+`train` is the loop of many scripts. It accumulates gradients over micro-batches and sends them with the last one: the
+loop sets `require_backward_grad_sync` by hand, as nanoGPT does. It uses autocast with a GradScaler, clipping, a
+learning rate that warms up and then decays along a cosine, periodic evaluations, and a checkpoint.
 
-It runs three times: with plain DDP, with 8-bit gradients, from the same weights on the same batches, and once more with
-8-bit gradients, from the checkpoint of the second run. Nothing in `train` knows which of these it is. The line that
-makes the difference is marked.
+It runs three times: with plain DDP; with 8-bit gradients, from the same weights on the same batches; and again with
+8-bit gradients, from the checkpoint of the second run. Nothing in `train` depends on which of these runs it is. The
+line that makes the difference is marked.
 """
 
 import math
@@ -36,12 +36,12 @@ import torchbagua as tb
 NUM_FEATURES, WIDTH, NUM_CLASSES, NUM_EXAMPLES = 64, 512, 10, 16384
 BATCH, MICRO_STEPS, STEPS, EVALUATE_EVERY, SAVE_AFTER = 64, 4, 120, 30, 60
 WARMUP_STEPS, LEARNING_RATE, LOWEST_LEARNING_RATE, MAX_NORM = 10, 2e-3, 1e-4, 1.0
-DTYPE = torch.float16  # the one that needs a GradScaler
+DTYPE = torch.float16  # the dtype that needs a GradScaler
 CHECKPOINT = Path("runs/your_own_loop/checkpoint.pt")
 
 
 def make_data() -> tuple[torch.Tensor, torch.Tensor]:
-    """Random points, and in which of ten classes a random network puts each; the same on every rank."""
+    """Return random points, and the class of ten that a random network assigns to each; the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(NUM_EXAMPLES, NUM_FEATURES, generator=generator)
     hidden = torch.tanh(points @ torch.randn(NUM_FEATURES, 16, generator=generator) / 4)
@@ -69,7 +69,7 @@ def learning_rate(step: int) -> float:
 
 @torch.no_grad()
 def evaluate(model: nn.Module) -> tuple[float, float]:
-    """Loss and share of right answers on examples that no rank trains on."""
+    """Return the loss and the accuracy on examples that no rank trains on."""
     model.eval()
     logits, expected = model(POINTS[:NUM_HELD_OUT]), CLASSES[:NUM_HELD_OUT]
     model.train()
@@ -82,16 +82,16 @@ def train(
     scaler: torch.amp.GradScaler,
     first_step: int = 0,
 ) -> float:
-    """Your loop. Returns the median time of a step, in ms."""
+    """Your loop. Return the median time of a step, in ms."""
     step_ms = []
     for step in range(first_step, STEPS):
         start_s = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
-        # Batches follow from step and rank, so that a run that is resumed sees the same ones.
+        # Batches are determined by step and rank, so that a resumed run sees the same batches.
         batches = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
         for micro_step in range(MICRO_STEPS):
-            ddp.require_backward_grad_sync = micro_step == MICRO_STEPS - 1  # only the last one sends
+            ddp.require_backward_grad_sync = micro_step == MICRO_STEPS - 1  # only the last micro-step sends
             chosen = torch.randint(NUM_HELD_OUT, NUM_EXAMPLES, (BATCH,), generator=batches)
             with torch.autocast("cpu", dtype=DTYPE):
                 loss = F.cross_entropy(ddp(POINTS[chosen]), CLASSES[chosen]) / MICRO_STEPS
@@ -119,13 +119,13 @@ def weights_of(ddp: DistributedDataParallel) -> torch.Tensor:
 
 
 def say(line: str) -> None:
-    """Prints on one rank only."""
+    """Print on rank 0 only."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # for each of the processes, which share this machine
+    torch.set_num_threads(1)  # in each process, since they share this machine
     dist.init_process_group("gloo")
 
     say("plain DDP")
@@ -135,15 +135,15 @@ def main() -> None:
 
     say("8-bit gradients")
     ddp, optimizer, scaler = build()
-    summary = tb.observe.Summary()  # notes what is sent and when; leave it out if you do not want to know
+    summary = tb.observe.Summary()  # records what is sent and when; optional
     attachment = tb.attach(ddp, optimizer, "bytegrad", grad_scaler=scaler, observers=[summary])  # <-- the one line
     bytegrad_ms = train(ddp, optimizer, scaler)
     bytegrad_loss, _ = evaluate(ddp.module)
     finished = weights_of(ddp)
-    attachment.detach()  # the module is plain DDP's again; a script that ends here need not say so
+    attachment.detach()  # back to plain DDP; not needed if the script ends here
 
     say(f"8-bit gradients, from the checkpoint of step {SAVE_AFTER}")
-    dist.barrier()  # rank 0 has written it
+    dist.barrier()  # until rank 0 has written it
     ddp, optimizer, scaler = build()
     state = torch.load(CHECKPOINT)
     ddp.module.load_state_dict(state["model"])
@@ -153,7 +153,7 @@ def main() -> None:
         train(ddp, optimizer, scaler, first_step=state["step"])
     say(f"  ends with the same weights: {torch.equal(weights_of(ddp), finished)}\n")
 
-    # gloo's all-reduce is a ring, in which each of n ranks sends 2 (n-1)/n of the float32 gradients.
+    # gloo's all-reduce is a ring: each of n ranks sends 2 (n-1)/n times the bytes of the float32 gradients.
     ranks = dist.get_world_size()
     plain_mb = 2 * (ranks - 1) / ranks * 4 * finished.numel() / 1e6
     bytegrad_mb = summary.figures.bytes_sent / summary.figures.num_steps / 1e6

@@ -1,12 +1,12 @@
 """From plain DDP to 8-bit gradients in three lines.
 
-Run it over two processes on this machine; it takes about ten seconds:
+Run it with two processes on this machine; it takes about ten seconds:
 
     torchrun --standalone --nproc-per-node=2 tutorials/01_ddp_to_bytegrad.py
 
-It trains a small network twice, from the same weights on the same batches: first with DistributedDataParallel as it
-is, then with ByteGrad, which sends each gradient as 8 bits instead of 32. The training loop is the same for both. The
-lines that differ are marked with (1), (2) and (3). At the end the losses stand beside each other, and so do the bytes.
+It trains a small network twice, from the same weights on the same batches: first with plain DistributedDataParallel,
+then with ByteGrad, which sends each gradient element in 8 bits instead of 32. The training loop is the same for both.
+The lines that differ are marked with (1), (2) and (3). At the end it prints the losses and the bytes of both runs.
 """
 
 import argparse
@@ -22,12 +22,12 @@ import torchbagua as tb  # (1)
 
 CONTEXT, BATCH, STEPS = 8, 256, 200
 
-# Real text that is there wherever Python is: a module of the standard library.
+# Real text that every Python installation has: a module of the standard library.
 TEXT = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
 
 
 def build() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-    """A network that guesses the next byte from the 8 before it, the same at every call, and its optimizer."""
+    """Return a network that predicts the next byte from the 8 before it, the same at every call, and its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Embedding(256, 16),
@@ -40,15 +40,15 @@ def build() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
 
 
 def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> float:
-    """The training loop of any DDP script. Returns this rank's mean loss over the last 20 steps, in nats per byte."""
-    batches = torch.Generator().manual_seed(dist.get_rank())  # each rank has batches of its own
+    """The training loop of any DDP script. Return this rank's mean loss over the last 20 steps, in nats per byte."""
+    batches = torch.Generator().manual_seed(dist.get_rank())  # each rank has different batches
     losses = []
     for step in range(STEPS):
         starts = torch.randint(len(TEXT) - CONTEXT, (BATCH, 1), generator=batches)
         windows = TEXT[starts + torch.arange(CONTEXT + 1)]
         loss = F.cross_entropy(ddp(windows[:, :-1]), windows[:, -1])
         optimizer.zero_grad()
-        loss.backward()  # DDP averages the gradients over the ranks in here
+        loss.backward()  # in here, DDP averages the gradients over the ranks
         optimizer.step()
         losses.append(loss.item())
         if step % 50 == 0:
@@ -57,7 +57,7 @@ def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> flo
 
 
 def say(line: str) -> None:
-    """Prints on one rank only."""
+    """Print on rank 0 only."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
@@ -71,12 +71,13 @@ def main() -> None:
 
     say("ByteGrad")
     ddp, optimizer = build()
-    recorder = tb.observe.Recorder()  # (2) counts the bytes; leave it out if you do not want to know
+    recorder = tb.observe.Recorder()  # (2) counts the bytes; optional
     with tb.attach(ddp, optimizer, tb.ByteGradAlgorithm(), observers=[recorder]):  # (3)
         bytegrad_loss = train(ddp, optimizer)
 
-    # gloo's all-reduce is a ring, in which each of n ranks sends 2 (n-1)/n of the float32 gradients. ByteGrad's bytes
-    # are measured. They are a little more than a quarter: a few bytes of every 2048 gradients tell their range.
+    # gloo's all-reduce is a ring: each of n ranks sends 2 (n-1)/n times the bytes of the float32 gradients. ByteGrad's
+    # bytes are measured. They are slightly more than a quarter: every 2048 gradients take a few more bytes for their
+    # range.
     ranks = dist.get_world_size()
     plain_bytes = STEPS * 2 * (ranks - 1) / ranks * 4 * sum(parameter.numel() for parameter in ddp.parameters())
     say(f"plain DDP: loss {plain_loss:.3f}, {plain_bytes / 1e6:.1f} MB sent by each rank")

@@ -1,19 +1,19 @@
-"""Average weights instead of gradients: with all ranks, with one peer at a time, or in 8 bits with two neighbours.
+"""Average weights instead of gradients: with all ranks, with one peer at a time, or in 8 bits with two neighbors.
 
-Run it over four processes on this machine; it takes about twenty seconds:
+Run it with four processes on this machine; it takes about twenty seconds:
 
     torchrun --standalone --nproc-per-node=4 tutorials/02_decentralized.py
 
-Under DistributedDataParallel every step waits for the network, because optimizer.step() needs the mean gradient. Under
-a decentralized algorithm every rank steps by its own gradient at once. What the ranks average is their weights, as they
-are after optimizer.step(), and they do that while they compute the next gradient. DDP itself sends nothing meanwhile:
+With DistributedDataParallel every step waits for the network, because optimizer.step() needs the mean gradient. With a
+decentralized algorithm every rank steps on its own gradient at once. The ranks average their weights instead, as they
+are after optimizer.step(), while they compute the next gradient. DDP itself sends nothing in the meantime:
 
-    DDP             forward  backward, gradients travel  step  forward  backward, gradients travel  step
+    DDP             forward  backward, sends gradients  step  forward  backward, sends gradients  step
     decentralized   forward  backward  step  forward  backward  step  forward  backward  step
-                    `-weights travel'        `-weights travel'        `-weights travel'
+                    `-sends weights-'        `-sends weights-'        `-sends weights-'
 
-So the ranks' weights are a little apart while they train. A table shows how far, how many bytes it takes, and what the
-loss is at the end, when all ranks get the mean. Then one of the runs is taken up again from a checkpoint.
+So the ranks' weights differ slightly during training. A table shows by how much, how many bytes a step sends, and the
+final loss, when all ranks have the mean. Then one of the runs is resumed from a checkpoint.
 """
 
 import argparse
@@ -33,25 +33,25 @@ TEXT = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=t
 
 ALGORITHMS = {
     "all": tb.DecentralizedAlgorithm(),
-    "shift_one": tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),  # another peer in each step
-    "low precision": tb.LowPrecisionDecentralizedAlgorithm(),  # how the weights have changed, in 8 bits, on a ring
+    "shift_one": tb.DecentralizedAlgorithm(peer_selection_mode="shift_one"),  # a different peer in each step
+    "low precision": tb.LowPrecisionDecentralizedAlgorithm(),  # changes of the weights, in 8 bits, on a ring
 }
 
 
 def build() -> tuple[DistributedDataParallel, torch.optim.Optimizer, torch.Generator]:
-    """A network that guesses the next byte from the 8 before it, its optimizer, and the source of its batches."""
+    """Return a network that predicts a byte from the 8 before it, its optimizer, and the source of its batches."""
     torch.manual_seed(0)
     layers = [nn.Embedding(256, 16), nn.Flatten(), nn.Linear(CONTEXT * 16, 256), nn.ReLU(), nn.Linear(256, 256)]
     model = nn.Sequential(*layers)
-    # The optimizer is each rank's own and sees gradients of its own batches only. SGD with momentum takes DDP's
-    # learning rate. Adam wants a larger one, about 1.6 times here: it divides by the size of the gradient, and that of
-    # one rank is larger, by its noise, than the mean of four.
+    # Each rank has its own optimizer, which only sees gradients of local batches. SGD with momentum takes DDP's
+    # learning rate. Adam needs a larger one, about 1.6 times here: it divides by the size of the gradient, and the
+    # gradient of one rank is larger, because of its noise, than the mean of four.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     return DistributedDataParallel(model), optimizer, torch.Generator().manual_seed(dist.get_rank())
 
 
 def loss_on_batch(model: nn.Module, size: int, batches: torch.Generator) -> torch.Tensor:
-    """The mean loss over `size` places of the text, in nats per byte."""
+    """Return the mean loss over `size` positions of the text, in nats per byte."""
     windows = TEXT[torch.randint(len(TEXT) - CONTEXT, (size, 1), generator=batches) + torch.arange(CONTEXT + 1)]
     return F.cross_entropy(model(windows[:, :-1]), windows[:, -1])
 
@@ -59,13 +59,13 @@ def loss_on_batch(model: nn.Module, size: int, batches: torch.Generator) -> torc
 def train(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, batches: torch.Generator, steps: int
 ) -> list[float]:
-    """The training loop of any DDP script. Returns how far apart the ranks were after each 15 steps."""
+    """The training loop of any DDP script. Return how far apart the ranks were, after every 15 steps."""
     apart = []
     for step in range(1, steps + 1):
         loss = loss_on_batch(ddp, BATCH, batches)
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()  # at the end of it the weights become the average, and the next round starts
+        optimizer.step()  # at its end the weights become the average, and the next round starts
         if step % 15 == 0:
             apart.append(far_apart(ddp))
     return apart
@@ -76,10 +76,10 @@ def weights_of(ddp: DistributedDataParallel) -> torch.Tensor:
 
 
 def far_apart(ddp: DistributedDataParallel) -> float:
-    """The distance from the mean of the weights, relative to it, on the rank that is farthest off."""
+    """Return the relative distance from the mean of the weights, on the rank that is farthest from it."""
     own = weights_of(ddp).double()
     mean = own.clone()
-    dist.all_reduce(mean)  # torchbagua has connections of its own: the script may use its own group as ever
+    dist.all_reduce(mean)  # torchbagua has private connections, so the script can use its own group
     mean /= dist.get_world_size()
     distance = (own - mean).norm() / mean.norm()
     dist.all_reduce(distance, dist.ReduceOp.MAX)
@@ -87,7 +87,7 @@ def far_apart(ddp: DistributedDataParallel) -> float:
 
 
 def report(name: str, bytes_per_step: float, apart: list[float], ddp: DistributedDataParallel) -> None:
-    """Prints a line of the table on rank 0: whose loss is that of all ranks, for their weights are the same by now."""
+    """Print a line of the table on rank 0. All ranks have the same weights by now, and so the same loss."""
     apart_at_end = far_apart(ddp)
     with torch.no_grad():
         loss = loss_on_batch(ddp.module, 8192, torch.Generator().manual_seed(0)).item()
@@ -96,7 +96,7 @@ def report(name: str, bytes_per_step: float, apart: list[float], ddp: Distribute
 
 
 def say(line: str) -> None:
-    """Prints on one rank only."""
+    """Print on rank 0 only."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
@@ -117,7 +117,7 @@ def main(checkpoints: Path) -> None:
         recorder = tb.observe.Recorder()
         with tb.attach(ddp, optimizer, algorithm, observers=[recorder]) as attachment:
             apart = train(ddp, optimizer, batches, STEPS // 2)
-            # Every rank has weights, momentum and a state of the algorithm of its own, so every rank keeps a file.
+            # Weights, momentum and the algorithm's state differ between ranks, so every rank writes a file.
             state = {
                 "model": ddp.module.state_dict(),
                 "optimizer": optimizer.state_dict(),
@@ -128,7 +128,7 @@ def main(checkpoints: Path) -> None:
             bytes_before = recorder.bytes_sent
             apart += train(ddp, optimizer, batches, STEPS // 2)
             bytes_per_step = (recorder.bytes_sent - bytes_before) / (STEPS // 2)
-        # Here all ranks have the mean of their weights, and rank 0's momentum: DDP could go on from it.
+        # Here all ranks have the mean of their weights, and rank 0's momentum: DDP could continue from here.
         report(name, bytes_per_step, apart, ddp)
         finished[name] = weights_of(ddp)
 
@@ -147,5 +147,5 @@ def main(checkpoints: Path) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:  # of each rank's own
+    with tempfile.TemporaryDirectory() as folder:  # a separate folder on each rank
         main(Path(folder))

@@ -1,20 +1,20 @@
-"""Training that waits for nobody: weights averaged in the background, on a slow network and with a slow rank.
+"""Training without waiting: weights averaged in the background, on a slow network and with a slow rank.
 
-Run it over two processes on this machine; it takes about twenty seconds:
+Run it with two processes on this machine; it takes about twenty seconds:
 
     torchrun --standalone --nproc-per-node=2 tutorials/03_async_on_a_slow_network.py
 
-That shows what a slow rank does to the others; the network within a machine is fast. On Linux this gives the processes
-a network of their own, of 100 Mbit/s, and shows both (where it is not permitted, as root without the two options about
-users):
+That shows how a slow rank affects the others; the network within a machine is fast. On Linux, this command gives the
+processes a private network of 100 Mbit/s, and shows both effects (if it is not permitted, run it as root without the
+two options about users):
 
     unshare --user --map-root-user --net sh -c "ip link set lo up &&
         tc qdisc add dev lo root tbf rate 100mbit burst 256kb latency 100ms &&
         torchrun --standalone --local-addr=localhost --nproc-per-node=2 tutorials/03_async_on_a_slow_network.py"
 
-With DistributedDataParallel all ranks take a step together, at the speed of the network and of the slowest rank. With
-AsyncModelAverage each trains alone at its own speed, and a background thread averages the weights now and then. Both
-get the same time here: first with two ranks alike, and then with rank 1 slow, as on a machine that is busy.
+With DistributedDataParallel all ranks step together, at the speed of the network and of the slowest rank. With
+AsyncModelAverage each rank trains alone at its own speed, and a background thread averages the weights periodically.
+Both get the same time here: first with two equally fast ranks, and then with rank 1 slow, as on a busy machine.
 """
 
 import argparse
@@ -35,7 +35,7 @@ TEXT = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=t
 
 
 def build() -> tuple[DistributedDataParallel, torch.optim.Optimizer, torch.Generator]:
-    """A network that guesses the next byte from the 8 before it, its optimizer, and the source of its batches."""
+    """Return a network that predicts a byte from the 8 before it, its optimizer, and the source of its batches."""
     torch.manual_seed(0)
     layers = [nn.Embedding(256, 16), nn.Flatten(), nn.Linear(CONTEXT * 16, 512), nn.ReLU(), nn.Linear(512, 256)]
     model = nn.Sequential(*layers)
@@ -46,7 +46,7 @@ def build() -> tuple[DistributedDataParallel, torch.optim.Optimizer, torch.Gener
 def step(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, batches: torch.Generator, *, is_slow: bool
 ) -> None:
-    """One step of any DDP script, of which rank 1 takes some longer."""
+    """One step of any DDP script, which takes longer on rank 1 if `is_slow`."""
     if is_slow and dist.get_rank() == 1:
         time.sleep(PAUSE_S)
     starts = torch.randint(len(TEXT) - CONTEXT, (BATCH, 1), generator=batches)
@@ -59,7 +59,7 @@ def step(
 
 @torch.no_grad()
 def evaluate(ddp: DistributedDataParallel) -> float:
-    """The loss on every fourth place of the text. Each rank takes its share, so all need the same weights."""
+    """Return the loss on every fourth position of the text. Each rank takes a share, so all need the same weights."""
     starts = torch.arange(dist.get_rank(), len(TEXT) - CONTEXT, 4 * dist.get_world_size())
     windows = TEXT[starts[:, None] + torch.arange(CONTEXT + 1)]
     loss = F.cross_entropy(ddp.module(windows[:, :-1]), windows[:, -1])
@@ -68,7 +68,7 @@ def evaluate(ddp: DistributedDataParallel) -> float:
 
 
 def largest_difference(ddp: DistributedDataParallel) -> float:
-    """The largest difference between two ranks in any weight."""
+    """Return the largest difference between two ranks in any weight."""
     weights = nn.utils.parameters_to_vector(ddp.parameters()).detach()
     extremes = torch.stack([weights, -weights])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
@@ -76,7 +76,7 @@ def largest_difference(ddp: DistributedDataParallel) -> float:
 
 
 def report(name: str, steps_per_s: float, ddp: DistributedDataParallel, rounds: str = "") -> None:
-    """Prints a line of the table on rank 0."""
+    """Print a line of the table on rank 0."""
     speeds = [0.0] * dist.get_world_size()
     dist.all_gather_object(speeds, steps_per_s)
     loss = evaluate(ddp)
@@ -100,17 +100,17 @@ def main() -> None:
         report(f"DDP, {phase}", num_steps / seconds[-1], ddp)
 
     ddp, optimizer, batches = build()
-    # The pause between two rounds. More rounds keep the ranks closer together, and no step waits for one.
+    # `sync_interval_ms` is the pause between two rounds. More rounds keep the ranks closer together. No step waits.
     with tb.attach(ddp, optimizer, tb.AsyncModelAverageAlgorithm(sync_interval_ms=200)) as attachment:
         for (phase, _, is_slow), seconds_of_phase in zip(phases, seconds, strict=True):
             rounds_before = attachment.impl.num_rounds
             num_steps, start_s = 0, time.perf_counter()
-            while time.perf_counter() - start_s < seconds_of_phase:  # no matter how many steps the others take
+            while time.perf_counter() - start_s < seconds_of_phase:  # however many steps the other ranks take
                 step(ddp, optimizer, batches, is_slow=is_slow)
                 num_steps += 1
             steps_per_s = num_steps / (time.perf_counter() - start_s)
             difference_before = largest_difference(ddp)
-            attachment.impl.abort(ddp)  # stops the rounds, when all ranks have called it, and gives all the mean
+            attachment.impl.abort(ddp)  # stops the rounds once all ranks have called it; all get the mean
             rounds = attachment.impl.num_rounds - rounds_before
             difference_after = largest_difference(ddp)
             differences = f"weights differ by {difference_before:.2g}, after abort by {difference_after:g}"

@@ -1,22 +1,22 @@
-"""Adam whose momentum travels in 8 bits, or in one: how the warm-up, the switch and the rest of a run look.
+"""Adam with its momentum sent in 8 bits, or in one: the warm-up, the switch and the rest of a run.
 
-Run it over two processes on this machine; it takes about twenty seconds:
+Run it with two processes on this machine; it takes about twenty seconds:
 
     torchrun --standalone --nproc-per-node=2 tutorials/04_qadam.py
 
 Adam divides a momentum, the running mean of gradients, by the root of a second moment, the running mean of their
-squares. Compressed gradients would disturb both. But the second moment settles early: after some hundred steps it
-hardly changes any more, and can stand still. From there on a step is linear in the gradient, and only the momentum has
-to be averaged over the ranks, which is smooth and keeps well in 8 bits:
+squares. Compressed gradients would disturb both. But the second moment settles early: after a few hundred steps it
+hardly changes, and can be frozen. From then on a step is linear in the gradient, and only the momentum has to be
+averaged over the ranks. The momentum is smooth and loses little in 8 bits:
 
     steps 1 to W      torch.optim.Adam, on gradients averaged in float32
     from step W + 1   every rank forms b1 m + (1 - b1) g of its own gradient g; their mean, in 8 bits, is the momentum
 
-One bit an element, its sign, is enough where every rank remembers what that leaves out and adds it to what it sends
-next: error feedback.
+One bit per element, its sign, is enough if every rank stores the residual and adds it to the next momentum that it
+sends: error feedback.
 
-The table shows what crosses the network in both parts of the run, and the loss beside plain Adam under DDP. Three
-lines are what it takes: the optimizer's class, its warmup_steps, and attach.
+The table shows the bytes that a rank sends in both parts of the run, and the loss compared with plain Adam and DDP. You
+change three lines: the optimizer's class, its warmup_steps, and attach.
 """
 
 import argparse
@@ -35,14 +35,14 @@ TEXT = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=t
 
 
 def build() -> tuple[DistributedDataParallel, torch.Generator]:
-    """A network that guesses the next byte from the 8 before it, and the source of its batches."""
+    """Return a network that predicts the next byte from the 8 before it, and the source of its batches."""
     torch.manual_seed(0)
     layers = [nn.Embedding(256, 16), nn.Flatten(), nn.Linear(CONTEXT * 16, 256), nn.ReLU(), nn.Linear(256, 256)]
     return DistributedDataParallel(nn.Sequential(*layers)), torch.Generator().manual_seed(dist.get_rank())
 
 
 def loss_on_batch(model: nn.Module, size: int, batches: torch.Generator) -> torch.Tensor:
-    """The mean loss over `size` places of the text, in nats per byte."""
+    """Return the mean loss over `size` positions of the text, in nats per byte."""
     windows = TEXT[torch.randint(len(TEXT) - CONTEXT, (size, 1), generator=batches) + torch.arange(CONTEXT + 1)]
     return F.cross_entropy(model(windows[:, :-1]), windows[:, -1])
 
@@ -61,7 +61,7 @@ def final_loss(ddp: DistributedDataParallel) -> float:
 
 
 def say(line: str) -> None:
-    """Prints on one rank only."""
+    """Print on rank 0 only."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
@@ -93,13 +93,13 @@ def main() -> None:
         per_step = warmup_bytes / WARMUP_STEPS, later_bytes / (STEPS - WARMUP_STEPS)
         say(f"{name}  {per_step[0] / 1e3:30.1f} {per_step[1] / 1e3:10.1f} {final_loss(ddp):8.3f}")
 
-    # What it has come to is an Adam's state: torch.optim.Adam reads it, and goes on in full precision.
+    # The state is that of an Adam: torch.optim.Adam loads it, and continues in full precision.
     adam = torch.optim.Adam(ddp.parameters(), lr=LR)
     adam.load_state_dict(optimizer.state_dict())
     train(ddp, adam, batches, 20)
     say(f"20 more steps of torch.optim.Adam from there: loss {final_loss(ddp):.3f}")
 
-    # All ranks took the same steps, to the bit.
+    # Check that the weights are bitwise identical on all ranks.
     weights = nn.utils.parameters_to_vector(ddp.parameters()).detach()
     first = weights.clone()
     dist.broadcast(first, src=0)

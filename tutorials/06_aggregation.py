@@ -1,20 +1,20 @@
-"""Put gradients or weights together by hand, without DDP: by all-reduce, sparsified, as factors, or with neighbours.
+"""Aggregate gradients or weights by hand, without DDP: by all-reduce, sparsified, as factors, or with neighbors.
 
-Run it over two processes on this machine; it needs scikit-learn for its data, and takes about a minute:
+Run it with two processes on this machine; it needs scikit-learn for its data, and takes about a minute:
 
     torchrun --standalone --nproc-per-node=2 tutorials/06_aggregation.py
 
-An aggregation is a function that you call between backward and step, or after the step. Nothing else of the loop knows
-of the other ranks, and nothing overlaps with backward: the time that it takes is added to the step. What it sends can
-be chosen as under DDP:
+An aggregation is a function that you call between backward and step, or after the step. The rest of the loop does not
+depend on the other ranks. Nothing overlaps with backward, so the time of the aggregation adds to the step. You choose
+what it sends, as with DDP:
 
     all-reduce     the mean of all gradients, in full precision
-    sparsified     of their largest hundredth; each rank remembers the rest, and adds it to its next gradient
-    power          as the product of two factors of two vectors each; what they leave out is remembered too
-    neighbours     each rank steps by its own gradient; then weights are averaged with those of the other rank
+    sparsified     the mean of their largest hundredth; each rank adds the residual to its next gradient
+    power          the mean as the product of two factors of two vectors each; their residual is stored too
+    neighbours     each rank steps on its own gradient; then weights are averaged with those of the other rank
 
-A CNN learns to read digits under each of them, with three seeds. The table shows what a step sends, how long it takes,
-and how many of the digits that it has not seen the CNN reads right.
+A CNN learns to read digits with each aggregation, with three seeds. The table shows the bytes that a step sends, how
+long it takes, and the percentage of unseen digits that the CNN classifies correctly.
 """
 
 import time
@@ -45,7 +45,7 @@ HELD_OUT, TRAIN = ORDER[:898], ORDER[898:]
 
 
 def build(seed: int) -> nn.Module:
-    """The same network on every rank: no DDP makes weights equal."""
+    """Return the same network on every rank, since no DDP makes weights equal."""
     torch.manual_seed(seed)
     convolutions = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()]
     return nn.Sequential(
@@ -54,8 +54,8 @@ def build(seed: int) -> nn.Module:
 
 
 def train(model: nn.Module, aggregation: Aggregation, op: str, seed: int, *, of_weights: bool) -> None:
-    """A plain loop with one more line."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)  # momentum would make more of what comes late, sparsified
+    """A plain loop with one added line."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)  # momentum would amplify late sparsified values
     batches = torch.Generator().manual_seed(10 * seed + dist.get_rank())
     aggregate = aggregation.agg_model() if of_weights else aggregation.agg_grad()
     for _ in range(STEPS):
@@ -77,10 +77,10 @@ def percent_right(model: nn.Module) -> float:
 def report(
     name: str, make: Callable[[nn.Module, Summary], Aggregation], op: str = "avg_world", *, of_weights: bool = False
 ) -> None:
-    """Trains with each seed, and prints a line of the table on rank 0."""
+    """Train with each seed, and print a line of the table on rank 0."""
     accuracies, summary, began_s = [], Summary(), time.perf_counter()
     for seed in SEEDS:
-        model, summary = build(seed), Summary()  # which shows the last one
+        model, summary = build(seed), Summary()  # it shows the last seed
         with make(model, summary) as aggregation:
             train(model, aggregation, op, seed, of_weights=of_weights)
         accuracies.append(percent_right(model))
@@ -97,7 +97,8 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     neighbors = sorted({(rank - 1) % ranks, (rank + 1) % ranks} - {rank})  # on a ring
     if rank == 0:
-        print(f"{ranks} ranks, {sum(one.numel() for one in build(0).parameters())} parameters, {STEPS} steps")
+        num_parameters = sum(parameter.numel() for parameter in build(0).parameters())
+        print(f"{ranks} ranks, {num_parameters} parameters, {STEPS} steps")
         print("                kB a step    ms a step   of it waits     % right with each seed     mean")
 
     report("all-reduce", lambda model, summary: AllReduceAggregation(ranks, observers=[summary]))

@@ -1,26 +1,26 @@
-"""Send once in thirty steps, in 4 bits: DiLoCo and local SGD beside DDP, on a slow network.
+"""Send once in thirty steps, in 4 bits: DiLoCo and local SGD compared with DDP, on a slow network.
 
-Run it over four processes on this machine; it takes about half a minute:
+Run it with four processes on this machine; it takes about half a minute:
 
     torchrun --standalone --nproc-per-node=4 tutorials/07_diloco.py
 
-That shows what each sends and what loss it comes to; the network within a machine is fast. On Linux this gives the
-processes a network of their own, of 20 Mbit/s for each of the four, and shows what that saves; it takes about a minute
-(where it is not permitted, as root without the two options about users):
+That shows the bytes that each method sends and the loss that it reaches; the network within a machine is fast. On
+Linux, this command gives the processes a private network of 20 Mbit/s for each of the four, and shows the time that
+DiLoCo saves; it takes about a minute (if it is not permitted, run it as root without the two options about users):
 
     unshare --user --map-root-user --net sh -c "ip link set lo up &&
         tc qdisc add dev lo root tbf rate 80mbit burst 128kb latency 100ms &&
         torchrun --standalone --local-addr=localhost --nproc-per-node=4 tutorials/07_diloco.py"
 
-Under DistributedDataParallel every step waits until all gradients have crossed the network. Under DiLoCo a rank takes
-30 steps by its own gradients and sends nothing. Then all form the mean of how far they have come, in 4 bits an element,
-and an outer optimizer takes one step by it, from where they last were together:
+With DistributedDataParallel every step waits until all gradients have been sent. With DiLoCo a rank takes 30 steps on
+its own gradients and sends nothing. Then the ranks average the changes of their weights over these steps, in 4 bits per
+element. An outer optimizer takes one step with this mean, from the weights with which the round began:
 
     DDP       step|send|step|send|step|send|step|send|step|send|step|send|step|send|...
     DiLoCo    step|step|step|step|step|step|...|step|send, outer step|step|step|step|...
 
-Local SGD has no outer optimizer: the weights become the mean. All take as many steps here, on the same batches. Every
-30 steps, when all ranks hold the same weights, the loss on text that none trains on is printed.
+Local SGD has no outer optimizer: the weights become the mean. All methods take the same number of steps here, on the
+same batches. Every 30 steps, when all ranks have the same weights, the script prints the loss on held-out text.
 """
 
 import argparse
@@ -38,8 +38,8 @@ import torchbagua as tb
 
 CONTEXT, BATCH, STEPS, INNER_STEPS = 8, 128, 300, 30
 
-# Each with its best learning rate of 1, 1.6, 2.5, 4, 6.3, 10, 16 and 25 e-3. The last round is after the last step, so
-# no other mean is needed when they detach.
+# Each method has its best learning rate of 1, 1.6, 2.5, 4, 6.3, 10, 16 and 25 e-3. The last round comes after the last
+# step, so no further mean is needed at detach.
 METHODS = {
     "DDP": (None, 16e-3),
     "DiLoCo": (tb.DiLoCoAlgorithm(inner_steps=INNER_STEPS, final_average=False), 10e-3),
@@ -52,7 +52,7 @@ NUM_HELD_OUT = len(TEXT) // 8
 
 
 def loss_on_batch(model: nn.Module, size: int, begin: int, end: int, batches: torch.Generator) -> torch.Tensor:
-    """The mean loss over `size` places of this part of the text, in nats per byte."""
+    """Return the mean loss over `size` positions of this part of the text, in nats per byte."""
     starts = torch.randint(begin, end - CONTEXT, (size, 1), generator=batches)
     windows = TEXT[starts + torch.arange(CONTEXT + 1)].long()
     return F.cross_entropy(model(windows[:, :-1]), windows[:, -1])
@@ -60,19 +60,19 @@ def loss_on_batch(model: nn.Module, size: int, begin: int, end: int, batches: to
 
 @torch.no_grad()
 def evaluate(model: nn.Module) -> float:
-    """The loss on text that no rank trains on."""
+    """Return the loss on text that no rank trains on."""
     return loss_on_batch(model, 8192, 0, NUM_HELD_OUT, torch.Generator().manual_seed(0)).item()
 
 
 def train(algorithm: tb.Algorithm | None, lr: float) -> tuple[list[float], list[float], float]:
-    """Returns the loss after each 30 steps, the seconds until then, and the MB that this rank sends in a step."""
+    """Return the loss after every 30 steps, the seconds until then, and the MB that this rank sends per step."""
     torch.manual_seed(0)
-    # It guesses the next byte from the 8 before it.
+    # The network predicts the next byte from the 8 before it.
     layers = [nn.Embedding(256, 16), nn.Flatten(), nn.Linear(CONTEXT * 16, 128), nn.ReLU(), nn.Linear(128, 256)]
     ddp = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=lr)
     batches = torch.Generator().manual_seed(dist.get_rank())
-    recorder = tb.observe.Recorder()  # notes what is sent
+    recorder = tb.observe.Recorder()  # counts the bytes
 
     losses, seconds = [], [0.0]
     with tb.attach(ddp, optimizer, algorithm, observers=[recorder]) if algorithm else contextlib.nullcontext():
@@ -83,24 +83,24 @@ def train(algorithm: tb.Algorithm | None, lr: float) -> tuple[list[float], list[
                 loss = loss_on_batch(ddp, BATCH, NUM_HELD_OUT, len(TEXT), batches)
                 optimizer.zero_grad()
                 loss.backward()
-                optimizer.step()  # with an algorithm, the last of these thirty ends in a round
+                optimizer.step()  # with an algorithm, the last of these thirty ends with a round
             seconds.append(seconds[-1] + time.perf_counter() - start_s)
             losses.append(evaluate(ddp.module))
 
-    # gloo's all-reduce is a ring, in which each of n ranks sends 2 (n-1)/n of the float32 gradients.
-    ranks, num_parameters = dist.get_world_size(), sum(one.numel() for one in ddp.parameters())
+    # gloo's all-reduce is a ring: each of n ranks sends 2 (n-1)/n times the bytes of the float32 gradients.
+    ranks, num_parameters = dist.get_world_size(), sum(parameter.numel() for parameter in ddp.parameters())
     num_bytes = recorder.bytes_sent / STEPS if algorithm else 2 * (ranks - 1) / ranks * 4 * num_parameters
     return losses, seconds[1:], num_bytes / 1e6
 
 
 def say(line: str) -> None:
-    """Prints on one rank only."""
+    """Print on rank 0 only."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # for each of the processes, which share this machine
+    torch.set_num_threads(1)  # in each process, since they share this machine
     dist.init_process_group("gloo")
     say(f"{dist.get_world_size()} ranks, {STEPS} steps of {BATCH} bytes of text each")
     runs, table = {}, ["             loss   MB sent by a rank   seconds"]
