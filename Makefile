@@ -78,6 +78,7 @@ docs: $(STAMPS)/docs ## build the documentation in site/, and check it
 .PHONY: tables
 tables: $(STAMPS)/dev ## write the documentation's lists of algorithms, after one was added
 	$(BIN)/python docs_build/tables.py
+	$(BIN)/python docs_build/errors.py
 
 .PHONY: docs-serve
 docs-serve: $(STAMPS)/docs ## show the documentation on localhost:8000, anew whenever a page changes

@@ -1,6 +1,6 @@
 """Writes the list of errors and warnings in docs/api/errors.md, each with an example that this program raises.
 
-python docs_build/errors.py    # `make tables` runs it; it takes a few seconds
+python docs_build/errors.py    # takes a few seconds; `make tables` runs it
 """
 
 import tempfile

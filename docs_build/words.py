@@ -1,4 +1,4 @@
-"""Checks that pages, docstrings and comments use one term for each concept: `make lint` and `make docs` run it.
+"""Checks that pages, docstrings and comments use one term for each concept: `python docs_build/words.py`.
 
 docs/glossary.md defines the terms. Code and identifiers in backticks are not checked.
 """

@@ -191,7 +191,7 @@ def test_the_next_job_begins_where_one_waits_and_goes_on_when_that_has_ended() -
 @pytest.mark.parametrize(("name", "fails_at"), [("a", "ends"), ("b", "begins")])
 def test_a_failure_closes_what_has_begun(name: str, fails_at: str) -> None:
     seen: list[str] = []
-    jobs = [Steps(one, seen, fails_at=fails_at if one == name else "") for one in "abc"]
+    jobs = [Steps(letter, seen, fails_at=fails_at if letter == name else "") for letter in "abc"]
     assert run_steps(*jobs) == [f"{name} failed"] * 3
     other = "b" if name == "a" else "a"
     assert f"{other} is closed" in seen
